@@ -3,7 +3,8 @@
     python benchmarks/peers/setup.py [--peers DIR]           once: environments, models
     python benchmarks/peers/compare.py [--peers DIR] [--engines NAME ...] [--cases TEXT ...] [--repetitions 3]
                                        [--threads N] [--markdown FILE] [--quick]
-                                       [--quantized] [--vocabulary cut|real]
+                                       [--quantized] [--kind dense|lfm2|granite4|qwen3.5]
+                                       [--vocabulary cut|real]
 
 A round takes the machine's limits, the time of `import torch, transformers`, and each engine in turn through all
 cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed (of ratios:
@@ -19,6 +20,10 @@ as many requests and 16-token prompts warms it up.
 
 --quantized: engines with weights of 4 and 8 bits, and Quire's with 16. The first one that runs is compared with the
 peers; a decode row's limit is its bytes over the read bandwidth.
+
+--kind: the shape of the model (`shape.py`). A hybrid's decode rows have a limit by their bytes, its other rows none.
+llama.cpp shares a prefix, and goes on with a conversation, by sharing the sequence in memory, which is the fastest it
+has; its server restores a copy of the state where another conversation came between.
 
 --quick: a small model in float32, Quire and transformers in this interpreter, for the correctness of all this: fails
 unless Quire's tokens are those of transformers.
@@ -37,13 +42,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cases import CASES, START, Case
+from cases import START, Case, cases_of
 from driver import Options
 from engines import ENGINES, QUANTIZED, Engine
-from limits import Limits, limit_of, measure_limits
+from limits import Limits, bytes_limit_of, limit_of, measure_limits
 from machine import emit, emit_machine, machine
 from process import EngineError, EngineProcess
-from shape import FULL, REAL, SMALL, Shape, write
+from shape import KINDS, Dense, Hybrid, Shape, num_parameters, shape_of, write
 from table import DECODE_SHARE, PREFILL_SHARE, Row, markdown
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,6 +56,7 @@ REFERENCE = "transformers dynamic"  # whose tokens the others' are compared with
 MEMORY_TARGET = 1 / 1.1
 START_ALLOWANCE_S = 1.5
 QUANTIZED_SHARE = 0.75  # of a decode row at batch 1
+HYBRID_TARGET = 1.1  # of tokens/s
 REPEATED_S = 60.0  # what took longer in total is not repeated
 
 
@@ -65,8 +71,11 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quantized", action="store_true", help="weights of 4 and 8 bits")
+    parser.add_argument("--kind", choices=KINDS, default="dense", help="of model")
     parser.add_argument("--vocabulary", choices=("cut", "real"), default="cut")
     arguments = parser.parse_args()
+    if arguments.kind != "dense" and (arguments.quantized or arguments.vocabulary != "cut"):
+        parser.error(f"--quantized and --vocabulary are of dense models, got --kind {arguments.kind}")
     names = [engine.name for engine in (QUANTIZED if arguments.quantized else ENGINES)]
     if unknown := set(arguments.engines or ()) - set(names):
         parser.error(f"expected engines among {', '.join(names)}, got {', '.join(sorted(unknown))}")
@@ -91,16 +100,16 @@ class Comparison:
         self._quick: bool = arguments.quick
         self._threads: int = arguments.threads
         self._limit_s: float = arguments.case_limit
-        self._shape: Shape = SMALL if self._quick else REAL if arguments.vocabulary == "real" else FULL
+        self._shape: Shape = shape_of(arguments.kind, arguments.vocabulary, quick=self._quick)
         self._peers: Path = scratch if self._quick else arguments.peers
         self._models: Path = self._peers / self._shape.folder
         write(self._shape, self._models / "hf")
         wanted = arguments.cases or [""]
-        cases = [case for case in CASES if any(text in case.name for text in wanted)]
+        cases = [case for case in cases_of(arguments.kind) if any(text in case.name for text in wanted)]
         self._cases = [case.quick() for case in cases] if self._quick else cases
         self._engines: list[Engine] = []
         for engine in QUANTIZED if arguments.quantized else ENGINES:
-            reason = engine.missing(self._peers, self._models, quick=self._quick)
+            reason = engine.missing(self._peers, self._models, arguments.kind, quick=self._quick)
             if arguments.engines and engine.name not in arguments.engines:
                 continue
             if reason is None:
@@ -117,7 +126,11 @@ class Comparison:
         first = self._engines[0]
         self._bits = (first.weight_bits, first.head_bits) if arguments.quantized else None
         self._rows = {
-            case.name: _quantized_row_of(case) if arguments.quantized else _row_of(case, has_amx)
+            case.name: _quantized_row_of(case)
+            if arguments.quantized
+            else _row_of(case, has_amx)
+            if isinstance(self._shape, Dense)
+            else _hybrid_row_of(case)
             for case in self._cases
         }
         self._start = Row(START.name, "s", higher_is_better=False)
@@ -154,7 +167,13 @@ class Comparison:
 
     def _note_limits(self, limits: Limits) -> None:
         for case in self._cases:
-            self._rows[case.name].limits.append(limit_of(case, self._shape, limits, self._bits))
+            if isinstance(self._shape, Dense):
+                limit = limit_of(case, self._shape, limits, self._bits)
+            else:
+                assert isinstance(self._shape, Hybrid)
+                limit = bytes_limit_of(case, self._shape, num_parameters(self._models / "hf"), limits)
+            if limit is not None:
+                self._rows[case.name].limits.append(limit)
 
     def _run_engine(self, engine: Engine, repetition: int, *, tight: bool) -> None:
         """Its cases of one round, in a process of its own."""
@@ -226,7 +245,7 @@ class Comparison:
             kv_bytes_per_token=shape.kv_bytes_per_token,
             tight=tight,
             vocab_size=shape.vocab_size,
-            max_len=max(case.prompt + case.new for case in [*self._cases, START]),
+            max_len=max(case.length for case in [*self._cases, START]),
             max_requests=max(case.batch for case in self._cases),
         )
         log = self._peers / "logs" / f"{engine.name.replace(' ', '-')}{'-tight' if tight else ''}.log"
@@ -286,7 +305,13 @@ class Comparison:
 
 def _row_of(case: Case, has_amx: bool) -> Row:
     share = {"rate": DECODE_SHARE, "prefill": PREFILL_SHARE}.get(case.figure)
-    return Row(case.name, case.unit, case.higher_is_better, target=case.target[has_amx], least_share=share)
+    target = case.target and case.target[has_amx]
+    return Row(case.name, case.unit, case.higher_is_better, target=target, least_share=share)
+
+
+def _hybrid_row_of(case: Case) -> Row:
+    target = HYBRID_TARGET if case.higher_is_better else None
+    return Row(case.name, case.unit, case.higher_is_better, target=target)
 
 
 def _quantized_row_of(case: Case) -> Row:
@@ -308,7 +333,7 @@ def _note(row: Row, engine: Engine, case: Case, repetition: int, figure: float) 
 
 
 def _warm_up(case: Case) -> Case:
-    return replace(case, name=f"warm up {case.name}", prompt=16, new=3, shared=0, lead=False)
+    return replace(case, name=f"warm up {case.name}", prompt=16, new=3, shared=0, lead=False, turn=0)
 
 
 if __name__ == "__main__":

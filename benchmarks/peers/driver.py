@@ -3,9 +3,10 @@
 A driver (`*_driver.py`) runs in its engine's own virtual environment. It is started with one JSON argument, the
 `Options`, and calls `serve(load)`, where `load(options)` gives a `Driver`. Standard library only.
 
-    in   {"prompts": [[ids]], "new": n, "shared": n, "lead": bool}
+    in   {"prompts": [[ids]], "new": n, "shared": n, "lead": bool, "turn": bool}
              shared: the first so many tokens of the prompts are the same
              lead: the first request finishes before the others arrive
+             turn: the second of two goes on with the first, its answer included (lead, too)
     out  {"times": [[seconds]], "tokens": [[ids]]}     per request and token, since the requests were given
          {"error": reason}                             it failed; the process may be in any state
     in   end of file: the process ends
@@ -111,11 +112,18 @@ def serve(load: Callable[[Options], Driver]) -> None:
     os._exit(0)  # without the engines' own ways of ending, some of which hang
 
 
-def _answer(driver: Driver, prompts: list[list[int]], new: int, shared: int, lead: bool) -> dict[str, Any]:
+def _answer(
+    driver: Driver, prompts: list[list[int]], new: int, shared: int, lead: bool, turn: bool
+) -> dict[str, Any]:
+    if turn:  # the answer's place is kept; its last token is drawn and not yet computed
+        shared = len(prompts[0]) + new - 1
+        prompts = [prompts[0], prompts[0] + [0] * new + prompts[1]]
     driver.prepare(prompts, new, shared)
     clock = Clock(len(prompts))
     num_lead = 1 if lead else 0
     if num_lead:
         driver.run(prompts[:1], new, [0], clock)
+    if turn:
+        prompts[1][len(prompts[0]) : len(prompts[0]) + new] = clock.tokens[0]
     driver.run(prompts[num_lead:], new, list(range(num_lead, len(prompts))), clock)
     return {"times": clock.times, "tokens": clock.tokens, "precision": driver.precision}

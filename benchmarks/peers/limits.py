@@ -5,12 +5,13 @@
     prefill   all its products, the layers' and attention's two (of a causal mask, half), at the rate of the fastest
               product of 2 048 rows
     codes     a decode step of quantized weights reads its bytes and its KV at the read bandwidth, whatever the rows
+    hybrids   of a decode row alone: its weights, KV and states over the read bandwidth, each counted once
     the rest  the sum of the prefills and decode steps it cannot do without: a shared prefix computed once and read
               once a step; of a cache that is too small, always full
 
-`python limits.py SHAPE ROWS` (JSON both) measures, in a process of its own, and prints one JSON line; `limit_of` is
-arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and torch's, whichever is
-fastest, as in `benchmarks/linear.py`.
+`python limits.py SHAPE ROWS` (JSON both; SHAPE null: no products) measures, in a process of its own, and prints one
+JSON line; `limit_of` is arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and
+torch's, whichever is fastest, as in `benchmarks/linear.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cases import Case
-from shape import Shape
+from shape import Dense, Hybrid, Shape
 
-__all__ = ["Limits", "limit_of", "measure_limits", "rows_of"]
+__all__ = ["Limits", "bytes_limit_of", "limit_of", "measure_limits", "rows_of"]
 
 MANY_ROWS = 2048
 REPETITIONS = 5
@@ -41,8 +42,11 @@ class Limits:
     vocabulary_s: dict[int, float]
 
 
-def rows_of(cases: list[Case], shape: Shape) -> list[int]:
+def rows_of(cases: list[Case], shape: Dense) -> list[int]:
     """The numbers of rows that the limits of these cases need."""
+    cases = [
+        case for case in cases if not case.turn
+    ]  # of which one row is projected, and no decode step counted
     few = {1} | {_at_once(case, shape) for case in cases} | {case.batch - 1 for case in cases if case.lead}
     return [*sorted(few), MANY_ROWS]
 
@@ -62,7 +66,16 @@ def _mean_length(case: Case) -> float:
     return case.prompt + case.new / 2
 
 
-def limit_of(case: Case, shape: Shape, limits: Limits, bits: tuple[float, float] | None = None) -> float:
+def bytes_limit_of(case: Case, shape: Hybrid, num_parameters: int, limits: Limits) -> float | None:
+    """Tokens/s of a decode row of a hybrid, whose products are not measured; None for other rows."""
+    if case.figure != "rate":
+        return None
+    sequence = _mean_length(case) * shape.kv_bytes_per_token + 4 * shape.state_numbers
+    step_bytes = num_parameters * shape.item_bytes + case.batch * sequence
+    return case.batch * limits.bytes_per_s / step_bytes
+
+
+def limit_of(case: Case, shape: Dense, limits: Limits, bits: tuple[float, float] | None = None) -> float:
     """The best figure of the case that the machine allows, in the case's unit.
 
     bits: of a weight of the layers and of the projection to the vocabulary, if they are quantized.
@@ -88,6 +101,8 @@ def limit_of(case: Case, shape: Shape, limits: Limits, bits: tuple[float, float]
         return case.batch * case.prompt / (case.batch * prefill(case.prompt) + limits.vocabulary_s[1])
     if case.figure == "rate":
         return case.batch / step(case.batch, case.batch * length)
+    if case.figure == "turn":
+        return prefill(case.turn + 1, case.prompt + case.new - 1) + limits.vocabulary_s[1]
     if case.tight:
         steps = case.batch * (case.new - 1) / min(case.batch, _cache_tokens(shape) / length)
         return case.batch * prefill(case.prompt) + steps * step(_at_once(case, shape), _cache_tokens(shape))
@@ -100,13 +115,11 @@ def limit_of(case: Case, shape: Shape, limits: Limits, bits: tuple[float, float]
 
 
 def measure_limits(cases: list[Case], shape: Shape, threads: int) -> Limits:
-    """Measures in a process of its own."""
-    command = [
-        sys.executable,
-        __file__,
-        json.dumps(dataclasses.asdict(shape)),
-        json.dumps(rows_of(cases, shape)),
-    ]
+    """Measures in a process of its own; of a shape that is no dense one the bandwidth alone."""
+    measured, rows = None, []
+    if isinstance(shape, Dense):
+        measured, rows = dataclasses.asdict(shape), rows_of(cases, shape)
+    command = [sys.executable, __file__, json.dumps(measured), json.dumps(rows)]
     done = subprocess.run([*command, str(threads)], stdout=subprocess.PIPE, check=True)
     answer = json.loads(done.stdout)
     return Limits(
@@ -123,11 +136,15 @@ def main() -> None:
 
     from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 
-    shape, all_rows, threads = Shape(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), int(sys.argv[3])
+    fields, all_rows, threads = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
     _native.set_num_threads(threads)
-    dtype = getattr(torch, shape.dtype)
     bytes_per_s = _native.read_bandwidth(1 << 28, REPETITIONS)
+    if fields is None:
+        print(json.dumps({"bytes_per_s": bytes_per_s, "layer_s": {}, "vocabulary_s": {}}))
+        return
+    shape = Dense(**fields)
+    dtype = getattr(torch, shape.dtype)
     vocabulary = [(shape.vocab_size, shape.hidden)]
     weights = shape.layers * sum(a * b for a, b in shape.linears) + shape.vocab_size * shape.hidden
     linear.COLD_BYTES = min(linear.COLD_BYTES, weights * dtype.itemsize)  # no colder than the model's own

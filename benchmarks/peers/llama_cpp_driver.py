@@ -3,8 +3,9 @@ batched here.
 
 llama.cpp has batches of sequences but no scheduler in its library, so this is one: each step decodes the running
 sequences and computes prompts up to a batch, a sequence is admitted when all its tokens will fit, and where prompts
-share a prefix its cells are shared by `llama_memory_seq_cp` ("prefix caching by hand"). The context is made for each
-case: a cell for every token, a stream per sequence where nothing is shared, which is llama.cpp's faster way.
+share a prefix its cells are shared by `llama_memory_seq_cp` ("prefix caching by hand"): as soon as one sequence has
+computed exactly the prefix, since a recurrent state cannot be cut back to it later. The context is made for each case:
+a cell for every token, a stream per sequence where nothing is shared, which is llama.cpp's faster way.
 """
 
 from __future__ import annotations
@@ -91,9 +92,6 @@ class LlamaCpp(Driver):
             for sequence, token in drawing:
                 sequence.output.append(token)
                 clock.note(sequence.index, [token])
-                if self._shared and not self._has_prefix:
-                    llama_cpp.llama_memory_seq_cp(self._memory, sequence.id, self._prefix_id, 0, self._shared)
-                    self._has_prefix = True
                 if len(sequence.output) == new:
                     running.remove(sequence)
                     llama_cpp.llama_memory_seq_rm(self._memory, sequence.id, -1, -1)
@@ -116,7 +114,10 @@ class LlamaCpp(Driver):
                 tokens = sequence.output[-1:]
             else:
                 start = sequence.num_computed
-                tokens = sequence.prompt[start : start + BATCH - batch.n_tokens]
+                end = start + BATCH - batch.n_tokens
+                if start < self._shared:
+                    end = min(end, self._shared)
+                tokens = sequence.prompt[start:end]
             if not tokens:
                 continue
             for position, token in enumerate(tokens, sequence.num_computed):
@@ -134,7 +135,15 @@ class LlamaCpp(Driver):
         status = llama_cpp.llama_decode(self._context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode gave {status} for {batch.n_tokens} tokens")
+        self._keep_prefix(running)
         return [(sequence, self._draw(row)) for sequence, row in rows]
+
+    def _keep_prefix(self, running: list[Sequence]) -> None:
+        """The shared prefix, where a sequence has just computed it, stays under a sequence of its own."""
+        for sequence in running:
+            if not self._has_prefix and self._shared and sequence.num_computed == self._shared:
+                llama_cpp.llama_memory_seq_cp(self._memory, sequence.id, self._prefix_id, 0, self._shared)
+                self._has_prefix = True
 
     def _draw(self, row: int) -> int:
         logits = llama_cpp.llama_get_logits_ith(self._context, row)

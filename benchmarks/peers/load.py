@@ -110,7 +110,8 @@ class Run:
         missing = [
             f"{engine.name}: {reason}"
             for engine in self._engines
-            if (reason := engine.missing(self._peers, self._models, quick=quick)) and engine.environment
+            if (reason := engine.missing(self._peers, self._models, "dense", quick=quick))
+            and engine.environment
         ]
         if missing:
             raise SystemExit(

@@ -72,7 +72,13 @@ class EngineProcess:
 
     def run(self, case: Case, prompts: list[list[int]], *, limit_s: float) -> dict[str, Any]:
         """The driver's answer: times and tokens. *raises:* EngineError; the process is of no use then."""
-        request = {"prompts": prompts, "new": case.new, "shared": case.shared, "lead": case.lead}
+        request = {
+            "prompts": prompts,
+            "new": case.new,
+            "shared": case.shared,
+            "lead": case.lead,
+            "turn": bool(case.turn),
+        }
         assert self._process.stdin is not None
         self.go_on()
         try:

@@ -1,11 +1,14 @@
 """Sets the peers up: a virtual environment for each, with exact versions, and the model in each one's format.
 
-    python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N] [--vocabulary cut|real]
+    python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N] [--kind dense|lfm2|granite4|qwen3.5]
+                                     [--vocabulary cut|real]
 
-NAME: openvino, vllm, llama_cpp, llama_cpp_no_amx, transformers; all if none is given. DIR (build/peers): about 10 GB.
-llama.cpp is compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++
-compiler on two cores, and again without AMX. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip
-knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
+NAME: openvino, vllm, llama_cpp, llama_cpp_no_amx, transformers; all that run models of the kind if none is given.
+DIR (build/peers): about 10 GB. llama.cpp is compiled for this processor, as a library and as llama-server, which takes
+a quarter of an hour of a C++ compiler on two cores, and again without AMX. pip has to find `torch==2.13.0+cpu`: where
+it is on no index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
+
+--kind: of the model (`shape.py`). Each has a folder of its own, 3 GB for a hybrid, in 16 bits only; minutes each.
 
 May be run again: an environment that is as its requirements say is left alone, and so is its model. Says what failed,
 with the log, and goes on with the others; then the exit status is 1.
@@ -15,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shape import FULL, REAL, write
+from shape import KINDS, shape_of, write
 
 HERE = Path(__file__).parent
 
@@ -31,7 +35,9 @@ class Environment:
     """
     Args:
         converter: script that turns the model of transformers into `model`; None where that is what it reads.
-        rounded: models of fewer bits: name, what it is made of, and the converter's argument.
+        rounded: dense models of fewer bits: name, what it is made of, and the converter's argument.
+        kinds: of models that it runs here (`shape.KINDS`).
+        overlay: of the kinds there, a file of requirements that its converter needs in place of its own.
         file: of its requirements, where that is another one's.
         pip_options, variables: of its installation.
     """
@@ -40,6 +46,8 @@ class Environment:
     model: str = "hf"
     converter: str | None = None
     rounded: tuple[tuple[str, str, str], ...] = ()
+    kinds: tuple[str, ...] = ("dense",)
+    overlay: dict[str, str] = field(default_factory=dict)
     file: str | None = None
     pip_options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
@@ -59,6 +67,8 @@ ENVIRONMENTS = [
         model="openvino",
         converter="openvino_convert.py",
         rounded=(("openvino-int4", "hf", "4"), ("openvino-int8", "hf", "8")),
+        kinds=KINDS,
+        overlay={"lfm2": "openvino_export", "qwen3.5": "openvino_export"},
     ),
     Environment("vllm"),
     Environment(
@@ -66,6 +76,7 @@ ENVIRONMENTS = [
         model="model.gguf",
         converter="gguf_convert.py",
         rounded=tuple((f"model-{kind}.gguf", "model.gguf", kind) for kind in ("Q4_0", "Q4_K_M", "Q8_0")),
+        kinds=KINDS,
         pip_options=("--no-binary", "llama-cpp-python"),
         variables={"CMAKE_ARGS": f"-DGGML_NATIVE=ON {_LLAMA_CPP}"},
     ),
@@ -80,7 +91,7 @@ ENVIRONMENTS = [
             f"{_LLAMA_CPP}"
         },
     ),
-    Environment("transformers"),
+    Environment("transformers", kinds=KINDS),
 ]
 
 
@@ -94,22 +105,30 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", type=Path, default=HERE.parents[1] / "build" / "peers")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="of the compiler")
+    parser.add_argument("--kind", choices=KINDS, default="dense", help="of model")
     parser.add_argument("--vocabulary", choices=("cut", "real"), default="cut")
     arguments = parser.parse_args()
+    if arguments.kind != "dense" and arguments.vocabulary != "cut":
+        parser.error(f"--vocabulary is of the dense model, got --kind {arguments.kind}")
     if unknown := set(arguments.names) - set(names):
         parser.error(f"expected names among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     peers: Path = arguments.peers.resolve()
     (peers / "logs").mkdir(parents=True, exist_ok=True)
     print("the model, with random weights", flush=True)
-    shape = REAL if arguments.vocabulary == "real" else FULL
+    shape = shape_of(arguments.kind, arguments.vocabulary)
     write(shape, peers / shape.folder / "hf")
     failures = []
     for environment in ENVIRONMENTS:
-        if arguments.names and environment.name not in arguments.names:
+        if (
+            environment.name not in arguments.names
+            if arguments.names
+            else arguments.kind not in environment.kinds
+        ):
             continue
         try:
             is_new = install(environment, peers, arguments.jobs)
-            convert(environment, peers, peers / shape.folder, again=is_new)
+            if arguments.kind in environment.kinds:
+                convert(environment, peers, peers / shape.folder, arguments.kind, again=is_new)
         except (SetupError, OSError) as error:
             failures.append(environment.name)
             print(f"FAILED {environment.name}: {error}", flush=True)
@@ -137,19 +156,35 @@ def install(environment: Environment, peers: Path, jobs: int) -> bool:
     return True
 
 
-def convert(environment: Environment, peers: Path, models: Path, *, again: bool) -> None:
-    """Its model of 16 bits, then those made of it or of transformers' one."""
+def convert(environment: Environment, peers: Path, models: Path, kind: str, *, again: bool) -> None:
+    """Its model of 16 bits, then, of the dense one, those made of it or of transformers' one."""
     if environment.converter is None:
         return
     python, converter = peers / environment.name / "bin" / "python", HERE / environment.converter
-    for name, source, *argument in ((environment.model, "hf"), *environment.rounded):
+    rounded = environment.rounded if kind == "dense" else ()
+    for name, source, *argument in ((environment.model, "hf"), *rounded):
         target = models / name
         done = target / "complete" if target.suffix == "" else target
         if done.exists() and not again:
             continue
         print(f"{environment.name}: converting the model to {target.relative_to(peers)}", flush=True)
-        log = peers / "logs" / f"convert-{target.stem}.log"
-        run([python, converter, models / source, target, *argument], log, {"HF_HUB_OFFLINE": "1"})
+        log = peers / "logs" / f"convert-{models.name}-{target.stem}.log"
+        variables = {"HF_HUB_OFFLINE": "1"}
+        if kind in environment.overlay:
+            variables["PYTHONPATH"] = str(lay_over(environment.overlay[kind], python, peers))
+        run([python, converter, models / source, target, *argument], log, variables)
+
+
+def lay_over(file: str, python: Path, peers: Path) -> Path:
+    """A folder with these requirements, which an environment finds before its own ones."""
+    requirements, target = HERE / "requirements" / f"{file}.txt", peers / file
+    installed = target / "installed"
+    if not installed.exists() or installed.read_text() != requirements.read_text():
+        shutil.rmtree(target, ignore_errors=True)
+        log = peers / "logs" / f"install-{file}.log"
+        run([python, "-m", "pip", "install", "--no-deps", "--target", target, "-r", requirements], log, {})
+        installed.write_text(requirements.read_text())
+    return target
 
 
 def run(command: list[str | Path], log: Path, variables: dict[str, str]) -> None:
