@@ -7,6 +7,12 @@
 namespace quire {
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr std::int64_t kRowsInRegisters = 1;  // a compiler that adds its checks takes minutes for more
+#else
+constexpr std::int64_t kRowsInRegisters = kVectorRows;
+#endif
+
 // Of 16-bit rows and values that bf16 holds: their products are exact, so a fused multiply-add rounds as two steps do.
 template <class S, class Widen>
 struct QuantizedFew {
@@ -14,6 +20,7 @@ struct QuantizedFew {
     static constexpr int kVectors = 16 / S::kWidth;
     static constexpr std::int64_t kAfterBytes = 2048;  // of what the thread reads next, asked for with the last panel
     static constexpr bool kIsThere = !std::is_same_v<Widen, WidenPlain>;
+    static_assert(kRowsInRegisters == 1 || kRowsInRegisters == 4);
 
     // sums_of_x: [rows][groups], where the form has minimums. acc: [rows][16].
     template <int rows, bool halves>
@@ -68,12 +75,15 @@ struct QuantizedFew {
                 const auto own = form.halves() ? multiply_panel<rows(), true> : multiply_panel<rows(), false>;
                 own(block, scratch.numbers[0], scratch.sums_of_x, from, block.sums);
             };
-            switch (block.rows) {
-                case 1: by(std::integral_constant<int, 1>{}); break;
-                case 2: by(std::integral_constant<int, 2>{}); break;
-                case 3: by(std::integral_constant<int, 3>{}); break;
-                case 4: by(std::integral_constant<int, 4>{}); break;
-                default: static_assert(kVectorRows == 4); break;
+            if constexpr (kRowsInRegisters == 1) {
+                by(std::integral_constant<int, 1>{});
+            } else {
+                switch (block.rows) {
+                    case 1: by(std::integral_constant<int, 1>{}); break;
+                    case 2: by(std::integral_constant<int, 2>{}); break;
+                    case 3: by(std::integral_constant<int, 3>{}); break;
+                    default: by(std::integral_constant<int, 4>{}); break;
+                }
             }
             finish_panel(block, block.sums, panel);
         }
@@ -84,7 +94,7 @@ template <class S, class Element, class Widen>
 void multiply_codes(const LinearBlock& block) {
     if (block.form->exact && sizeof(Element) == 2) {
         if constexpr (QuantizedFew<S, Widen>::kIsThere && sizeof(Element) == 2) {
-            if (block.rows <= kVectorRows) return QuantizedFew<S, Widen>::multiply(block, finish_panel<S, Element>);
+            if (block.rows <= kRowsInRegisters) return QuantizedFew<S, Widen>::multiply(block, finish_panel<S, Element>);
         }
         return QuantizedTiles<S, FloatProducts<S, Widen, true>>::multiply(block, finish_panel<S, Element>);
     }
