@@ -1,18 +1,18 @@
 """A model that this process has proved is not proved again: most of what opening a tiny model costs is its proof.
 
-`proved_once`, a fixture of every test in whose conftest.py it is named, keeps what the proof of a model has found
-(`PreparedModel._prove`) in memory, as `quire.model.kept_proof` keeps it in a file, and has it taken under exactly the
-same key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence,
-the back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing
-too, is done anew each time.
+`proved_once` is a fixture of every test in whose conftest.py it is named. It keeps what the proof of a model has found
+(`PreparedModel._prove`) in memory, as `quire.model.kept_proof` keeps it in a file. It is taken under exactly the same
+key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence, the
+back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing too,
+is done anew each time.
 Not for tests of the proof itself (`tests/model`), and tests marked `ci` prove every time.
 
 Invariants
-    1  what has a hook or a forward of its own, is not a plain `PreparedModel` or runs on a back end that somebody has
-       registered is proved every time
-    2  a refusal is never kept, nor findings that cannot be written down, nor the proof of a model that its own
-       forwards change
-    3  the first proof of a key is the real one, in every process
+    1  These are proved every time: a model with a hook or a forward of its own, a subclass of `PreparedModel`, and a
+       back end that somebody has registered.
+    2  A refusal is never kept. Nor are findings that cannot be written down, nor the proof of a model that its own
+       forwards change.
+    3  The first proof of a key is the real one, in every process.
 
 Cost: a hash of the parameters, under a millisecond for a tiny model.
 """
