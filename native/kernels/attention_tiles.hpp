@@ -33,7 +33,6 @@ class TileProducts : TilePacking<S> {
     static constexpr bool kScaledScores = std::is_same_v<M, code8>, kScaledWeights = std::is_same_v<N, code8>;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
     static constexpr int kQuads = 64;                  // codes of 8 bits that are widened together
-    static constexpr bool kKeyQuads = std::is_same_v<M, code8>, kValueQuads = std::is_same_v<N, code8>;
 
   public:
     using Simd = S;
@@ -52,8 +51,8 @@ class TileProducts : TilePacking<S> {
         : view_(view),
           k_width_(static_cast<int>(view.k.width)),
           v_width_(static_cast<int>(view.v.width)),
-          k_padded_(static_cast<int>(padded_to(k_width_, kKeyQuads ? kQuads : kColumns))),
-          v_tiles_(static_cast<int>(padded_to(v_width_, kValueQuads ? kQuads : kColumns)) / kSide),
+          k_padded_(static_cast<int>(padded_to(k_width_, kScaledScores ? kQuads : kColumns))),
+          v_tiles_(static_cast<int>(padded_to(v_width_, kScaledWeights ? kQuads : kColumns)) / kSide),
           rows_(rows),
           block_bytes_(k_padded_ * kSide * 2),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),
@@ -78,7 +77,7 @@ class TileProducts : TilePacking<S> {
             turn_query(wide, k_width_);
             bf16* to_row = turned_ + row % kSide * k_padded_;
             if (k_padded_ != k_width_) std::memset(to_row, 0, static_cast<std::size_t>(k_padded_) * sizeof(bf16));
-            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[kKeyQuads ? place_of(d) : d]);
+            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[kScaledScores ? place_of(d) : d]);
             unpacked_[row % kSide] = to_row;
         }
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
@@ -96,7 +95,7 @@ class TileProducts : TilePacking<S> {
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
         const auto ask = [&] { ahead.fetch(lines); };
-        if constexpr (kValueQuads) {
+        if constexpr (kScaledWeights) {
             pack_quads(v, first, last, ask);
         } else {
             const auto columns = [&](int t, int d) { return load_columns<N>(v[t], view_.v.scale, d, v_width_); };
@@ -152,7 +151,7 @@ class TileProducts : TilePacking<S> {
     }
 
     void finish(const float* o, float factor, bf16* out) const {
-        if constexpr (!kValueQuads) return Values::finish(o, factor, v_width_, out);
+        if constexpr (!kScaledWeights) return Values::finish(o, factor, v_width_, out);
         for (int d = 0; d < v_width_; d += kQuads) {
             alignas(64) float in_order[kQuads];
             for (int i = 0; i < kQuads; ++i) in_order[i] = o[d + i % 4 * kSide + i / 4];
@@ -352,7 +351,7 @@ class TileProducts : TilePacking<S> {
         }
         for (int t = first; t < first + kSide; ++t) {
             bf16* to = keys_ + t * k_padded_;
-            if constexpr (kKeyQuads) {
+            if constexpr (kScaledScores) {
                 k_scales_[t] = code_scale(k[t], view_.k.scale);
                 for (int d = 0; d < k_width_; d += kQuads, to += kQuads) {
                     Pairs low, high;

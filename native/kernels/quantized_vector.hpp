@@ -58,7 +58,13 @@ struct QuantizedFew {
                 }
             }
         };
-        Widen::each(form, panel + form.codes_offset, numbers.zeros, form.depth / 32, visit);
+        const auto of = [&](auto bits) __attribute__((always_inline)) { Widen::template each_of<bits(), true>(form, panel + form.codes_offset, numbers.zeros, 0, form.depth / 32, visit); };
+        switch (form.bits) {
+            case 4: of(std::integral_constant<int, 4>{}); break;
+            case 5: of(std::integral_constant<int, 5>{}); break;
+            case 6: of(std::integral_constant<int, 6>{}); break;
+            default: of(std::integral_constant<int, 8>{}); break;
+        }
         unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { S::store(acc + i * S::kWidth, total[i]); });
     }
 

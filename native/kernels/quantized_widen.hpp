@@ -94,16 +94,6 @@ struct WidenAvx512 {
             default: return floats_of<8>(form, codes, zeros, first, count, to);
         }
     }
-    // Calls visit(b, 0, p, Plain) for every pair of inputs of the first `count` blocks of a form whose values are exact (quantized_vector.hpp).
-    template <class Visit>
-    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t count, Visit&& visit) {
-        switch (form.bits) {
-            case 4: return each_of<4, true>(form, codes, zeros, 0, count, visit);
-            case 5: return each_of<5, true>(form, codes, zeros, 0, count, visit);
-            case 6: return each_of<6, true>(form, codes, zeros, 0, count, visit);
-            default: return each_of<8, true>(form, codes, zeros, 0, count, visit);
-        }
-    }
     static WidenBlock<bf16> pairs(const QuantizedForm& form) { return pairs_of<false>(form); }
     static WidenBlock<bf16> chains(const QuantizedForm& form) { return pairs_of<true>(form); }
 
@@ -164,6 +154,7 @@ struct WidenAvx512 {
         return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16), _mm512_castps_si512(numbers.odd));
     }
 
+  public:
     // Calls visit(b, 0, p, Plain) for pair p of the inputs of each of these blocks; 0 and p are integral_constants. exact: of no form whose values
     // are not, so that there is no code for them.
     template <int bits, bool exact, class Visit>
@@ -192,6 +183,7 @@ struct WidenAvx512 {
         }
     }
 
+  private:
     template <int bits>
     static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
         each_of<bits, false>(form, codes, zeros, first, count, [to](std::int64_t b, auto, auto p, Plain made) __attribute__((always_inline)) {
@@ -312,16 +304,6 @@ struct WidenAvx2 {
         }
     }
 
-    template <class Visit>
-    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t count, Visit&& visit) {
-        switch (form.bits) {
-            case 4: return each_of<4, true>(form, codes, zeros, 0, count, visit);
-            case 5: return each_of<5, true>(form, codes, zeros, 0, count, visit);
-            case 6: return each_of<6, true>(form, codes, zeros, 0, count, visit);
-            default: return each_of<8, true>(form, codes, zeros, 0, count, visit);
-        }
-    }
-
   private:
     template <int by>
     static __m256i moved(__m256i words) {
@@ -361,6 +343,7 @@ struct WidenAvx2 {
         __m256 even, odd;
     };
 
+  public:
     // As WidenAvx512's, visit(b, half of the columns, p, Plain): all pairs of one half, then of the other.
     template <int bits, bool exact, class Visit>
     [[gnu::always_inline]] static void each_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
@@ -398,6 +381,7 @@ struct WidenAvx2 {
         }
     }
 
+  private:
     template <int bits>
     static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
         each_of<bits, false>(form, codes, zeros, first, count, [to](std::int64_t b, auto half, auto p, Plain made) __attribute__((always_inline)) {
