@@ -22,3 +22,8 @@ def redis_url(shared_redis: str) -> str:
     with redis.Redis.from_url(shared_redis) as client:
         client.flushall()
     return shared_redis
+
+
+@pytest.fixture(autouse=True)
+def loading_pays() -> None:
+    """Not here (`support/loading_pays.py`): what loading is expected to take is under test."""
