@@ -1,4 +1,4 @@
-// AMX: the eight tile registers of a thread and the bf16 tile product, real and emulated behind one interface.
+// AMX: the eight tile registers of a thread and the tile products of bf16 and of int8, real and emulated behind one interface.
 //
 // Not here: who may use it (isa.hpp asks the operating system for permission) and any blocking (linear, attention).
 //
@@ -84,6 +84,11 @@ class Tiles {
     void dot_bf16() {
         __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
     }
+    // int32 c += int8 a * int8 b (tdpbssd), four of each side by side where bfloat16 has a pair.
+    template <int c, int a, int b>
+    void dot_int8() {
+        __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
+    }
 };
 
 #endif
@@ -150,6 +155,23 @@ class EmulatedTiles {
             std::memcpy(sums, c_row, sizeof sums);
             for (int n = 0; n < columns; ++n) sums[n] = flush(flush(sums[n]) + flush(even[n] + odd[n]));
             std::memcpy(c_row, sums, sizeof sums);
+        }
+    }
+
+    template <int c, int a, int b>
+    void dot_int8() {
+        static_assert(c != a && c != b && a != b, "the processor faults where two operands are one tile");
+        require_shapes(c, a, b);
+        const int columns = config_.row_bytes(c) / 4;
+        for (int row = 0; row < config_.rows(c); ++row) {
+            std::int32_t sums[kColumns];
+            std::memcpy(sums, data_[c] + row * kRowBytes, sizeof sums);
+            for (int k = 0; k < config_.row_bytes(a); ++k) {
+                const auto* b_row = data_[b] + k / 4 * kRowBytes + k % 4;
+                const int number = static_cast<std::int8_t>(data_[a][row * kRowBytes + k]);
+                for (int n = 0; n < columns; ++n) sums[n] += number * static_cast<std::int8_t>(b_row[4 * n]);
+            }
+            std::memcpy(data_[c] + row * kRowBytes, sums, sizeof sums);
         }
     }
 

@@ -1,8 +1,8 @@
 // Attention over keys and values in codes (kv_codes.hpp), compiled once per variant and format, with that variant's flags,
 // -DQUIRE_VARIANT_<name>, and the bits of keys and of values as -DQUIRE_BITS and -DQUIRE_VALUE_BITS (attention.cmake): in float32
 // lanes, or by AMX tiles for queries of bf16.
+#include "kernels/attention_code_tiles.hpp"
 #include "kernels/attention_lanes.hpp"
-#include "kernels/attention_tiles.hpp"
 
 #if defined(QUIRE_VARIANT_portable)
 #include "kernels/simd_portable.hpp"
@@ -23,11 +23,11 @@
 #elif defined(QUIRE_VARIANT_amx_bf16)
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_ATTEND attention_codes_item_amx_bf16
-#define QUIRE_PRODUCTS TileProducts<Avx512Bf16, Tiles, Key, Value>
+#define QUIRE_PRODUCTS CodeTileProducts<Avx512Vbmi, Tiles, Key, Value>
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_ATTEND attention_codes_item_emulated_amx_bf16
-#define QUIRE_PRODUCTS TileProducts<Emulated512Bf16, EmulatedTiles, Key, Value>
+#define QUIRE_PRODUCTS CodeTileProducts<Emulated512Vbmi, EmulatedTiles, Key, Value>
 #else
 #error "attention.cmake names the variant"
 #endif

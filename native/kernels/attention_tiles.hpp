@@ -1,4 +1,4 @@
-// Both products of attention by AMX tiles (tdpbf16ps), for bf16 keys and values, and for codes of 8 bits; one row or sixteen.
+// Both products of attention by AMX tiles (tdpbf16ps), for bf16 keys and values; one row or sixteen.
 //
 // Scores transposed: A = 16 tokens x 32 of K as they lie in memory, B = 16 query rows packed in pairs of d, C = 16 tokens x
 // 16 rows, 32 of d after the other. Values: A = p rounded to bf16, rows x 32 tokens; B = 32 tokens x 16 columns, pairs of
@@ -14,30 +14,23 @@
 
 #include "kernels/amx.hpp"
 #include "kernels/attention_tile_packing.hpp"
-#include "kernels/kv_codes.hpp"
 
 namespace quire {
 namespace {
 
-// M, N: of keys and of values in memory. Codes of 8 bits are widened to bf16, which holds them exactly, as a tile is packed; their scales
-// are multiplied into the scores, and into the weights before these are rounded. Codes of 4 bits are multiplied with their scales as
-// they are packed, and rounded. Queries are turned as the keys are (kv_codes.hpp), then rounded.
-template <class S, class TileSet, class M = bf16, class N = M>
+template <class S, class TileSet>
 class TileProducts : TilePacking<S> {
     using Packing = TilePacking<S>;
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
     using Vec = typename S::Vec;
     using Packing::kColumns, Packing::kSide, Packing::kTileElements;
-    static constexpr bool kCoded = !std::is_same_v<M, bf16>;
-    static constexpr bool kScaledScores = std::is_same_v<M, code8>, kScaledWeights = std::is_same_v<N, code8>;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
-    static constexpr int kQuads = 64;                  // codes of 8 bits that are widened together
 
   public:
     using Simd = S;
     using Element = bf16;
-    using Stored = M;
+    using Stored = bf16;
     using Packing::kTileTokens, Packing::kHeadroom;
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = false;
@@ -48,11 +41,10 @@ class TileProducts : TilePacking<S> {
     static constexpr int kSoftmaxShares = kTileTokens / 2, kValuesShares = kTileTokens / 4;
 
     TileProducts(const PagedView& view, int rows, Scratch& scratch)
-        : view_(view),
-          k_width_(static_cast<int>(view.k.width)),
+        : k_width_(static_cast<int>(view.k.width)),
           v_width_(static_cast<int>(view.v.width)),
-          k_padded_(static_cast<int>(padded_to(k_width_, kScaledScores ? kQuads : kColumns))),
-          v_tiles_(static_cast<int>(padded_to(v_width_, kScaledWeights ? kQuads : kColumns)) / kSide),
+          k_padded_(static_cast<int>(padded_to(k_width_, kColumns))),
+          v_tiles_(static_cast<int>(padded_to(v_width_, kColumns)) / kSide),
           rows_(rows),
           block_bytes_(k_padded_ * kSide * 2),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),
@@ -61,9 +53,7 @@ class TileProducts : TilePacking<S> {
           values_(scratch.take<bf16>(std::int64_t{kTileTokens / kTogether} * v_tiles_ * kTileElements)),
           tiles_(config(block_rows(0))),
           configured_rows_(block_rows(0)),
-          columns_(columns_of(configured_rows_)) {
-        if constexpr (kCoded) turned_ = scratch.take<bf16>(std::int64_t{kSide} * k_padded_);
-    }
+          columns_(columns_of(configured_rows_)) {}
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
 
@@ -71,23 +61,14 @@ class TileProducts : TilePacking<S> {
     void pack_query(unsigned char* packed, int row, const bf16* query) {
         auto* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
         unpacked_[row % kSide] = query;
-        if constexpr (kCoded) {
-            float wide[kMaxHeadWidth];
-            widen_row<bf16>(reinterpret_cast<const unsigned char*>(query), k_width_, wide);
-            turn_query(wide, k_width_);
-            bf16* to_row = turned_ + row % kSide * k_padded_;
-            if (k_padded_ != k_width_) std::memset(to_row, 0, static_cast<std::size_t>(k_padded_) * sizeof(bf16));
-            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[kScaledScores ? place_of(d) : d]);
-            unpacked_[row % kSide] = to_row;
-        }
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
         for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
-        Packing::pack_pairs(unpacked_, kCoded ? k_padded_ : k_width_, to, [] {});
+        Packing::pack_pairs(unpacked_, k_width_, to, [] {});
     }
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
-    void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
+    void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
         // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
@@ -95,12 +76,8 @@ class TileProducts : TilePacking<S> {
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
         const auto ask = [&] { ahead.fetch(lines); };
-        if constexpr (kScaledWeights) {
-            pack_quads(v, first, last, ask);
-        } else {
-            const auto columns = [&](int t, int d) { return load_columns<N>(v[t], view_.v.scale, d, v_width_); };
-            Packing::pack_values(columns, first, last, v_width_, values_, ask);
-        }
+        const auto columns = [&](int t, int d) { return Values::load_columns(v[t], d, v_width_); };
+        Packing::pack_values(columns, first, last, v_width_, values_, ask);
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
@@ -115,7 +92,6 @@ class TileProducts : TilePacking<S> {
             if (rows == kSide && stop - t > kTogether) {
                 four_scores(query, t / kSide, 4 * lines);
                 transpose_scores<4>(rows, s + t);
-                times_scales(t, 2 * kTogether, rows, s);
                 t += kTogether;
                 continue;
             }
@@ -127,16 +103,11 @@ class TileProducts : TilePacking<S> {
                 case 8: unzip_scores<8>(s + t); break;
                 default: transpose_scores<2>(rows, s + t);
             }
-            times_scales(t, kTogether, rows, s);
         }
     }
 
     // Of 2 x 16 tokens of row r of the block under way.
     void keep_weights(int r, int vector, Vec first, Vec second) {
-        if constexpr (kScaledWeights) {
-            first = S::mul(first, S::load(v_scales_ + vector * kSide));
-            second = S::mul(second, S::load(v_scales_ + (vector + 1) * kSide));
-        }
         S::store_pairs(rounded_ + (vector / 2 * kSide + r) * kTogether, S::to_bf16(first, second));
     }
 
@@ -150,64 +121,9 @@ class TileProducts : TilePacking<S> {
         for (; column < v_tiles_; column += 2) two_values(column, first, stop, lines, o + column * kSide, stride * 4);
     }
 
-    void finish(const float* o, float factor, bf16* out) const {
-        if constexpr (!kScaledWeights) return Values::finish(o, factor, v_width_, out);
-        for (int d = 0; d < v_width_; d += kQuads) {
-            alignas(64) float in_order[kQuads];
-            for (int i = 0; i < kQuads; ++i) in_order[i] = o[d + i % 4 * kSide + i / 4];
-            const Vec factors = S::broadcast(factor);
-            for (int i = 0; i < kQuads && d + i < v_width_; i += kSide) store_scaled<S>(S::load(in_order + i), factors, out + d + i, v_width_ - d - i);
-        }
-    }
+    void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
 
   private:
-    // Where element d of a key lies among those that are multiplied.
-    static int place_of(int d) { return d / kQuads * kQuads + d % 4 / 2 * kColumns + d % kQuads / 4 * 2 + d % 2; }
-
-    // As pack_values, each fourth column together.
-    template <class Between>
-    void pack_quads(const M* const* v, int first, int last, Between&& between) {
-        for (int t = first; t < last; t += 2) {
-            between();
-            bf16* to = values_ + t / kTogether * v_tiles_ * kTileElements + t % kTogether / 2 * kColumns;
-            const auto *a = reinterpret_cast<const code8*>(v[t]), *b = reinterpret_cast<const code8*>(v[t + 1]);
-            v_scales_[t] = code_scale(a, view_.v.scale), v_scales_[t + 1] = code_scale(b, view_.v.scale);
-            for (int d = 0; d < v_width_; d += kQuads) {
-                Pairs made[4];
-                S::interleave_quads(a + d, b + d, v_width_ - d, made);
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; ++j, to += kTileElements) S::store_pairs(to, made[j]);
-            }
-        }
-    }
-
-    // Scores of `count` tokens from t on.
-    void times_scales(int t, int count, int rows, float* s) const {
-        if constexpr (!kScaledScores) return;
-        for (int r = 0; r < rows; ++r) {
-            for (int i = t; i < t + count; i += kSide) {
-                float* at = s + r * kTileTokens + i;
-                S::store(at, S::mul(S::load(at), S::load(k_scales_ + i)));
-            }
-        }
-    }
-
-    // 32 columns of a row from d on, a group of codes of 4 bits; scales: bytes to the row's scales.
-    template <class E>
-    static Pairs load_columns(const M* row, std::int64_t scales, int d, int width) {
-        if constexpr (std::is_same_v<E, code4>) {
-            static_assert(kColumns == kCodeGroup);
-            const code4* codes = reinterpret_cast<const code4*>(row) + d / 2;
-            const Vec scale = S::broadcast(code_scale(row, scales + d / kColumns * 2));
-            const int rest = width - d - kSide;
-            const Vec low = rest >= 0 ? S::load(codes) : S::load_part(codes, width - d);
-            const Vec high = rest >= kSide ? S::load(codes + kSide / 2) : rest > 0 ? S::load_part(codes + kSide / 2, rest) : S::zero();
-            return S::to_bf16(S::mul(low, scale), S::mul(high, scale));
-        } else {
-            return Values::load_columns(row, d, width);
-        }
-    }
-
     static int columns_of(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 : rows > 2 ? 4 : rows; }
     static TileConfig config(int rows) {
         TileConfig config;
@@ -337,40 +253,24 @@ class TileProducts : TilePacking<S> {
     }
 
     // Sixteen keys as a tile's rows: in place where they lie at one stride and fill their last 32 columns, else a copy.
-    void find_keys(const M* const* k, int half, int start, int stop) {
+    void find_keys(const bf16* const* k, int half, int start, int stop) {
         const int first = half * kSide;
-        if constexpr (!kCoded) {
-            const std::int64_t stride = k[first + 1] - k[first];
-            bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
-            for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
-            if (in_place) {
-                key_base_[half] = k[first];
-                key_stride_[half] = stride * 2;
-                return;
-            }
+        const std::int64_t stride = k[first + 1] - k[first];
+        bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
+        for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
+        if (in_place) {
+            key_base_[half] = k[first];
+            key_stride_[half] = stride * 2;
+            return;
         }
         for (int t = first; t < first + kSide; ++t) {
             bf16* to = keys_ + t * k_padded_;
-            if constexpr (kScaledScores) {
-                k_scales_[t] = code_scale(k[t], view_.k.scale);
-                for (int d = 0; d < k_width_; d += kQuads, to += kQuads) {
-                    Pairs low, high;
-                    S::widen_quads(k[t] + d, k_width_ - d, low, high);
-                    S::store_pairs(to, low);
-                    S::store_pairs(to + kColumns, high);
-                }
-            } else {
-                for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(to + d, load_columns<M>(k[t], view_.k.scale, d, k_width_));
-            }
+            for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(to + d, Values::load_columns(k[t], d, k_width_));
         }
         key_base_[half] = keys_ + first * k_padded_;
         key_stride_[half] = k_padded_ * 2;
     }
 
-    const PagedView& view_;
-    alignas(64) float k_scales_[kScaledScores ? kTileTokens : 1] = {};  // of the products' tokens
-    alignas(64) float v_scales_[kScaledWeights ? kTileTokens : 1] = {};
-    bf16* turned_ = nullptr;  // [16][k_padded_], of codes: queries
     const int k_width_, v_width_;
     const int k_padded_;
     const int v_tiles_;  // of sixteen columns, an even number

@@ -66,15 +66,15 @@ Features detect() {
     const std::uint64_t state = enabled_state();
     const bool ymm = (state & 0x6) == 0x6, zmm = (state & 0xe6) == 0xe6, tiles = (state & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
-    const unsigned b7 = b, d7 = d;
+    const unsigned b7 = b, c7 = c, d7 = d;
     found.avx2 = ymm && fma && f16c && ((b7 >> 5) & 1);
     const bool f = (b7 >> 16) & 1, dq = (b7 >> 17) & 1, bw = (b7 >> 30) & 1, vl = (b7 >> 31) & 1;
     found.avx512 = found.avx2 && zmm && f && dq && bw && vl;
     unsigned a71 = 0;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) a71 = a;
     found.avx512_bf16 = found.avx512 && ((a71 >> 5) & 1);
-    const bool amx_tile = (d7 >> 24) & 1, amx_bf16 = (d7 >> 22) & 1;
-    found.amx_bf16 = found.avx512_bf16 && tiles && amx_tile && amx_bf16 && request_tile_permission();
+    const bool vbmi = (c7 >> 1) & 1, amx_tile = (d7 >> 24) & 1, amx_bf16 = (d7 >> 22) & 1, amx_int8 = (d7 >> 25) & 1;
+    found.amx_bf16 = found.avx512_bf16 && vbmi && tiles && amx_tile && amx_bf16 && amx_int8 && request_tile_permission();
     return found;
 }
 

@@ -27,8 +27,13 @@
 //                     float32: to[column * stride + row]
 // and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part, store_pairs,
 // stream_pairs (to a whole line past the caches; other threads see it after end_streams), broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; unzip (the even and the odd lanes of two Vecs);
-// of up to 64 code8, each fourth of them together, zeros behind: widen_quads (pairs 4 i and 4 i + 1; pairs 4 i + 2 and 4 i + 3) and interleave_quads (of two rows,
-// pairs (a[4 i + j], b[4 i + j]) in the j-th); and fold in two halves, of vectors in registers: fold_four, fold_parts.
+// and fold in two halves, of vectors in registers: fold_four, fold_parts.
+// And where codes are multiplied as they are (Avx512Vbmi):
+//   from_numbers      kWidth int32 in memory, as float32
+//   store_limbs       whole numbers of 16 bits -> their lower bytes, with a sign, and what is left of them / 256
+//   interleave_codes(rows, first, n)   codes from `first` on of four rows, at most sixteen of 8 bits: each with those of the other rows
+//                     beside it, zeros from the n-th on; of 4 bits, at most 32, the even ones and the odd ones
+//   widen_codes       up to 128 codes of 4 bits -> bytes, of each 32 the even ones first
 //
 // All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge
 // equal names that were compiled for different processors.

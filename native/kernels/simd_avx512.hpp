@@ -206,16 +206,6 @@ struct Avx512Bf16 : Avx512 {
     static Pairs load_pairs_part(const bf16* from, int n) {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
     }
-    static void widen_quads(const code8* from, int n, Pairs& first, Pairs& second) {
-        const Quads made = quads(from, n);
-        first = paired(made.of[0], made.of[1]);
-        second = paired(made.of[2], made.of[3]);
-    }
-    static void interleave_quads(const code8* a, const code8* b, int n, Pairs (&pairs)[4]) {
-        const Quads even = quads(a, n), odd = quads(b, n);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) pairs[j] = paired(even.of[j], odd.of[j]);
-    }
     using Avx512::held;
     static Pairs held(Pairs v) {
         __asm__("" : "+v"(v));
@@ -271,29 +261,55 @@ struct Avx512Bf16 : Avx512 {
     static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
   private:
-    // Codes 4 i + j of 64, in lane i: bf16 holds every code.
-    struct Quads {
-        __m512i of[4];
-    };
-    // Each byte comes to lie in the low bits of 2^23, of which 2^23 and what makes codes positive are taken off.
-    static Quads quads(const code8* from, int n) {
-        const __m512i codes = n >= 64 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8((std::uint64_t{1} << n) - 1u, from);
-        const __m512i positive = _mm512_xor_si512(codes, _mm512_set1_epi8(-128)), shift = _mm512_set1_epi32(0x4b000000);
-        const __m512i bytes = _mm512_set4_epi32(0x0c0c0c0d, 0x08080809, 0x04040405, 0x00000001);
-        constexpr __mmask64 kLowest = 0x1111111111111111u;
-        const auto number = [](__m512i bits) __attribute__((always_inline)) { return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p23f + 128.0f))); };
-        return {{number(_mm512_ternarylogic_epi32(positive, _mm512_set1_epi32(0xff), shift, 0xea)),  // (positive & 0xff) | shift
-                 number(_mm512_mask_shuffle_epi8(shift, kLowest, positive, bytes)),
-                 number(_mm512_mask_shuffle_epi8(shift, kLowest, positive, _mm512_add_epi32(bytes, _mm512_set1_epi32(1)))),
-                 number(_mm512_or_si512(_mm512_srli_epi32(positive, 24), shift))}};
-    }
-    // The upper halves of floats, side by side.
-    static Pairs paired(__m512i even, __m512i odd) {
-        const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
-        return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333u, even, upper);
-    }
     using Line = char[64];  // what an operation reads itself, at any address
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
+};
+
+#endif
+
+#if defined(__AVX512VBMI__)
+
+struct Avx512Vbmi : Avx512Bf16 {
+    static Vec from_numbers(const std::int32_t* from) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(from)); }
+    static void store_limbs(Vec v, code8* upper, code8* lower) {
+        const __m512i numbers = _mm512_cvtps_epi32(v), rest = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(upper), _mm512_cvtepi32_epi8(rest));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(lower), _mm512_cvtepi32_epi8(numbers));
+    }
+    static Pairs interleave_codes(const code8* const (&rows)[4], int first, int n) { return interleaved(rows, first, n); }
+    static void interleave_codes(const code4* const (&rows)[4], int first, int n, Pairs& even, Pairs& odd) {
+        halves(interleaved(rows, first / 2, (n + 1) / 2), even, odd);
+    }
+    static void widen_codes(const code4* from, int n, code8* to) {
+        const int bytes = (n + 1) / 2;
+        __m512i even, odd;
+        halves(bytes >= 64 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8((std::uint64_t{1} << bytes) - 1u, from), even, odd);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(even, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), odd));
+        _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi64(even, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), odd));
+    }
+
+  private:
+    // Bytes [first, first + n), at most 16, of four rows: byte i of each side by side.
+    template <class T>
+    static __m512i interleaved(const T* const (&rows)[4], int first, int n) {
+        const auto part = [&](int i) {
+            const void* from = rows[i] + first;
+            return n >= 16 ? _mm_loadu_si128(static_cast<const __m128i*>(from)) : _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n) - 1u), from);
+        };
+        __m512i bytes = _mm512_castsi128_si512(part(0));
+        bytes = _mm512_inserti32x4(bytes, part(1), 1);
+        bytes = _mm512_inserti32x4(bytes, part(2), 2);
+        bytes = _mm512_inserti32x4(bytes, part(3), 3);
+        const __m512i fours = _mm512_setr_epi32(0x30201000, 0x31211101, 0x32221202, 0x33231303, 0x34241404, 0x35251505, 0x36261606, 0x37271707,  //
+                                                0x38281808, 0x39291909, 0x3a2a1a0a, 0x3b2b1b0b, 0x3c2c1c0c, 0x3d2d1d0d, 0x3e2e1e0e, 0x3f2f1f0f);
+        return _mm512_permutexvar_epi8(fours, bytes);
+    }
+    // The codes in the low and in the high halves of bytes, as bytes.
+    static void halves(__m512i pairs, __m512i& low, __m512i& high) {
+        const __m512i numbers = _mm512_set4_epi32(static_cast<int>(0xfffefdfcu), static_cast<int>(0xfbfaf9f8u), 0x07060504, 0x03020100), mask = _mm512_set1_epi8(15);
+        low = _mm512_shuffle_epi8(numbers, _mm512_and_si512(pairs, mask));
+        high = _mm512_shuffle_epi8(numbers, _mm512_and_si512(_mm512_srli_epi32(pairs, 4), mask));
+    }
 };
 
 #endif

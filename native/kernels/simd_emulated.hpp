@@ -186,17 +186,6 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(v.element, from, static_cast<std::size_t>(n) * sizeof(bf16));
         return v;
     }
-    QUIRE_EMULATED void widen_quads(const code8* from, int n, Pairs& first, Pairs& second) {
-        first = second = Pairs{};
-        for (int i = 0; i < 64 && i < n; ++i) round_to(to_float(from[i]), (i % 4 < 2 ? first : second).element[i / 4 * 2 + i % 2]);
-    }
-    QUIRE_EMULATED void interleave_quads(const code8* a, const code8* b, int n, Pairs (&pairs)[4]) {
-        for (Pairs& one : pairs) one = Pairs{};
-        for (int i = 0; i < 64 && i < n; ++i) {
-            round_to(to_float(a[i]), pairs[i % 4].element[i / 4 * 2]);
-            round_to(to_float(b[i]), pairs[i % 4].element[i / 4 * 2 + 1]);
-        }
-    }
     using Emulated512::held;
     static Pairs held(const Pairs& v) { return v; }
     QUIRE_EMULATED void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }
@@ -259,6 +248,41 @@ struct Emulated512Bf16 : Emulated512 {
         to_bf16(rounded, low);
         to_bf16(rounded + 16, high);
         return load_pairs(rounded);
+    }
+};
+
+struct Emulated512Vbmi : Emulated512Bf16 {
+    QUIRE_EMULATED Vec from_numbers(const std::int32_t* from) {
+        return each([&](int i) { return static_cast<float>(from[i]); });
+    }
+    QUIRE_EMULATED void store_limbs(Vec v, code8* upper, code8* lower) {
+        for (int i = 0; i < 16; ++i) {
+            // vcvtps2dq: to nearest even; what is no int32 becomes the smallest one.
+            const bool fits = v.lane[i] >= -0x1p31f && v.lane[i] < 0x1p31f;
+            const auto number = fits ? static_cast<std::int64_t>(__builtin_nearbyintf(v.lane[i])) : std::int64_t{INT32_MIN};
+            upper[i].number = static_cast<std::int8_t>((number + 128) >> 8);
+            lower[i].number = static_cast<std::int8_t>(number);
+        }
+    }
+    QUIRE_EMULATED Pairs interleave_codes(const code8* const (&rows)[4], int first, int n) {
+        std::int8_t codes[64] = {};
+        for (int i = 0; i < 64 && i / 4 < n; ++i) codes[i] = rows[i % 4][first + i / 4].number;
+        return of_codes(codes);
+    }
+    QUIRE_EMULATED void interleave_codes(const code4* const (&rows)[4], int first, int n, Pairs& even, Pairs& odd) {
+        std::int8_t codes[2][64] = {};
+        for (int i = 0; i < 128 && i / 4 < n; ++i) codes[i / 4 % 2][i / 8 * 4 + i % 4] = static_cast<std::int8_t>(number_at(rows[i % 4], first + i / 4));
+        even = of_codes(codes[0]), odd = of_codes(codes[1]);
+    }
+    QUIRE_EMULATED void widen_codes(const code4* from, int n, code8* to) {
+        for (int i = 0; i < 128; ++i) to[i / 32 * 32 + i % 2 * 16 + i % 32 / 2].number = i < n ? static_cast<std::int8_t>(number_at(from, i)) : std::int8_t{0};
+    }
+
+  private:
+    static Pairs of_codes(const std::int8_t* codes) {
+        Pairs v;
+        std::memcpy(v.element, codes, sizeof v.element);
+        return v;
     }
 };
 

@@ -17,7 +17,7 @@ endif()
 set(QUIRE_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(QUIRE_FLAGS_avx512 ${QUIRE_FLAGS_avx2} -mavx512f -mavx512dq -mavx512bw -mavx512vl)
 set(QUIRE_FLAGS_avx512_bf16 ${QUIRE_FLAGS_avx512} -mavx512bf16)
-set(QUIRE_FLAGS_amx_bf16 ${QUIRE_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
+set(QUIRE_FLAGS_amx_bf16 ${QUIRE_FLAGS_avx512_bf16} -mavx512vbmi -mamx-tile -mamx-bf16 -mamx-int8)
 
 # Compiles `source` for `variant`, which it knows as QUIRE_VARIANT_<variant>; further arguments are flags.
 function(quire_add_kernel name source variant)

@@ -10,12 +10,9 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from support.paged_case import Case, Shape, make_case, page, repage, shapes, tol
 
 from quire.attention import backend, reference
 from quire.errors import ArgumentError, BackendError
-from quire.memory.view import KVView
 
 try:
     native = backend("native")
@@ -49,38 +45,11 @@ def run(case: Case) -> torch.Tensor:
 
 
 def assert_agrees(case: Case, *, bound: float = 0.0) -> None:
-    with _as_tiles_take_it(case):
-        want = reference.run(case.view, case.query.float(), case.plan, case.options)
+    want = reference.run(case.view, case.query.float(), case.plan, case.options)
     got = run(case)
     assert got.dtype == case.query.dtype
     bound = max(bound, tolerance(case.shape.dtype))
     torch.testing.assert_close(got.float(), want, rtol=bound, atol=bound, msg=lambda m: f"{case.shape}\n{m}")
-
-
-@contextmanager
-def _as_tiles_take_it(case: Case) -> Iterator[None]:
-    """The reference with what AMX rounds to bfloat16, of codes: turned queries, and codes of 4 bits with their scale.
-
-    A sharp softmax makes of these roundings more than any rounding of the output.
-    """
-    if "amx" not in _native.isa() or case.query.dtype is not torch.bfloat16 or not case.shape.kv_format:
-        yield
-        return
-    turned, gather = reference.turned_query, reference._gather
-
-    def rounded(rows: torch.Tensor) -> torch.Tensor:
-        return rows.bfloat16().float()
-
-    def gathered(view: KVView, *args: Any) -> tuple[torch.Tensor, ...]:
-        names = view.k_format, view.v_format
-        both = zip(gather(view, *args), names, strict=True)
-        return tuple(rounded(rows) if name == "int4" else rows for rows, name in both)
-
-    with (
-        patch.object(reference, "turned_query", lambda rows: rounded(turned(rows))),
-        patch.object(reference, "_gather", gathered),
-    ):
-        yield
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: object) -> None:

@@ -1,0 +1,455 @@
+// Both products of attention over keys and values in codes (kv_codes.hpp), by AMX tiles of whole numbers; one row or sixteen.
+//
+// Codes are multiplied as they are. What they meet is made whole numbers of 16 bits, in two limbs of 8: a turned query with a
+// scale of its own, and the weights of 64 tokens, each times the scale of its value, with one scale for the row and the tile. So
+// the sums of a product are exact, in any order and beside any other rows; the two limbs become float32 with one rounding, and
+// the scales are multiplied in afterwards.
+//
+// Scores: A = 16 tokens x 64 codes (32 of 4 bits: a group, which has a scale) as they lie in memory, B = 64 of a query's numbers
+// for each row and limb, C = 16 tokens x rows and limbs. Values: A = weights, rows and limbs x 64 tokens; B = 64 tokens x 16
+// columns, four tokens interleaved into scratch on the way. Codes of 4 bits are made bytes first, each group's even ones before
+// its odd ones.
+//
+// Eight rows at most have both limbs in one tile, more have a tile for each limb. Tiles: 0 and 1 sums of scores, 2 and 3 of
+// values, or all four of either; 4 keys, 5 values, or keys of 8 bits; 6 queries; 7 weights.
+//
+// A NaN in a query, a weight or a scale is one in the row's output.
+#pragma once
+
+#include "kernels/amx.hpp"
+#include "kernels/attention_tile_packing.hpp"
+#include "kernels/kv_codes.hpp"
+
+namespace quire {
+namespace {
+
+// M, N: of keys and of values in memory.
+template <class S, class TileSet, class M, class N>
+class CodeTileProducts : TilePacking<S> {
+    using Packing = TilePacking<S>;
+    using Pairs = typename S::Pairs;
+    using Vec = typename S::Vec;
+    using Packing::kSide;
+    static constexpr bool kGroupedKeys = std::is_same_v<M, code4>, kGroupedValues = std::is_same_v<N, code4>;
+    static constexpr int kLine = 64;                         // bytes of a tile's row
+    static constexpr int kStep = kGroupedKeys ? kCodeGroup : kLine;  // codes of a key in one product
+    static constexpr int kSideBytes = kSide * kLine;         // of a tile
+    static constexpr int kRowsTogether = 8;                  // whose limbs share a tile
+    static constexpr int kMostGroups = kMaxHeadWidth / kCodeGroup;
+    static constexpr float kMost = 127 * 256 + 127, kLimb = 256.0f;  // limbs are of -128 to 127
+    static constexpr float kSmallest = 0x1p-100f;            // what scales are made of, at least: their inverse is finite
+
+  public:
+    using Simd = S;
+    using Element = bf16;
+    using Stored = M;
+    using Packing::kTileTokens, Packing::kHeadroom;
+    static_assert(kTileTokens == kLine);
+    static constexpr int kBlockRows = kSide;
+    static constexpr bool kHeadsTogether = false;
+    static constexpr bool kRoundsWeights = true;
+    static constexpr int kManyRows = kSide;
+    // Of 2 kTileTokens shares of the memory to come, as long as each part takes.
+    static constexpr int kPackShares = kTileTokens, kScoresShares = kTileTokens / 2;
+    static constexpr int kSoftmaxShares = kTileTokens / 4, kValuesShares = kTileTokens / 4;
+
+    CodeTileProducts(const PagedView& view, int rows, Scratch& scratch)
+        : view_(view),
+          k_width_(static_cast<int>(view.k.width)),
+          v_width_(static_cast<int>(view.v.width)),
+          k_padded_(static_cast<int>(padded_to(k_width_, kGroupedKeys ? 2 * kLine : kLine))),
+          k_steps_((k_width_ + kStep - 1) / kStep),
+          v_tiles_(static_cast<int>(padded_to(v_width_, kGroupedValues ? kCodeGroup : kSide)) / kSide),
+          rows_(rows),
+          block_bytes_(2 * kSide * k_padded_ + kSide * static_cast<int>(sizeof(float))),
+          keys_(scratch.take<code8>(std::int64_t{kTileTokens} * k_padded_)),
+          values_(scratch.take<code8>(std::int64_t{v_tiles_} * kSideBytes)),
+          k_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedKeys ? kMostGroups : 1))),
+          v_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedValues ? kMostGroups : 1))),
+          sums_(scratch.take<std::int32_t>(4 * kSide * kSide)),
+          weights_(scratch.take<float>(kSide * kTileTokens)),
+          limbs_(scratch.take<code8>(2 * kSideBytes)),
+          turned_(scratch.take<code8>(std::int64_t{2} * kSide * k_padded_)),
+          configured_rows_(block_rows(0)),
+          columns_(columns_of(configured_rows_)),
+          tiles_(config(configured_rows_)) {
+        std::memset(static_cast<void*>(limbs_), 0, 2 * kSideBytes);
+    }
+
+    std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
+
+    // Of a block of 16 rows: their scales; then [64 codes][16 fours of codes][16 columns][4], a column for each row and limb, or
+    // for each row, and once more for the lower limbs. A block is packed with its last row.
+    void pack_query(unsigned char* packed, int row, const bf16* query) {
+        unsigned char* block = packed + row / kSide * std::int64_t{block_bytes_};
+        const int r = row % kSide;
+        float wide[kMaxHeadWidth];
+        widen_row<bf16>(reinterpret_cast<const unsigned char*>(query), k_width_, wide);
+        turn_query(wide, k_width_);
+        reinterpret_cast<float*>(block)[r] = split_query(wide, turned_ + 2 * r * k_padded_);
+        if (r != kSide - 1 && row != rows_ - 1) return;
+        const bool together = r < kRowsTogether;
+        const int columns = columns_of(r + 1);
+        code8* to = reinterpret_cast<code8*>(block + kSide * sizeof(float));
+        for (int tile = 0; tile < (together ? 1 : 2); ++tile, to += kSide * k_padded_) {
+            const bf16* rows[kSide];
+            for (int i = 0; i < kSide; ++i) {
+                const int limb = together ? i / columns : tile, of = together ? i % columns : i;
+                rows[i] = reinterpret_cast<const bf16*>(limb < 2 && of <= r ? turned_ + (2 * of + limb) * k_padded_ : reinterpret_cast<const code8*>(kZeroRow));
+            }
+            Packing::pack_pairs(rows, k_padded_ / 2, reinterpret_cast<bf16*>(to), [] {});
+        }
+    }
+
+    int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
+
+    void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
+        ahead_ = &ahead;
+        first_ = start / kSide * kSide, last_ = static_cast<int>(padded_to(stop, kSide));
+        for (int t = first_; t < last_; t += kSide) find_keys(k, t / kSide, start, stop);
+        // Tokens that no row sees have weights of zero, and what is left of others then adds nothing to whole numbers.
+        const int lines = ahead.lines_of(kPackShares, (last_ - first_) / 4);
+        std::memset(v_scales_, 0, static_cast<std::size_t>(num_groups()) * kTileTokens * sizeof(float));
+        for (int t = first_; t < last_; t += 4) {
+            ahead.fetch(lines);
+            const N* four[4];
+            for (int i = 0; i < 4; ++i) {
+                four[i] = reinterpret_cast<const N*>(v[t + i]);
+                for (int g = 0; g < num_groups(); ++g) {
+                    v_scales_[g * kTileTokens + t + i] = code_scale(four[i], view_.v.scale + 2 * g);
+                }
+            }
+            code8* to = values_ + t / 4 * kLine;
+            if constexpr (kGroupedValues) {
+                for (int d = 0; d < v_width_; d += kCodeGroup, to += 2 * kSideBytes) {
+                    Pairs even, odd;
+                    S::interleave_codes(four, d, v_width_ - d, even, odd);
+                    S::store_pairs(reinterpret_cast<bf16*>(to), even);
+                    S::store_pairs(reinterpret_cast<bf16*>(to + kSideBytes), odd);
+                }
+            } else {
+                for (int d = 0; d < v_width_; d += kSide, to += kSideBytes) {
+                    S::store_pairs(reinterpret_cast<bf16*>(to), S::interleave_codes(four, d, v_width_ - d));
+                }
+            }
+        }
+        Vec poison = S::zero();
+        for (int i = 0; i < num_groups() * kTileTokens; i += kSide) poison = S::fma(S::load(v_scales_ + i), S::zero(), poison);
+        poison_ = S::reduce_add(poison);
+    }
+
+    void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
+        if (rows != configured_rows_) {
+            tiles_.configure(config(rows));
+            configured_rows_ = rows;
+            columns_ = columns_of(rows);
+        }
+        const unsigned char* block = packed + row / kSide * std::int64_t{block_bytes_};
+        const auto* scales = reinterpret_cast<const float*>(block);
+        const auto* query = reinterpret_cast<const code8*>(block + kSide * sizeof(float));
+        const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kSide * k_steps_) : 0;
+        if (rows > kRowsTogether) {
+            for (int t = start / kSide * kSide; t < stop; t += kSide) many_scores(query, scales, t, rows, lines, s + t);
+            return;
+        }
+        for (int t = start / kSide * kSide; t < stop; t += kSide) {
+            switch (columns_) {
+                case 1: few_scores<1>(query, scales, t, rows, lines, s + t); break;
+                case 2: few_scores<2>(query, scales, t, rows, lines, s + t); break;
+                case 4: few_scores<4>(query, scales, t, rows, lines, s + t); break;
+                default: few_scores<8>(query, scales, t, rows, lines, s + t);
+            }
+        }
+    }
+
+    void keep_weights(int r, int vector, Vec first, Vec second) {
+        S::store(weights_ + r * kTileTokens + vector * kSide, first);
+        S::store(weights_ + r * kTileTokens + (vector + 1) * kSide, second);
+    }
+
+    // All tokens of the tile: those that no row sees have weights of zero.
+    void values(const float*, int row, int rows, int, int, float* o, std::int64_t stride) {
+        const int lines = row == 0 ? ahead_->lines_of(kValuesShares, v_tiles_) : 0;
+        float steps[kSide];
+        if constexpr (!kGroupedValues) split_weights(rows, v_scales_, steps);
+        for (int column = 0; column < v_tiles_; column += 2) {
+            if constexpr (kGroupedValues) split_weights(rows, v_scales_ + column / 2 * kTileTokens, steps);
+            ahead_->fetch(2 * lines);
+            const int columns = v_tiles_ - column < 2 ? 1 : 2;
+            const code8* v = values_ + column * kSideBytes;
+            float* to = o + column * kSide;
+            if (rows > kRowsTogether) {
+                many_values(v, columns, rows, steps, to, stride);
+            } else {
+                few_values(v, columns, rows, steps, to, stride);
+            }
+        }
+    }
+
+    void finish(const float* o, float factor, bf16* out) const {
+        const Vec factors = S::broadcast(factor);
+        for (int d = 0; d < v_width_; d += kCodeGroup) {
+            float in_order[kCodeGroup];
+            for (int i = 0; i < kCodeGroup; ++i) in_order[i] = o[d + (kGroupedValues ? i % 2 * kSide + i / 2 : i)];
+            for (int i = 0; i < kCodeGroup && d + i < v_width_; i += kSide) store_scaled<S>(S::load(in_order + i), factors, out + d + i, v_width_ - d - i);
+        }
+    }
+
+  private:
+    int num_groups() const { return kGroupedValues ? static_cast<int>(view_.v.num_scales()) : 1; }
+
+    static int columns_of(int rows) { return rows > kRowsTogether ? kSide : rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+    static TileConfig config(int rows) {
+        const bool together = rows <= kRowsTogether;
+        const int query_bytes = together ? 8 * columns_of(rows) : kLine;
+        TileConfig config;
+        config.tile(4, kSide, kStep).tile(5, kSide, kLine).tile(6, kStep / 4, query_bytes);
+        for (const int tile : {0, 1}) config.tile(tile, kSide, query_bytes);
+        for (const int tile : {2, 3, 7}) config.tile(tile, together ? 2 * rows : kSide, kLine);
+        return config;
+    }
+
+    // A query's numbers -> upper limbs, and k_padded_ behind them the lower ones, in the order of the keys' bytes. Returns what one
+    // of them is worth.
+    float split_query(const float* query, code8* to) const {
+        float most = kSmallest, poison = 0.0f;
+        for (int d = 0; d < k_width_; ++d) {
+            const float magnitude = query[d] < 0.0f ? -query[d] : query[d];
+            most = magnitude > most ? magnitude : most;
+            poison += query[d] * 0.0f;
+        }
+        std::memset(static_cast<void*>(to), 0, 2 * static_cast<std::size_t>(k_padded_));
+        if (poison != 0.0f) return poison;  // NaN
+        const float inverse = kMost / most, shift = 12582912.0f;  // as in `encode`
+        for (int d = 0; d < k_width_; ++d) {
+            const int number = static_cast<int>((query[d] * inverse + shift) - shift), upper = (number + 128) >> 8;
+            const int at = kGroupedKeys ? d / kCodeGroup * kCodeGroup + d % 2 * kSide + d % kCodeGroup / 2 : d;
+            to[at].number = static_cast<std::int8_t>(upper);
+            to[k_padded_ + at].number = static_cast<std::int8_t>(number - upper * 256);
+        }
+        return most / kMost;
+    }
+
+    // Sixteen keys as a tile's rows: in place where they lie at one stride and fill their last tile, else a copy.
+    void find_keys(const M* const* k, int half, int start, int stop) {
+        const int first = half * kSide;
+        for (int t = first; t < first + kSide; ++t) {
+            if constexpr (kGroupedKeys) {
+                for (int g = 0; g < k_steps_; ++g) k_scales_[g * kTileTokens + t] = code_scale(k[t], view_.k.scale + 2 * g);
+            } else {
+                k_scales_[t] = code_scale(k[t], view_.k.scale);
+            }
+        }
+        if constexpr (!kGroupedKeys) {
+            const std::int64_t stride = k[first + 1] - k[first];
+            bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
+            for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
+            if (in_place) {
+                key_base_[half] = reinterpret_cast<const code8*>(k[first]);
+                key_stride_[half] = stride;
+                return;
+            }
+        }
+        for (int t = first; t < first + kSide; ++t) {
+            code8* to = keys_ + t * k_padded_;
+            if constexpr (kGroupedKeys) {
+                for (int d = 0; d < k_width_; d += 2 * kLine) S::widen_codes(k[t] + d / 2, k_width_ - d, to + d);
+            } else {
+                std::memcpy(to, k[t], static_cast<std::size_t>(k_width_));
+                if (k_padded_ != k_width_) std::memset(static_cast<void*>(to + k_width_), 0, static_cast<std::size_t>(k_padded_ - k_width_));
+            }
+        }
+        key_base_[half] = keys_ + first * k_padded_;
+        key_stride_[half] = k_padded_;
+    }
+
+    // The numbers of a query that meet step `step` of the keys.
+    static const code8* of_step(const code8* query, int step) { return query + step * kStep * kSide; }
+
+    // A sum of scores as float32, from its upper and its lower limb.
+    static Vec joined(Vec upper, Vec lower) { return S::fma(upper, S::broadcast(kLimb), lower); }
+
+    // Of 16 tokens from t on and all rows, whose limbs share a tile -> s[row][token].
+    template <int kRows>
+    void few_scores(const code8* query, const float* scales, int t, int rows, int lines, float* s) {
+        const int half = t / kSide;
+        Vec made[kRows];
+        if constexpr (!kGroupedKeys) {
+            tiles_.template zero<0>();
+            for (int step = 0; step < k_steps_; ++step) {
+                ahead_->fetch(lines);
+                tiles_.template load<6>(of_step(query, step), kLine);
+                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
+                tiles_.template dot_int8<0, 4, 6>();
+            }
+            tiles_.template store<0>(sums_, 8 * kRows);
+            join_rows<kRows>(made);
+            const Vec of_tokens = S::load(k_scales_ + t);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) made[r] = S::mul(made[r], of_tokens);
+        } else {
+            for (int step = 0; step < k_steps_; ++step) {
+                ahead_->fetch(lines);
+                tiles_.template zero<0>();
+                tiles_.template load<6>(of_step(query, step), kLine);
+                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
+                tiles_.template dot_int8<0, 4, 6>();
+                tiles_.template store<0>(sums_, 8 * kRows);
+                Vec of_group[kRows];
+                join_rows<kRows>(of_group);
+                const Vec of_tokens = S::load(k_scales_ + step * kTileTokens + t);
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) made[r] = step == 0 ? S::mul(of_group[r], of_tokens) : S::fma(of_group[r], of_tokens, made[r]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            if (r < rows) S::store(s + r * kTileTokens, S::mul(made[r], S::broadcast(scales[r])));
+        }
+    }
+
+    // sums_ [token][limb][row] of 16 tokens -> a vector of tokens for each row.
+    template <int kRows>
+    void join_rows(Vec (&joint)[kRows]) const {
+        Vec rows[2 * kRows];
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * kRows; ++i) rows[i] = S::from_numbers(sums_ + i * kSide);
+#pragma GCC unroll 4
+        for (int step = 2 * kRows; step > 1; step /= 2) {
+            Vec even_odd[2 * kRows];
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i) S::unzip(rows[2 * i], rows[2 * i + 1], even_odd[i], even_odd[kRows + i]);
+#pragma GCC unroll 16
+            for (int i = 0; i < 2 * kRows; ++i) rows[i] = even_odd[i];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) joint[r] = joined(rows[r], rows[kRows + r]);
+    }
+
+    // The same of more rows: a tile for each limb.
+    void many_scores(const code8* query, const float* scales, int t, int rows, int lines, float* s) {
+        const int half = t / kSide;
+        const code8* lower = query + kSide * k_padded_;
+        alignas(64) float of_rows[kSide * kSide];  // [token][row]
+        for (int step = 0; step < k_steps_; ++step) {
+            ahead_->fetch(lines);
+            if (kGroupedKeys || step == 0) {
+                tiles_.template zero<0>();
+                tiles_.template zero<1>();
+            }
+            tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
+            tiles_.template load<6>(of_step(query, step), kLine);
+            tiles_.template dot_int8<0, 4, 6>();
+            tiles_.template load<6>(of_step(lower, step), kLine);
+            tiles_.template dot_int8<1, 4, 6>();
+            if (!kGroupedKeys && step + 1 < k_steps_) continue;
+            tiles_.template store<0>(sums_, kLine);
+            tiles_.template store<1>(sums_ + kSide * kSide, kLine);
+            const float* of_tokens = k_scales_ + (kGroupedKeys ? step : 0) * kTileTokens + t;
+            for (int i = 0; i < kSide; ++i) {
+                const Vec joint = joined(S::from_numbers(sums_ + i * kSide), S::from_numbers(sums_ + (kSide + i) * kSide)), scale = S::broadcast(of_tokens[i]);
+                S::store(of_rows + i * kSide, !kGroupedKeys || step == 0 ? S::mul(joint, scale) : S::fma(joint, scale, S::load(of_rows + i * kSide)));
+            }
+        }
+        const Vec of_queries = S::load(scales);
+        Pairs square[kSide];
+#pragma GCC unroll 16
+        for (int i = 0; i < kSide; ++i) {
+            S::store(of_rows + i * kSide, S::mul(S::load(of_rows + i * kSide), of_queries));
+            square[i] = S::load_pairs(reinterpret_cast<const bf16*>(of_rows + i * kSide));
+        }
+        S::transpose(square);
+#pragma GCC unroll 16
+        for (int r = 0; r < kSide; ++r) {
+            if (r < rows) S::store_pairs(reinterpret_cast<bf16*>(s + r * kTileTokens), square[r]);
+        }
+    }
+
+    // Kept weights, times the scales of the tokens' values -> limbs_: rows of upper limbs, and of lower ones behind them (of more than
+    // eight rows: a tile behind them). steps: what one of a row's numbers is worth.
+    void split_weights(int rows, const float* scales, float* steps) {
+        const int lower = (rows > kRowsTogether ? kSide : rows) * kLine;
+        for (int r = 0; r < rows; ++r) {
+            Vec weights[4], most = S::broadcast(kSmallest);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                weights[i] = S::mul(S::load(weights_ + r * kTileTokens + i * kSide), S::load(scales + i * kSide));
+                most = S::max(S::max(weights[i], S::sub(S::zero(), weights[i])), most);
+            }
+            const float top = S::reduce_max(most);
+            steps[r] = top / kMost + poison_;
+            const Vec inverse = S::broadcast(kMost / top);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) S::store_limbs(S::mul(weights[i], inverse), limbs_ + r * kLine + i * kSide, limbs_ + lower + r * kLine + i * kSide);
+        }
+    }
+
+    // o[row] += of one or two tiles of columns, of rows whose limbs share a tile.
+    void few_values(const code8* v, int columns, int rows, const float* steps, float* o, std::int64_t stride) {
+        tiles_.template load<7>(limbs_, kLine);
+        tiles_.template zero<2>();
+        tiles_.template load<5>(v, kLine);
+        tiles_.template dot_int8<2, 7, 5>();
+        tiles_.template store<2>(sums_, kLine);
+        if (columns > 1) {
+            tiles_.template zero<3>();
+            tiles_.template load<5>(v + kSideBytes, kLine);
+            tiles_.template dot_int8<3, 7, 5>();
+            tiles_.template store<3>(sums_ + kSide * kSide, kLine);
+        }
+        add_rows(columns, rows, rows * kSide, steps, o, stride);
+    }
+
+    void many_values(const code8* v, int columns, int rows, const float* steps, float* o, std::int64_t stride) {
+        for (int i = 0; i < columns; ++i) {
+            tiles_.template zero<2>();
+            tiles_.template zero<3>();
+            tiles_.template load<5>(v + i * kSideBytes, kLine);
+            tiles_.template load<7>(limbs_, kLine);
+            tiles_.template dot_int8<2, 7, 5>();
+            tiles_.template load<7>(limbs_ + kSideBytes, kLine);
+            tiles_.template dot_int8<3, 7, 5>();
+            tiles_.template store<2>(sums_ , kLine);
+            tiles_.template store<3>(sums_ + kSide * kSide, kLine);
+            add_rows(1, rows, kSide * kSide, steps, o + i * kSide, stride);
+        }
+    }
+
+    // lower: numbers from a row's upper limbs to its lower ones.
+    void add_rows(int columns, int rows, int lower, const float* steps, float* o, std::int64_t stride) const {
+        for (int i = 0; i < columns; ++i) {
+            const std::int32_t* from = sums_ + i * kSide * kSide;
+            for (int r = 0; r < rows; ++r, from += kSide) {
+                float* to = o + r * stride + i * kSide;
+                S::store(to, S::fma(joined(S::from_numbers(from), S::from_numbers(from + lower)), S::broadcast(steps[r]), S::load(to)));
+            }
+        }
+    }
+
+    const PagedView& view_;
+    const int k_width_, v_width_;
+    const int k_padded_;
+    const int k_steps_;  // products of a key
+    const int v_tiles_;  // of sixteen columns
+    const int rows_;
+    const int block_bytes_;  // of sixteen packed query rows
+    code8* keys_;      // [64 tokens][k_padded_], where they are not taken in place
+    code8* values_;    // [16 columns][16 fours of tokens][16 columns][4]
+    float* k_scales_;  // [group][64 tokens]
+    float* v_scales_;
+    std::int32_t* sums_;
+    float* weights_;         // [row][64 tokens]
+    code8* limbs_;   // of weights
+    code8* turned_;          // [row][limb][k_padded_] of a block of queries
+    int configured_rows_;
+    int columns_;  // of a tile of scores: rows, up to the next power of two
+    TileSet tiles_;
+    float poison_ = 0.0f;  // NaN where a scale of the values is not finite
+    const code8* key_base_[kTileTokens / kSide];
+    std::int64_t key_stride_[kTileTokens / kSide];
+    int first_ = 0, last_ = 0;
+    LinesAhead<S>* ahead_ = nullptr;
+};
+
+}  // namespace
+}  // namespace quire
