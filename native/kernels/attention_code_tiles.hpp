@@ -34,6 +34,7 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr int kLine = 64;                         // bytes of a tile's row
     static constexpr int kStep = kGroupedKeys ? kCodeGroup : kLine;  // codes of a key in one product
     static constexpr int kSideBytes = kSide * kLine;         // of a tile
+    static constexpr int kHalves = Packing::kTileTokens / kSide, kTogether = 2 * kSide;  // tokens: sixteens of a tile, and those of two sums
     static constexpr int kRowsTogether = 8;                  // whose limbs share a tile
     static constexpr int kMostGroups = kMaxHeadWidth / kCodeGroup;
     static constexpr float kMost = 127 * 256 + 127, kLimb = 256.0f;  // limbs are of -128 to 127
@@ -66,14 +67,14 @@ class CodeTileProducts : TilePacking<S> {
           values_(scratch.take<code8>(std::int64_t{v_tiles_} * kSideBytes)),
           k_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedKeys ? kMostGroups : 1))),
           v_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedValues ? kMostGroups : 1))),
-          sums_(scratch.take<std::int32_t>(4 * kSide * kSide)),
+          sums_(scratch.take<std::int32_t>(kSide * kSide * larger(v_tiles_, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
           weights_(scratch.take<float>(kSide * kTileTokens)),
-          limbs_(scratch.take<code8>(2 * kSideBytes)),
+          limbs_(scratch.take<code8>(std::int64_t{2} * kSideBytes * num_groups())),
           turned_(scratch.take<code8>(std::int64_t{2} * kSide * k_padded_)),
           configured_rows_(block_rows(0)),
           columns_(columns_of(configured_rows_)),
           tiles_(config(configured_rows_)) {
-        std::memset(static_cast<void*>(limbs_), 0, 2 * kSideBytes);
+        std::memset(static_cast<void*>(limbs_), 0, std::size_t{2} * kSideBytes * static_cast<std::size_t>(num_groups()));
     }
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
@@ -105,7 +106,7 @@ class CodeTileProducts : TilePacking<S> {
 
     void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
-        first_ = start / kSide * kSide, last_ = static_cast<int>(padded_to(stop, kSide));
+        first_ = start / kTogether * kTogether, last_ = static_cast<int>(padded_to(stop, kTogether));
         for (int t = first_; t < last_; t += kSide) find_keys(k, t / kSide, start, stop);
         // Tokens that no row sees have weights of zero, and what is left of others then adds nothing to whole numbers.
         const int lines = ahead.lines_of(kPackShares, (last_ - first_) / 4);
@@ -148,16 +149,18 @@ class CodeTileProducts : TilePacking<S> {
         const auto* scales = reinterpret_cast<const float*>(block);
         const auto* query = reinterpret_cast<const code8*>(block + kSide * sizeof(float));
         const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kSide * k_steps_) : 0;
+        start = start / kTogether * kTogether, stop = static_cast<int>(padded_to(stop, kTogether));
         if (rows > kRowsTogether) {
-            for (int t = start / kSide * kSide; t < stop; t += kSide) many_scores(query, scales, t, rows, lines, s + t);
+            for (int t = start; t < stop; t += kSide) many_scores(query, scales, t, rows, lines, s + t);
             return;
         }
-        for (int t = start / kSide * kSide; t < stop; t += kSide) {
+        few_sums(query, start, stop, lines);
+        for (int t = start; t < stop; t += kSide) {
             switch (columns_) {
-                case 1: few_scores<1>(query, scales, t, rows, lines, s + t); break;
-                case 2: few_scores<2>(query, scales, t, rows, lines, s + t); break;
-                case 4: few_scores<4>(query, scales, t, rows, lines, s + t); break;
-                default: few_scores<8>(query, scales, t, rows, lines, s + t);
+                case 1: few_scores<1>(scales, t, rows, s + t); break;
+                case 2: few_scores<2>(scales, t, rows, s + t); break;
+                case 4: few_scores<4>(scales, t, rows, s + t); break;
+                default: few_scores<8>(scales, t, rows, s + t);
             }
         }
     }
@@ -170,20 +173,20 @@ class CodeTileProducts : TilePacking<S> {
     // All tokens of the tile: those that no row sees have weights of zero.
     void values(const float*, int row, int rows, int, int, float* o, std::int64_t stride) {
         const int lines = row == 0 ? ahead_->lines_of(kValuesShares, v_tiles_) : 0;
-        float steps[kSide];
-        if constexpr (!kGroupedValues) split_weights(rows, v_scales_, steps);
-        for (int column = 0; column < v_tiles_; column += 2) {
-            if constexpr (kGroupedValues) split_weights(rows, v_scales_ + column / 2 * kTileTokens, steps);
-            ahead_->fetch(2 * lines);
-            const int columns = v_tiles_ - column < 2 ? 1 : 2;
-            const code8* v = values_ + column * kSideBytes;
-            float* to = o + column * kSide;
-            if (rows > kRowsTogether) {
-                many_values(v, columns, rows, steps, to, stride);
-            } else {
-                few_values(v, columns, rows, steps, to, stride);
+        for (int g = 0; g < num_groups(); ++g) split_weights(rows, g);
+        if (rows > kRowsTogether) {
+            for (int column = 0; column < v_tiles_; ++column) {
+                ahead_->fetch(lines);
+                many_values(column, rows, o + column * kSide, stride);
             }
+            return;
         }
+        // All sums, then what becomes of them: who reads a sum waits for it.
+        for (int column = 0; column < v_tiles_; column += 2) {
+            ahead_->fetch(2 * lines);
+            few_values(column);
+        }
+        for (int column = 0; column < v_tiles_; ++column) add_rows(sums_ + column * kSide * kSide, rows, rows * kSide, column, o + column * kSide, stride);
     }
 
     void finish(const float* o, float factor, bf16* out) const {
@@ -269,38 +272,41 @@ class CodeTileProducts : TilePacking<S> {
     // A sum of scores as float32, from its upper and its lower limb.
     static Vec joined(Vec upper, Vec lower) { return S::fma(upper, S::broadcast(kLimb), lower); }
 
-    // Of 16 tokens from t on and all rows, whose limbs share a tile -> s[row][token].
+    // Where the sums of a step and sixteen tokens lie, of rows whose limbs share a tile.
+    std::int32_t* sums_of(int step, int half) const { return sums_ + (step * kHalves + half) * kSide * kSide; }
+
+    // Tokens [start, stop) by rows whose limbs share a tile -> sums_ [token][limb][row] of each sixteen. All of them, before who reads a
+    // sum waits for it.
+    void few_sums(const code8* query, int start, int stop, int lines) {
+        const int row_bytes = 8 * columns_;
+        for (int half = start / kSide; half < stop / kSide; half += 2) {
+            for (int step = 0; step < k_steps_; ++step) {
+                ahead_->fetch(2 * lines);
+                if (kGroupedKeys || step == 0) {
+                    tiles_.template zero<0>();
+                    tiles_.template zero<1>();
+                }
+                tiles_.template load<6>(of_step(query, step), kLine);
+                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
+                tiles_.template dot_int8<0, 4, 6>();
+                tiles_.template load<4>(key_base_[half + 1] + step * kStep, key_stride_[half + 1]);
+                tiles_.template dot_int8<1, 4, 6>();
+                if (!kGroupedKeys && step + 1 < k_steps_) continue;
+                tiles_.template store<0>(sums_of(kGroupedKeys ? step : 0, half), row_bytes);
+                tiles_.template store<1>(sums_of(kGroupedKeys ? step : 0, half + 1), row_bytes);
+            }
+        }
+    }
+
+    // sums_ of 16 tokens from t on -> s[row][token].
     template <int kRows>
-    void few_scores(const code8* query, const float* scales, int t, int rows, int lines, float* s) {
-        const int half = t / kSide;
-        Vec made[kRows];
-        if constexpr (!kGroupedKeys) {
-            tiles_.template zero<0>();
-            for (int step = 0; step < k_steps_; ++step) {
-                ahead_->fetch(lines);
-                tiles_.template load<6>(of_step(query, step), kLine);
-                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
-                tiles_.template dot_int8<0, 4, 6>();
-            }
-            tiles_.template store<0>(sums_, 8 * kRows);
-            join_rows<kRows>(made);
-            const Vec of_tokens = S::load(k_scales_ + t);
+    void few_scores(const float* scales, int t, int rows, float* s) const {
+        Vec made[kRows], of_group[kRows];
+        for (int g = 0; g < (kGroupedKeys ? k_steps_ : 1); ++g) {
+            const Vec of_tokens = S::load(k_scales_ + g * kTileTokens + t);
+            join_rows<kRows>(sums_of(g, t / kSide), of_group);
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) made[r] = S::mul(made[r], of_tokens);
-        } else {
-            for (int step = 0; step < k_steps_; ++step) {
-                ahead_->fetch(lines);
-                tiles_.template zero<0>();
-                tiles_.template load<6>(of_step(query, step), kLine);
-                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
-                tiles_.template dot_int8<0, 4, 6>();
-                tiles_.template store<0>(sums_, 8 * kRows);
-                Vec of_group[kRows];
-                join_rows<kRows>(of_group);
-                const Vec of_tokens = S::load(k_scales_ + step * kTileTokens + t);
-#pragma GCC unroll 8
-                for (int r = 0; r < kRows; ++r) made[r] = step == 0 ? S::mul(of_group[r], of_tokens) : S::fma(of_group[r], of_tokens, made[r]);
-            }
+            for (int r = 0; r < kRows; ++r) made[r] = g == 0 ? S::mul(of_group[r], of_tokens) : S::fma(of_group[r], of_tokens, made[r]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -308,12 +314,12 @@ class CodeTileProducts : TilePacking<S> {
         }
     }
 
-    // sums_ [token][limb][row] of 16 tokens -> a vector of tokens for each row.
+    // Sums [token][limb][row] of 16 tokens -> a vector of tokens for each row.
     template <int kRows>
-    void join_rows(Vec (&joint)[kRows]) const {
+    static void join_rows(const std::int32_t* sums, Vec (&joint)[kRows]) {
         Vec rows[2 * kRows];
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * kRows; ++i) rows[i] = S::from_numbers(sums_ + i * kSide);
+        for (int i = 0; i < 2 * kRows; ++i) rows[i] = S::from_numbers(sums + i * kSide);
 #pragma GCC unroll 4
         for (int step = 2 * kRows; step > 1; step /= 2) {
             Vec even_odd[2 * kRows];
@@ -365,11 +371,13 @@ class CodeTileProducts : TilePacking<S> {
         }
     }
 
-    // Kept weights, times the scales of the tokens' values -> limbs_: rows of upper limbs, and of lower ones behind them (of more than
-    // eight rows: a tile behind them). steps: what one of a row's numbers is worth.
-    void split_weights(int rows, const float* scales, float* steps) {
+    // Kept weights, times the scales of the tokens' values in group g -> limbs of the group: rows of upper ones, and of lower ones behind
+    // them (of more than eight rows: a tile behind them); and what one of a row's numbers is worth.
+    void split_weights(int rows, int g) {
         const int lower = (rows > kRowsTogether ? kSide : rows) * kLine;
-        for (int r = 0; r < rows; ++r) {
+        const float* scales = v_scales_ + g * kTileTokens;
+        code8* to = limbs_ + g * 2 * kSideBytes;
+        for (int r = 0; r < rows; ++r, to += kLine) {
             Vec weights[4], most = S::broadcast(kSmallest);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) {
@@ -377,52 +385,50 @@ class CodeTileProducts : TilePacking<S> {
                 most = S::max(S::max(weights[i], S::sub(S::zero(), weights[i])), most);
             }
             const float top = S::reduce_max(most);
-            steps[r] = top / kMost + poison_;
+            steps_[g * kSide + r] = top / kMost + poison_;
             const Vec inverse = S::broadcast(kMost / top);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) S::store_limbs(S::mul(weights[i], inverse), limbs_ + r * kLine + i * kSide, limbs_ + lower + r * kLine + i * kSide);
+            for (int i = 0; i < 4; ++i) S::store_limbs(S::mul(weights[i], inverse), to + i * kSide, to + lower + i * kSide);
         }
     }
 
-    // o[row] += of one or two tiles of columns, of rows whose limbs share a tile.
-    void few_values(const code8* v, int columns, int rows, const float* steps, float* o, std::int64_t stride) {
-        tiles_.template load<7>(limbs_, kLine);
+    static int group_of(int column) { return kGroupedValues ? column / 2 : 0; }
+
+    // One or two tiles of columns, by rows whose limbs share a tile -> sums_.
+    void few_values(int column) {
+        const code8* v = values_ + column * kSideBytes;
+        tiles_.template load<7>(limbs_ + group_of(column) * 2 * kSideBytes, kLine);
         tiles_.template zero<2>();
         tiles_.template load<5>(v, kLine);
         tiles_.template dot_int8<2, 7, 5>();
+        tiles_.template store<2>(sums_ + column * kSide * kSide, kLine);
+        if (column + 1 == v_tiles_) return;
+        tiles_.template zero<3>();
+        tiles_.template load<5>(v + kSideBytes, kLine);
+        tiles_.template dot_int8<3, 7, 5>();
+        tiles_.template store<3>(sums_ + (column + 1) * kSide * kSide, kLine);
+    }
+
+    // o += of a tile of columns, by rows with a tile for each limb.
+    void many_values(int column, int rows, float* o, std::int64_t stride) {
+        const code8* limbs = limbs_ + group_of(column) * 2 * kSideBytes;
+        tiles_.template zero<2>();
+        tiles_.template zero<3>();
+        tiles_.template load<5>(values_ + column * kSideBytes, kLine);
+        tiles_.template load<7>(limbs, kLine);
+        tiles_.template dot_int8<2, 7, 5>();
+        tiles_.template load<7>(limbs + kSideBytes, kLine);
+        tiles_.template dot_int8<3, 7, 5>();
         tiles_.template store<2>(sums_, kLine);
-        if (columns > 1) {
-            tiles_.template zero<3>();
-            tiles_.template load<5>(v + kSideBytes, kLine);
-            tiles_.template dot_int8<3, 7, 5>();
-            tiles_.template store<3>(sums_ + kSide * kSide, kLine);
-        }
-        add_rows(columns, rows, rows * kSide, steps, o, stride);
+        tiles_.template store<3>(sums_ + kSide * kSide, kLine);
+        add_rows(sums_, rows, kSide * kSide, column, o, stride);
     }
 
-    void many_values(const code8* v, int columns, int rows, const float* steps, float* o, std::int64_t stride) {
-        for (int i = 0; i < columns; ++i) {
-            tiles_.template zero<2>();
-            tiles_.template zero<3>();
-            tiles_.template load<5>(v + i * kSideBytes, kLine);
-            tiles_.template load<7>(limbs_, kLine);
-            tiles_.template dot_int8<2, 7, 5>();
-            tiles_.template load<7>(limbs_ + kSideBytes, kLine);
-            tiles_.template dot_int8<3, 7, 5>();
-            tiles_.template store<2>(sums_ , kLine);
-            tiles_.template store<3>(sums_ + kSide * kSide, kLine);
-            add_rows(1, rows, kSide * kSide, steps, o + i * kSide, stride);
-        }
-    }
-
-    // lower: numbers from a row's upper limbs to its lower ones.
-    void add_rows(int columns, int rows, int lower, const float* steps, float* o, std::int64_t stride) const {
-        for (int i = 0; i < columns; ++i) {
-            const std::int32_t* from = sums_ + i * kSide * kSide;
-            for (int r = 0; r < rows; ++r, from += kSide) {
-                float* to = o + r * stride + i * kSide;
-                S::store(to, S::fma(joined(S::from_numbers(from), S::from_numbers(from + lower)), S::broadcast(steps[r]), S::load(to)));
-            }
+    // lower: numbers from a row's sums of upper limbs to those of its lower ones.
+    void add_rows(const std::int32_t* sums, int rows, int lower, int column, float* o, std::int64_t stride) const {
+        const float* steps = steps_ + group_of(column) * kSide;
+        for (int r = 0; r < rows; ++r, sums += kSide, o += stride) {
+            S::store(o, S::fma(joined(S::from_numbers(sums), S::from_numbers(sums + lower)), S::broadcast(steps[r]), S::load(o)));
         }
     }
 
@@ -437,9 +443,10 @@ class CodeTileProducts : TilePacking<S> {
     code8* values_;    // [16 columns][16 fours of tokens][16 columns][4]
     float* k_scales_;  // [group][64 tokens]
     float* v_scales_;
-    std::int32_t* sums_;
+    std::int32_t* sums_;  // [16][16] of each product that is under way
     float* weights_;         // [row][64 tokens]
-    code8* limbs_;   // of weights
+    code8* limbs_;   // of weights: [group][limb][row][64 tokens]
+    float steps_[kSide * (kGroupedValues ? kMostGroups : 1)];  // [group][row]: what a number of them is worth
     code8* turned_;          // [row][limb][k_padded_] of a block of queries
     int configured_rows_;
     int columns_;  // of a tile of scores: rows, up to the next power of two
