@@ -46,10 +46,10 @@ class LinesAhead {
             pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
         }
     }
-    void end(int shares) { share_ = (num_lines_ + shares - 1) / shares; }
+    void end(int shares) { num_shares_ = shares; }
 
     // Lines to ask for at each of `steps` steps, so that together they are `shares` parts.
-    int lines_of(int shares, int steps) const { return (shares * share_ + steps - 1) / steps; }
+    int lines_of(int shares, int steps) const { return (shares * num_lines_ + steps * num_shares_ - 1) / (steps * num_shares_); }
 
     void fetch(int lines) {
         if (__builtin_expect(piece_.lines < lines, 0)) {
@@ -98,7 +98,7 @@ class LinesAhead {
     Piece piece_{};  // what is left of the piece under way
     Piece pieces_[kMostPieces];
     std::int64_t offset_ = 0;
-    int num_pieces_ = 0, next_ = 0, num_lines_ = 0, share_ = 0;
+    int num_pieces_ = 0, next_ = 0, num_lines_ = 0, num_shares_ = 1;
 };
 
 }  // namespace
