@@ -51,8 +51,8 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr bool kRoundsWeights = true;
     static constexpr int kManyRows = kSide;
     // Of 2 kTileTokens shares of the memory to come, as long as each part takes.
-    static constexpr int kPackShares = kTileTokens, kScoresShares = kTileTokens / 2;
-    static constexpr int kSoftmaxShares = kTileTokens / 4, kValuesShares = kTileTokens / 4;
+    static constexpr int kPackShares = kTileTokens * 3 / 4, kScoresShares = kTileTokens / 2;
+    static constexpr int kSoftmaxShares = kTileTokens / 4, kValuesShares = kTileTokens / 2;
 
     CodeTileProducts(const PagedView& view, int rows, Scratch& scratch)
         : view_(view),
