@@ -36,7 +36,7 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr int kSideBytes = kSide * kLine;         // of a tile
     static constexpr int kHalves = Packing::kTileTokens / kSide, kTogether = 2 * kSide;  // tokens: sixteens of a tile, and those of two sums
     static constexpr int kRowsTogether = 8;                  // whose limbs share a tile
-    static constexpr int kMostGroups = kMaxHeadWidth / kCodeGroup;
+    static constexpr int kMostGroups = (kMaxHeadWidth / kCodeGroup + 3) / 4 * 4;
     static constexpr float kMost = 127 * 256 + 127, kLimb = 256.0f;  // limbs are of -128 to 127
     static constexpr float kSmallest = 0x1p-100f;            // what scales are made of, at least: their inverse is finite
 
@@ -107,18 +107,18 @@ class CodeTileProducts : TilePacking<S> {
     void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
         first_ = start / kTogether * kTogether, last_ = static_cast<int>(padded_to(stop, kTogether));
+        if (kGroupedKeys) list_scales(k, view_.k.scale, k_steps_, k_scales_);
         for (int t = first_; t < last_; t += kSide) find_keys(k, t / kSide, start, stop);
         // Tokens that no row sees have weights of zero, and what is left of others then adds nothing to whole numbers.
         const int lines = ahead.lines_of(kPackShares, (last_ - first_) / 4);
         std::memset(v_scales_, 0, static_cast<std::size_t>(num_groups()) * kTileTokens * sizeof(float));
+        if (kGroupedValues) list_scales(v, view_.v.scale, num_groups(), v_scales_);
         for (int t = first_; t < last_; t += 4) {
             ahead.fetch(lines);
             const N* four[4];
             for (int i = 0; i < 4; ++i) {
                 four[i] = reinterpret_cast<const N*>(v[t + i]);
-                for (int g = 0; g < num_groups(); ++g) {
-                    v_scales_[g * kTileTokens + t + i] = code_scale(four[i], view_.v.scale + 2 * g);
-                }
+                if (!kGroupedValues) v_scales_[t + i] = code_scale(four[i], view_.v.scale);
             }
             code8* to = values_ + t / 4 * kLine;
             if constexpr (kGroupedValues) {
@@ -233,17 +233,33 @@ class CodeTileProducts : TilePacking<S> {
         return most / kMost;
     }
 
+    // Scales of tokens [first_, last_) -> to[group][token], and maybe of three groups behind the last; scale: bytes from a row to its first
+    // group's.
+    void list_scales(const M* const* rows, std::int64_t scale, int num_groups, float* to) const {
+        constexpr int kFour = 4;
+        alignas(64) float of_tokens[kTileTokens * kFour];  // of four groups: [token][group]
+        for (int g = 0; g < num_groups; g += kFour, to += kFour * kTileTokens) {
+            const int count = num_groups - g < kFour ? num_groups - g : kFour;
+            for (int t = first_; t < last_; ++t) {
+                const auto* from = reinterpret_cast<const bf16*>(reinterpret_cast<const unsigned char*>(rows[t]) + scale) + g;
+                S::store_part(of_tokens + t * kFour, S::load_part(from, count), kFour);
+            }
+            for (int t = first_; t < last_; t += kSide) {
+                const float* four = of_tokens + t * kFour;
+                Vec even[2], odd[2], of_group[kFour];
+                for (int i = 0; i < 2; ++i, four += 2 * kSide) S::unzip(S::load(four), S::load(four + kSide), even[i], odd[i]);
+                S::unzip(even[0], even[1], of_group[0], of_group[2]);
+                S::unzip(odd[0], odd[1], of_group[1], of_group[3]);
+                for (int i = 0; i < kFour; ++i) S::store(to + i * kTileTokens + t, of_group[i]);
+            }
+        }
+    }
+
     // Sixteen keys as a tile's rows: in place where they lie at one stride and fill their last tile, else a copy.
     void find_keys(const M* const* k, int half, int start, int stop) {
         const int first = half * kSide;
-        for (int t = first; t < first + kSide; ++t) {
-            if constexpr (kGroupedKeys) {
-                for (int g = 0; g < k_steps_; ++g) k_scales_[g * kTileTokens + t] = code_scale(k[t], view_.k.scale + 2 * g);
-            } else {
-                k_scales_[t] = code_scale(k[t], view_.k.scale);
-            }
-        }
         if constexpr (!kGroupedKeys) {
+            for (int t = first; t < first + kSide; ++t) k_scales_[t] = code_scale(k[t], view_.k.scale);
             const std::int64_t stride = k[first + 1] - k[first];
             bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
             for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
