@@ -1,7 +1,8 @@
 // Both products of attention over keys and values in codes (kv_codes.hpp), by AMX tiles of whole numbers; one row or sixteen.
 //
 // Codes are multiplied as they are. What they meet is made whole numbers of 16 bits, in two limbs of 8: a turned query with a
-// scale of its own, and the weights of 64 tokens, each times the scale of its value, with one scale for the row and the tile. So
+// scale of its own, and the weights of 64 tokens, each times the scale of its value, with a scale that is the largest weight times
+// the largest scale. So
 // the sums of a product are exact, in any order and beside any other rows; the two limbs become float32 with one rounding, and
 // the scales are multiplied in afterwards.
 //
@@ -10,8 +11,9 @@
 // columns, four tokens interleaved into scratch on the way. Codes of 4 bits are made bytes first, each group's even ones before
 // its odd ones.
 //
-// Eight rows at most have both limbs in one tile, more have a tile for each limb. Tiles: 0 and 1 sums of scores, 2 and 3 of
-// values, or all four of either; 4 keys, 5 values, or keys of 8 bits; 6 queries; 7 weights.
+// Eight rows at most have both limbs in one tile: 0 and 1 sums of scores, 2 of values; 4 keys, 5 values, 6 queries, 7 weights.
+// More have a tile for each limb: 0 to 3 sums of scores, 4 keys, 6 and 7 queries; then 0 and 1 weights, 2 and 3 sums of values, 5
+// values.
 //
 // A NaN in a query, a weight or a scale is one in the row's output.
 #pragma once
@@ -34,6 +36,7 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr int kLine = 64;                         // bytes of a tile's row
     static constexpr int kStep = kGroupedKeys ? kCodeGroup : kLine;  // codes of a key in one product
     static constexpr int kSideBytes = kSide * kLine;         // of a tile
+    static constexpr int kSums = kSide * kSide;              // numbers of a tile
     static constexpr int kHalves = Packing::kTileTokens / kSide, kTogether = 2 * kSide;  // tokens: sixteens of a tile, and those of two sums
     static constexpr int kRowsTogether = 8;                  // whose limbs share a tile
     static constexpr int kMostGroups = (kMaxHeadWidth / kCodeGroup + 3) / 4 * 4;
@@ -67,7 +70,7 @@ class CodeTileProducts : TilePacking<S> {
           values_(scratch.take<code8>(std::int64_t{v_tiles_} * kSideBytes)),
           k_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedKeys ? kMostGroups : 1))),
           v_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedValues ? kMostGroups : 1))),
-          sums_(scratch.take<std::int32_t>(kSide * kSide * larger(v_tiles_, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
+          sums_(scratch.take<std::int32_t>(2 * kSums * larger(v_tiles_, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
           weights_(scratch.take<float>(kSide * kTileTokens)),
           limbs_(scratch.take<code8>(std::int64_t{2} * kSideBytes * num_groups())),
           turned_(scratch.take<code8>(std::int64_t{2} * kSide * k_padded_)),
@@ -81,10 +84,10 @@ class CodeTileProducts : TilePacking<S> {
 
     // Of a block of 16 rows: their scales; then [64 codes][16 fours of codes][16 columns][4], a column for each row and limb, or
     // for each row, and once more for the lower limbs. A block is packed with its last row.
-    void pack_query(unsigned char* packed, int row, const bf16* query) {
+    __attribute__((noinline)) void pack_query(unsigned char* packed, int row, const bf16* query) {
         unsigned char* block = packed + row / kSide * std::int64_t{block_bytes_};
         const int r = row % kSide;
-        float wide[kMaxHeadWidth];
+        float wide[kMaxHeadWidth + 2 * kLine] = {};
         widen_row<bf16>(reinterpret_cast<const unsigned char*>(query), k_width_, wide);
         turn_query(wide, k_width_);
         reinterpret_cast<float*>(block)[r] = split_query(wide, turned_ + 2 * r * k_padded_);
@@ -104,7 +107,7 @@ class CodeTileProducts : TilePacking<S> {
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
-    void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
+    __attribute__((noinline)) void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
         first_ = start / kTogether * kTogether, last_ = static_cast<int>(padded_to(stop, kTogether));
         if (kGroupedKeys) list_scales(k, view_.k.scale, k_steps_, k_scales_);
@@ -134,12 +137,10 @@ class CodeTileProducts : TilePacking<S> {
                 }
             }
         }
-        Vec poison = S::zero();
-        for (int i = 0; i < num_groups() * kTileTokens; i += kSide) poison = S::fma(S::load(v_scales_ + i), S::zero(), poison);
-        poison_ = S::reduce_add(poison);
+        find_units();
     }
 
-    void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
+    __attribute__((noinline)) void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
         if (rows != configured_rows_) {
             tiles_.configure(config(rows));
             configured_rows_ = rows;
@@ -148,14 +149,18 @@ class CodeTileProducts : TilePacking<S> {
         const unsigned char* block = packed + row / kSide * std::int64_t{block_bytes_};
         const auto* scales = reinterpret_cast<const float*>(block);
         const auto* query = reinterpret_cast<const code8*>(block + kSide * sizeof(float));
-        const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kSide * k_steps_) : 0;
+        const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kTogether * k_steps_) : 0;
         start = start / kTogether * kTogether, stop = static_cast<int>(padded_to(stop, kTogether));
         if (rows > kRowsTogether) {
-            for (int t = start; t < stop; t += kSide) many_scores(query, scales, t, rows, lines, s + t);
-            return;
+            many_sums(query, start, stop, lines);
+        } else {
+            few_sums(query, start, stop, lines);
         }
-        few_sums(query, start, stop, lines);
         for (int t = start; t < stop; t += kSide) {
+            if (rows > kRowsTogether) {
+                many_scores(scales, t, rows, s + t);
+                continue;
+            }
             switch (columns_) {
                 case 1: few_scores<1>(scales, t, rows, s + t); break;
                 case 2: few_scores<2>(scales, t, rows, s + t); break;
@@ -171,22 +176,21 @@ class CodeTileProducts : TilePacking<S> {
     }
 
     // All tokens of the tile: those that no row sees have weights of zero.
-    void values(const float*, int row, int rows, int, int, float* o, std::int64_t stride) {
+    __attribute__((noinline)) void values(const float*, int row, int rows, int, int, float* o, std::int64_t stride) {
         const int lines = row == 0 ? ahead_->lines_of(kValuesShares, v_tiles_) : 0;
-        for (int g = 0; g < num_groups(); ++g) split_weights(rows, g);
-        if (rows > kRowsTogether) {
-            for (int column = 0; column < v_tiles_; ++column) {
-                ahead_->fetch(lines);
-                many_values(column, rows, o + column * kSide, stride);
-            }
-            return;
-        }
+        split_weights(rows);
         // All sums, then what becomes of them: who reads a sum waits for it.
-        for (int column = 0; column < v_tiles_; column += 2) {
-            ahead_->fetch(2 * lines);
-            few_values(column);
+        for (int column = 0; column < v_tiles_; ++column) {
+            ahead_->fetch(lines);
+            const int group = group_of(column);
+            const bool begins = column == 0 || group != group_of(column - 1);
+            if (rows > kRowsTogether) {
+                many_values(column, begins ? limbs_of(group) : nullptr);
+            } else {
+                few_values(column, begins ? limbs_of(group) : nullptr);
+            }
         }
-        for (int column = 0; column < v_tiles_; ++column) add_rows(sums_ + column * kSide * kSide, rows, rows * kSide, column, o + column * kSide, stride);
+        for (int column = 0; column < v_tiles_; ++column) add_rows(column, rows, o + column * kSide, stride);
     }
 
     void finish(const float* o, float factor, bf16* out) const {
@@ -208,29 +212,36 @@ class CodeTileProducts : TilePacking<S> {
         TileConfig config;
         config.tile(4, kSide, kStep).tile(5, kSide, kLine).tile(6, kStep / 4, query_bytes);
         for (const int tile : {0, 1}) config.tile(tile, kSide, query_bytes);
-        for (const int tile : {2, 3, 7}) config.tile(tile, together ? 2 * rows : kSide, kLine);
+        if (together) {
+            for (const int tile : {2, 7}) config.tile(tile, 2 * rows, kLine);
+        } else {
+            config.tile(2, kSide, kLine).tile(3, kSide, kLine).tile(7, kStep / 4, kLine);
+        }
         return config;
     }
 
-    // A query's numbers -> upper limbs, and k_padded_ behind them the lower ones, in the order of the keys' bytes. Returns what one
-    // of them is worth.
+    // A query's numbers, zeros behind them -> upper limbs, and k_padded_ behind them the lower ones, in the order of the keys' bytes. Returns
+    // what one of them is worth.
     float split_query(const float* query, code8* to) const {
-        float most = kSmallest, poison = 0.0f;
-        for (int d = 0; d < k_width_; ++d) {
-            const float magnitude = query[d] < 0.0f ? -query[d] : query[d];
-            most = magnitude > most ? magnitude : most;
-            poison += query[d] * 0.0f;
+        Vec most = S::broadcast(kSmallest), poison = S::zero();
+        for (int d = 0; d < k_width_; d += kSide) {
+            const Vec numbers = S::load(query + d);
+            most = S::max(S::max(numbers, S::sub(S::zero(), numbers)), most);
+            poison = S::fma(numbers, S::zero(), poison);
         }
-        std::memset(static_cast<void*>(to), 0, 2 * static_cast<std::size_t>(k_padded_));
-        if (poison != 0.0f) return poison;  // NaN
-        const float inverse = kMost / most, shift = 12582912.0f;  // as in `encode`
-        for (int d = 0; d < k_width_; ++d) {
-            const int number = static_cast<int>((query[d] * inverse + shift) - shift), upper = (number + 128) >> 8;
-            const int at = kGroupedKeys ? d / kCodeGroup * kCodeGroup + d % 2 * kSide + d % kCodeGroup / 2 : d;
-            to[at].number = static_cast<std::int8_t>(upper);
-            to[k_padded_ + at].number = static_cast<std::int8_t>(number - upper * 256);
+        const float top = S::reduce_max(most);
+        const Vec inverse = S::broadcast(kMost / top);
+        for (int d = 0; d < k_padded_; d += kLine) {
+            Vec numbers[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) numbers[i] = S::mul(S::load(query + d + i * kSide), inverse);
+            if constexpr (kGroupedKeys) {
+                S::unzip(numbers[0], numbers[1], numbers[0], numbers[1]);
+                S::unzip(numbers[2], numbers[3], numbers[2], numbers[3]);
+            }
+            S::store_limbs(numbers, to + d, to + k_padded_ + d);
         }
-        return most / kMost;
+        return top / kMost + S::reduce_add(poison);
     }
 
     // Scales of tokens [first_, last_) -> to[group][token], and maybe of three groups behind the last; scale: bytes from a row to its first
@@ -288,24 +299,23 @@ class CodeTileProducts : TilePacking<S> {
     // A sum of scores as float32, from its upper and its lower limb.
     static Vec joined(Vec upper, Vec lower) { return S::fma(upper, S::broadcast(kLimb), lower); }
 
-    // Where the sums of a step and sixteen tokens lie, of rows whose limbs share a tile.
-    std::int32_t* sums_of(int step, int half) const { return sums_ + (step * kHalves + half) * kSide * kSide; }
+    // Where the sums of a step and sixteen tokens lie: [token][limb][row], or [limb][token][row] of more than eight rows.
+    std::int32_t* sums_of(int step, int half) const { return sums_ + 2 * (step * kHalves + half) * kSums; }
 
-    // Tokens [start, stop) by rows whose limbs share a tile -> sums_ [token][limb][row] of each sixteen. All of them, before who reads a
-    // sum waits for it.
+    // Tokens [start, stop) by all rows -> sums_. All of them, before who reads a sum waits for it. Of two sixteens at once.
     void few_sums(const code8* query, int start, int stop, int lines) {
         const int row_bytes = 8 * columns_;
         for (int half = start / kSide; half < stop / kSide; half += 2) {
             for (int step = 0; step < k_steps_; ++step) {
-                ahead_->fetch(2 * lines);
+                ahead_->fetch(lines);
                 if (kGroupedKeys || step == 0) {
                     tiles_.template zero<0>();
                     tiles_.template zero<1>();
                 }
                 tiles_.template load<6>(of_step(query, step), kLine);
-                tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
+                load_keys(half, step);
                 tiles_.template dot_int8<0, 4, 6>();
-                tiles_.template load<4>(key_base_[half + 1] + step * kStep, key_stride_[half + 1]);
+                load_keys(half + 1, step);
                 tiles_.template dot_int8<1, 4, 6>();
                 if (!kGroupedKeys && step + 1 < k_steps_) continue;
                 tiles_.template store<0>(sums_of(kGroupedKeys ? step : 0, half), row_bytes);
@@ -313,6 +323,35 @@ class CodeTileProducts : TilePacking<S> {
             }
         }
     }
+    void many_sums(const code8* query, int start, int stop, int lines) {
+        const code8* lower = query + kSide * k_padded_;
+        for (int half = start / kSide; half < stop / kSide; half += 2) {
+            for (int step = 0; step < k_steps_; ++step) {
+                ahead_->fetch(lines);
+                if (kGroupedKeys || step == 0) {
+                    tiles_.template zero<0>();
+                    tiles_.template zero<1>();
+                    tiles_.template zero<2>();
+                    tiles_.template zero<3>();
+                }
+                tiles_.template load<6>(of_step(query, step), kLine);
+                tiles_.template load<7>(of_step(lower, step), kLine);
+                load_keys(half, step);
+                tiles_.template dot_int8<0, 4, 6>();
+                tiles_.template dot_int8<1, 4, 7>();
+                load_keys(half + 1, step);
+                tiles_.template dot_int8<2, 4, 6>();
+                tiles_.template dot_int8<3, 4, 7>();
+                if (!kGroupedKeys && step + 1 < k_steps_) continue;
+                std::int32_t *sums = sums_of(kGroupedKeys ? step : 0, half), *second = sums_of(kGroupedKeys ? step : 0, half + 1);
+                tiles_.template store<0>(sums, kLine);
+                tiles_.template store<1>(sums + kSums, kLine);
+                tiles_.template store<2>(second, kLine);
+                tiles_.template store<3>(second + kSums, kLine);
+            }
+        }
+    }
+    void load_keys(int half, int step) { tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]); }
 
     // sums_ of 16 tokens from t on -> s[row][token].
     template <int kRows>
@@ -348,37 +387,19 @@ class CodeTileProducts : TilePacking<S> {
         for (int r = 0; r < kRows; ++r) joint[r] = joined(rows[r], rows[kRows + r]);
     }
 
-    // The same of more rows: a tile for each limb.
-    void many_scores(const code8* query, const float* scales, int t, int rows, int lines, float* s) {
-        const int half = t / kSide;
-        const code8* lower = query + kSide * k_padded_;
-        alignas(64) float of_rows[kSide * kSide];  // [token][row]
-        for (int step = 0; step < k_steps_; ++step) {
-            ahead_->fetch(lines);
-            if (kGroupedKeys || step == 0) {
-                tiles_.template zero<0>();
-                tiles_.template zero<1>();
-            }
-            tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]);
-            tiles_.template load<6>(of_step(query, step), kLine);
-            tiles_.template dot_int8<0, 4, 6>();
-            tiles_.template load<6>(of_step(lower, step), kLine);
-            tiles_.template dot_int8<1, 4, 6>();
-            if (!kGroupedKeys && step + 1 < k_steps_) continue;
-            tiles_.template store<0>(sums_, kLine);
-            tiles_.template store<1>(sums_ + kSide * kSide, kLine);
-            const float* of_tokens = k_scales_ + (kGroupedKeys ? step : 0) * kTileTokens + t;
-            for (int i = 0; i < kSide; ++i) {
-                const Vec joint = joined(S::from_numbers(sums_ + i * kSide), S::from_numbers(sums_ + (kSide + i) * kSide)), scale = S::broadcast(of_tokens[i]);
-                S::store(of_rows + i * kSide, !kGroupedKeys || step == 0 ? S::mul(joint, scale) : S::fma(joint, scale, S::load(of_rows + i * kSide)));
-            }
-        }
+    // The same of more rows.
+    void many_scores(const float* scales, int t, int rows, float* s) const {
         const Vec of_queries = S::load(scales);
         Pairs square[kSide];
 #pragma GCC unroll 16
         for (int i = 0; i < kSide; ++i) {
-            S::store(of_rows + i * kSide, S::mul(S::load(of_rows + i * kSide), of_queries));
-            square[i] = S::load_pairs(reinterpret_cast<const bf16*>(of_rows + i * kSide));
+            Vec made = S::zero();
+            for (int g = 0; g < (kGroupedKeys ? k_steps_ : 1); ++g) {
+                const std::int32_t* sums = sums_of(g, t / kSide) + i * kSide;
+                const Vec joint = joined(S::from_numbers(sums), S::from_numbers(sums + kSums)), scale = S::broadcast(k_scales_[g * kTileTokens + t + i]);
+                made = g == 0 ? S::mul(joint, scale) : S::fma(joint, scale, made);
+            }
+            square[i] = S::as_pairs(S::mul(made, of_queries));
         }
         S::transpose(square);
 #pragma GCC unroll 16
@@ -387,61 +408,81 @@ class CodeTileProducts : TilePacking<S> {
         }
     }
 
-    // Kept weights, times the scales of the tokens' values in group g -> limbs of the group: rows of upper ones, and of lower ones behind
-    // them (of more than eight rows: a tile behind them); and what one of a row's numbers is worth.
-    void split_weights(int rows, int g) {
-        const int lower = (rows > kRowsTogether ? kSide : rows) * kLine;
-        const float* scales = v_scales_ + g * kTileTokens;
-        code8* to = limbs_ + g * 2 * kSideBytes;
-        for (int r = 0; r < rows; ++r, to += kLine) {
-            Vec weights[4], most = S::broadcast(kSmallest);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                weights[i] = S::mul(S::load(weights_ + r * kTileTokens + i * kSide), S::load(scales + i * kSide));
-                most = S::max(S::max(weights[i], S::sub(S::zero(), weights[i])), most);
+    // v_scales_ as parts of the largest in its group, times kMost; and what one of these numbers is worth.
+    void find_units() {
+        Vec poison = S::zero();
+        for (int g = 0; g < num_groups(); ++g) {
+            float* scales = v_scales_ + g * kTileTokens;
+            Vec most = S::broadcast(kSmallest);
+            for (int i = 0; i < kTileTokens; i += kSide) {
+                const Vec scale = S::load(scales + i);
+                most = S::max(S::max(scale, S::sub(S::zero(), scale)), most);
+                poison = S::fma(scale, S::zero(), poison);
             }
             const float top = S::reduce_max(most);
-            steps_[g * kSide + r] = top / kMost + poison_;
+            units_[g] = top / kMost;
             const Vec inverse = S::broadcast(kMost / top);
+            for (int i = 0; i < kTileTokens; i += kSide) S::store(scales + i, S::mul(S::load(scales + i), inverse));
+        }
+        poison_ = S::reduce_add(poison);
+    }
+
+    // Kept weights, times the scales of the tokens' values in each group -> limbs of the group: rows of upper ones, and of lower ones behind
+    // them (of more than eight rows: a tile behind them); and what one of a row's numbers is worth.
+    void split_weights(int rows) {
+        const int lower = (rows > kRowsTogether ? kSide : rows) * kLine;
+        for (int r = 0; r < rows; ++r) {
+            Vec weights[kHalves], most = S::broadcast(kSmallest);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) S::store_limbs(S::mul(weights[i], inverse), to + i * kSide, to + lower + i * kSide);
+            for (int i = 0; i < kHalves; ++i) {
+                weights[i] = S::load(weights_ + r * kTileTokens + i * kSide);
+                most = S::max(weights[i], most);
+            }
+            const float top = S::reduce_max(most);
+            const Vec inverse = S::broadcast(1.0f / top);
+#pragma GCC unroll 4
+            for (int i = 0; i < kHalves; ++i) weights[i] = S::mul(weights[i], inverse);
+            for (int g = 0; g < num_groups(); ++g) {
+                steps_[g * kSide + r] = top * units_[g] + poison_;
+                Vec numbers[kHalves];
+#pragma GCC unroll 4
+                for (int i = 0; i < kHalves; ++i) numbers[i] = S::mul(weights[i], S::load(v_scales_ + g * kTileTokens + i * kSide));
+                code8* to = limbs_of(g) + r * kLine;
+                S::store_limbs(numbers, to, to + lower);
+            }
         }
     }
 
     static int group_of(int column) { return kGroupedValues ? column / 2 : 0; }
 
-    // One or two tiles of columns, by rows whose limbs share a tile -> sums_.
-    void few_values(int column) {
-        const code8* v = values_ + column * kSideBytes;
-        tiles_.template load<7>(limbs_ + group_of(column) * 2 * kSideBytes, kLine);
-        tiles_.template zero<2>();
-        tiles_.template load<5>(v, kLine);
-        tiles_.template dot_int8<2, 7, 5>();
-        tiles_.template store<2>(sums_ + column * kSide * kSide, kLine);
-        if (column + 1 == v_tiles_) return;
-        tiles_.template zero<3>();
-        tiles_.template load<5>(v + kSideBytes, kLine);
-        tiles_.template dot_int8<3, 7, 5>();
-        tiles_.template store<3>(sums_ + (column + 1) * kSide * kSide, kLine);
-    }
+    code8* limbs_of(int group) const { return limbs_ + group * 2 * kSideBytes; }
 
-    // o += of a tile of columns, by rows with a tile for each limb.
-    void many_values(int column, int rows, float* o, std::int64_t stride) {
-        const code8* limbs = limbs_ + group_of(column) * 2 * kSideBytes;
-        tiles_.template zero<2>();
-        tiles_.template zero<3>();
+    // A tile of columns -> sums_ [limb][row]. limbs: null where the tiles have them.
+    void few_values(int column, const code8* limbs) {
+        if (limbs != nullptr) tiles_.template load<7>(limbs, kLine);
         tiles_.template load<5>(values_ + column * kSideBytes, kLine);
-        tiles_.template load<7>(limbs, kLine);
+        tiles_.template zero<2>();
         tiles_.template dot_int8<2, 7, 5>();
-        tiles_.template load<7>(limbs + kSideBytes, kLine);
-        tiles_.template dot_int8<3, 7, 5>();
-        tiles_.template store<2>(sums_, kLine);
-        tiles_.template store<3>(sums_ + kSide * kSide, kLine);
-        add_rows(sums_, rows, kSide * kSide, column, o, stride);
+        tiles_.template store<2>(sums_ + column * 2 * kSums, kLine);
+    }
+    void many_values(int column, const code8* limbs) {
+        if (limbs != nullptr) {
+            tiles_.template load<0>(limbs, kLine);
+            tiles_.template load<1>(limbs + kSideBytes, kLine);
+        }
+        tiles_.template load<5>(values_ + column * kSideBytes, kLine);
+        tiles_.template zero<2>();
+        tiles_.template zero<3>();
+        tiles_.template dot_int8<2, 0, 5>();
+        tiles_.template dot_int8<3, 1, 5>();
+        tiles_.template store<2>(sums_ + column * 2 * kSums, kLine);
+        tiles_.template store<3>(sums_ + (column * 2 + 1) * kSums, kLine);
     }
 
-    // lower: numbers from a row's sums of upper limbs to those of its lower ones.
-    void add_rows(const std::int32_t* sums, int rows, int lower, int column, float* o, std::int64_t stride) const {
+    // o += what is in sums_ of a tile of columns.
+    void add_rows(int column, int rows, float* o, std::int64_t stride) const {
+        const int lower = rows > kRowsTogether ? kSums : rows * kSide;
+        const std::int32_t* sums = sums_ + column * 2 * kSums;
         const float* steps = steps_ + group_of(column) * kSide;
         for (int r = 0; r < rows; ++r, sums += kSide, o += stride) {
             S::store(o, S::fma(joined(S::from_numbers(sums), S::from_numbers(sums + lower)), S::broadcast(steps[r]), S::load(o)));
@@ -458,7 +499,8 @@ class CodeTileProducts : TilePacking<S> {
     code8* keys_;      // [64 tokens][k_padded_], where they are not taken in place
     code8* values_;    // [16 columns][16 fours of tokens][16 columns][4]
     float* k_scales_;  // [group][64 tokens]
-    float* v_scales_;
+    float* v_scales_;  // the same, of values: parts of the largest of a group, times kMost
+    float units_[kGroupedValues ? kMostGroups : 1];  // [group]: what one of these is worth
     std::int32_t* sums_;  // [16][16] of each product that is under way
     float* weights_;         // [row][64 tokens]
     code8* limbs_;   // of weights: [group][limb][row][64 tokens]

@@ -30,7 +30,8 @@
 // and fold in two halves, of vectors in registers: fold_four, fold_parts.
 // And where codes are multiplied as they are (Avx512Vbmi):
 //   from_numbers      kWidth int32 in memory, as float32
-//   store_limbs       whole numbers of 16 bits -> their lower bytes, with a sign, and what is left of them / 256
+//   store_limbs       4 kWidth numbers, rounded to 16 bits -> their lower bytes, with a sign, and what is left of them / 256
+//   as_pairs          the bits of a Vec, for transpose
 //   interleave_codes(rows, first, n)   codes from `first` on of four rows, at most sixteen of 8 bits: each with those of the other rows
 //                     beside it, zeros from the n-th on; of 4 bits, at most 32, the even ones and the odd ones
 //   widen_codes       up to 128 codes of 4 bits -> bytes, of each 32 the even ones first

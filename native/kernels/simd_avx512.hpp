@@ -271,11 +271,17 @@ struct Avx512Bf16 : Avx512 {
 
 struct Avx512Vbmi : Avx512Bf16 {
     static Vec from_numbers(const std::int32_t* from) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(from)); }
-    static void store_limbs(Vec v, code8* upper, code8* lower) {
-        const __m512i numbers = _mm512_cvtps_epi32(v), rest = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(upper), _mm512_cvtepi32_epi8(rest));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(lower), _mm512_cvtepi32_epi8(numbers));
+    static void store_limbs(const Vec (&v)[4], code8* upper, code8* lower) {
+        const __m512i first = _mm512_packs_epi32(_mm512_cvtps_epi32(v[0]), _mm512_cvtps_epi32(v[1]));
+        const __m512i second = _mm512_packs_epi32(_mm512_cvtps_epi32(v[2]), _mm512_cvtps_epi32(v[3]));
+        const __m512i mask = _mm512_set1_epi16(255), half = _mm512_set1_epi16(128);
+        const __m512i low = _mm512_packus_epi16(_mm512_and_si512(first, mask), _mm512_and_si512(second, mask));
+        const __m512i high = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(first, half), 8), _mm512_srai_epi16(_mm512_add_epi16(second, half), 8));
+        const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        _mm512_storeu_si512(upper, _mm512_permutexvar_epi32(in_order, high));
+        _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(in_order, low));
     }
+    static Pairs as_pairs(Vec v) { return _mm512_castps_si512(v); }
     static Pairs interleave_codes(const code8* const (&rows)[4], int first, int n) { return interleaved(rows, first, n); }
     static void interleave_codes(const code4* const (&rows)[4], int first, int n, Pairs& even, Pairs& odd) {
         halves(interleaved(rows, first / 2, (n + 1) / 2), even, odd);

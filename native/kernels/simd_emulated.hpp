@@ -255,14 +255,20 @@ struct Emulated512Vbmi : Emulated512Bf16 {
     QUIRE_EMULATED Vec from_numbers(const std::int32_t* from) {
         return each([&](int i) { return static_cast<float>(from[i]); });
     }
-    QUIRE_EMULATED void store_limbs(Vec v, code8* upper, code8* lower) {
-        for (int i = 0; i < 16; ++i) {
-            // vcvtps2dq: to nearest even; what is no int32 becomes the smallest one.
-            const bool fits = v.lane[i] >= -0x1p31f && v.lane[i] < 0x1p31f;
-            const auto number = fits ? static_cast<std::int64_t>(__builtin_nearbyintf(v.lane[i])) : std::int64_t{INT32_MIN};
-            upper[i].number = static_cast<std::int8_t>((number + 128) >> 8);
+    QUIRE_EMULATED void store_limbs(const Vec (&v)[4], code8* upper, code8* lower) {
+        for (int i = 0; i < 64; ++i) {
+            // To nearest even; what is no number becomes the smallest, what is too large the largest.
+            const float value = v[i / 16].lane[i % 16];
+            const int number = value >= 32767.0f ? 32767 : value >= -32768.0f ? static_cast<int>(__builtin_nearbyintf(value)) : -32768;
+            const auto sum = static_cast<std::int16_t>(number + 128);
+            upper[i].number = static_cast<std::int8_t>(sum >> 8);
             lower[i].number = static_cast<std::int8_t>(number);
         }
+    }
+    QUIRE_EMULATED Pairs as_pairs(const Vec& v) {
+        Pairs pairs;
+        std::memcpy(pairs.element, v.lane, sizeof pairs.element);
+        return pairs;
     }
     QUIRE_EMULATED Pairs interleave_codes(const code8* const (&rows)[4], int first, int n) {
         std::int8_t codes[64] = {};
