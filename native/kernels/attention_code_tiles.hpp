@@ -39,6 +39,7 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr int kSums = kSide * kSide;              // numbers of a tile
     static constexpr int kHalves = Packing::kTileTokens / kSide, kTogether = 2 * kSide;  // tokens: sixteens of a tile, and those of two sums
     static constexpr int kRowsTogether = 8;                  // whose limbs share a tile
+    static constexpr int kColumnsTogether = 4;               // tiles of columns whose sums are there at once
     static constexpr int kMostGroups = (kMaxHeadWidth / kCodeGroup + 3) / 4 * 4;
     static constexpr float kMost = 127 * 256 + 127, kLimb = 256.0f;  // limbs are of -128 to 127
     static constexpr float kSmallest = 0x1p-100f;            // what scales are made of, at least: their inverse is finite
@@ -70,7 +71,7 @@ class CodeTileProducts : TilePacking<S> {
           values_(scratch.take<code8>(std::int64_t{v_tiles_} * kSideBytes)),
           k_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedKeys ? kMostGroups : 1))),
           v_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedValues ? kMostGroups : 1))),
-          sums_(scratch.take<std::int32_t>(2 * kSums * larger(v_tiles_, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
+          sums_(scratch.take<std::int32_t>(2 * kSums * larger(kColumnsTogether, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
           weights_(scratch.take<float>(kSide * kTileTokens)),
           limbs_(scratch.take<code8>(std::int64_t{2} * kSideBytes * num_groups())),
           turned_(scratch.take<code8>(std::int64_t{2} * kSide * k_padded_)),
@@ -151,21 +152,30 @@ class CodeTileProducts : TilePacking<S> {
         const auto* query = reinterpret_cast<const code8*>(block + kSide * sizeof(float));
         const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kTogether * k_steps_) : 0;
         start = start / kTogether * kTogether, stop = static_cast<int>(padded_to(stop, kTogether));
-        if (rows > kRowsTogether) {
-            many_sums(query, start, stop, lines);
-        } else {
-            few_sums(query, start, stop, lines);
-        }
-        for (int t = start; t < stop; t += kSide) {
-            if (rows > kRowsTogether) {
-                many_scores(scales, t, rows, s + t);
-                continue;
+        // The sums of one or two pairs of sixteens, then what becomes of them: who reads a sum waits for it, and more would not stay in the
+        // first cache.
+        const int together = rows > kRowsTogether && kGroupedKeys ? kTogether : kTileTokens;
+        for (; start < stop; start += together) {
+            const int end = stop - start < together ? stop : start + together;
+            for (int t = start; t < end; t += kTogether) {
+                if (rows > kRowsTogether) {
+                    many_sums(query, t / kSide, (t - start) / kSide, lines);
+                } else {
+                    few_sums(query, t / kSide, (t - start) / kSide, lines);
+                }
             }
-            switch (columns_) {
-                case 1: few_scores<1>(scales, t, rows, s + t); break;
-                case 2: few_scores<2>(scales, t, rows, s + t); break;
-                case 4: few_scores<4>(scales, t, rows, s + t); break;
-                default: few_scores<8>(scales, t, rows, s + t);
+            for (int t = start; t < end; t += kSide) {
+                const int half = (t - start) / kSide;
+                if (rows > kRowsTogether) {
+                    many_scores(scales, half, t, rows, s + t);
+                    continue;
+                }
+                switch (columns_) {
+                    case 1: few_scores<1>(scales, half, t, rows, s + t); break;
+                    case 2: few_scores<2>(scales, half, t, rows, s + t); break;
+                    case 4: few_scores<4>(scales, half, t, rows, s + t); break;
+                    default: few_scores<8>(scales, half, t, rows, s + t);
+                }
             }
         }
     }
@@ -179,18 +189,20 @@ class CodeTileProducts : TilePacking<S> {
     __attribute__((noinline)) void values(const float*, int row, int rows, int, int, float* o, std::int64_t stride) {
         const int lines = row == 0 ? ahead_->lines_of(kValuesShares, v_tiles_) : 0;
         split_weights(rows);
-        // All sums, then what becomes of them: who reads a sum waits for it.
-        for (int column = 0; column < v_tiles_; ++column) {
-            ahead_->fetch(lines);
-            const int group = group_of(column);
-            const bool begins = column == 0 || group != group_of(column - 1);
-            if (rows > kRowsTogether) {
-                many_values(column, begins ? limbs_of(group) : nullptr);
-            } else {
-                few_values(column, begins ? limbs_of(group) : nullptr);
+        for (int first = 0; first < v_tiles_; first += kColumnsTogether) {
+            const int columns = v_tiles_ - first < kColumnsTogether ? v_tiles_ - first : kColumnsTogether;
+            for (int i = 0; i < columns; ++i) {
+                ahead_->fetch(lines);
+                const int group = group_of(first + i);
+                const code8* limbs = i == 0 || group != group_of(first + i - 1) ? limbs_of(group) : nullptr;
+                if (rows > kRowsTogether) {
+                    many_values(first + i, limbs, sums_ + 2 * i * kSums);
+                } else {
+                    few_values(first + i, limbs, sums_ + 2 * i * kSums);
+                }
             }
+            for (int i = 0; i < columns; ++i) add_rows(sums_ + 2 * i * kSums, group_of(first + i), rows, o + (first + i) * kSide, stride);
         }
-        for (int column = 0; column < v_tiles_; ++column) add_rows(column, rows, o + column * kSide, stride);
     }
 
     void finish(const float* o, float factor, bf16* out) const {
@@ -299,67 +311,63 @@ class CodeTileProducts : TilePacking<S> {
     // A sum of scores as float32, from its upper and its lower limb.
     static Vec joined(Vec upper, Vec lower) { return S::fma(upper, S::broadcast(kLimb), lower); }
 
-    // Where the sums of a step and sixteen tokens lie: [token][limb][row], or [limb][token][row] of more than eight rows.
+    // Where the sums of a step and the half-th sixteen tokens lie: [token][limb][row], or [limb][token][row] of more than eight rows.
     std::int32_t* sums_of(int step, int half) const { return sums_ + 2 * (step * kHalves + half) * kSums; }
 
-    // Tokens [start, stop) by all rows -> sums_. All of them, before who reads a sum waits for it. Of two sixteens at once.
-    void few_sums(const code8* query, int start, int stop, int lines) {
+    // Two sixteens of tokens from the half-th on, by all rows -> sums of the to-th sixteen and the next.
+    void few_sums(const code8* query, int half, int to, int lines) {
         const int row_bytes = 8 * columns_;
-        for (int half = start / kSide; half < stop / kSide; half += 2) {
-            for (int step = 0; step < k_steps_; ++step) {
-                ahead_->fetch(lines);
-                if (kGroupedKeys || step == 0) {
-                    tiles_.template zero<0>();
-                    tiles_.template zero<1>();
-                }
-                tiles_.template load<6>(of_step(query, step), kLine);
-                load_keys(half, step);
-                tiles_.template dot_int8<0, 4, 6>();
-                load_keys(half + 1, step);
-                tiles_.template dot_int8<1, 4, 6>();
-                if (!kGroupedKeys && step + 1 < k_steps_) continue;
-                tiles_.template store<0>(sums_of(kGroupedKeys ? step : 0, half), row_bytes);
-                tiles_.template store<1>(sums_of(kGroupedKeys ? step : 0, half + 1), row_bytes);
+        for (int step = 0; step < k_steps_; ++step) {
+            ahead_->fetch(lines);
+            if (kGroupedKeys || step == 0) {
+                tiles_.template zero<0>();
+                tiles_.template zero<1>();
             }
+            tiles_.template load<6>(of_step(query, step), kLine);
+            load_keys(half, step);
+            tiles_.template dot_int8<0, 4, 6>();
+            load_keys(half + 1, step);
+            tiles_.template dot_int8<1, 4, 6>();
+            if (!kGroupedKeys && step + 1 < k_steps_) continue;
+            tiles_.template store<0>(sums_of(kGroupedKeys ? step : 0, to), row_bytes);
+            tiles_.template store<1>(sums_of(kGroupedKeys ? step : 0, to + 1), row_bytes);
         }
     }
-    void many_sums(const code8* query, int start, int stop, int lines) {
+    void many_sums(const code8* query, int half, int to, int lines) {
         const code8* lower = query + kSide * k_padded_;
-        for (int half = start / kSide; half < stop / kSide; half += 2) {
-            for (int step = 0; step < k_steps_; ++step) {
-                ahead_->fetch(lines);
-                if (kGroupedKeys || step == 0) {
-                    tiles_.template zero<0>();
-                    tiles_.template zero<1>();
-                    tiles_.template zero<2>();
-                    tiles_.template zero<3>();
-                }
-                tiles_.template load<6>(of_step(query, step), kLine);
-                tiles_.template load<7>(of_step(lower, step), kLine);
-                load_keys(half, step);
-                tiles_.template dot_int8<0, 4, 6>();
-                tiles_.template dot_int8<1, 4, 7>();
-                load_keys(half + 1, step);
-                tiles_.template dot_int8<2, 4, 6>();
-                tiles_.template dot_int8<3, 4, 7>();
-                if (!kGroupedKeys && step + 1 < k_steps_) continue;
-                std::int32_t *sums = sums_of(kGroupedKeys ? step : 0, half), *second = sums_of(kGroupedKeys ? step : 0, half + 1);
-                tiles_.template store<0>(sums, kLine);
-                tiles_.template store<1>(sums + kSums, kLine);
-                tiles_.template store<2>(second, kLine);
-                tiles_.template store<3>(second + kSums, kLine);
+        for (int step = 0; step < k_steps_; ++step) {
+            ahead_->fetch(lines);
+            if (kGroupedKeys || step == 0) {
+                tiles_.template zero<0>();
+                tiles_.template zero<1>();
+                tiles_.template zero<2>();
+                tiles_.template zero<3>();
             }
+            tiles_.template load<6>(of_step(query, step), kLine);
+            tiles_.template load<7>(of_step(lower, step), kLine);
+            load_keys(half, step);
+            tiles_.template dot_int8<0, 4, 6>();
+            tiles_.template dot_int8<1, 4, 7>();
+            load_keys(half + 1, step);
+            tiles_.template dot_int8<2, 4, 6>();
+            tiles_.template dot_int8<3, 4, 7>();
+            if (!kGroupedKeys && step + 1 < k_steps_) continue;
+            std::int32_t *sums = sums_of(kGroupedKeys ? step : 0, to), *second = sums_of(kGroupedKeys ? step : 0, to + 1);
+            tiles_.template store<0>(sums, kLine);
+            tiles_.template store<1>(sums + kSums, kLine);
+            tiles_.template store<2>(second, kLine);
+            tiles_.template store<3>(second + kSums, kLine);
         }
     }
     void load_keys(int half, int step) { tiles_.template load<4>(key_base_[half] + step * kStep, key_stride_[half]); }
 
-    // sums_ of 16 tokens from t on -> s[row][token].
+    // The sums of the half-th sixteen -> s[row][token], of tokens from t on.
     template <int kRows>
-    void few_scores(const float* scales, int t, int rows, float* s) const {
+    void few_scores(const float* scales, int half, int t, int rows, float* s) const {
         Vec made[kRows], of_group[kRows];
         for (int g = 0; g < (kGroupedKeys ? k_steps_ : 1); ++g) {
             const Vec of_tokens = S::load(k_scales_ + g * kTileTokens + t);
-            join_rows<kRows>(sums_of(g, t / kSide), of_group);
+            join_rows<kRows>(sums_of(g, half), of_group);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) made[r] = g == 0 ? S::mul(of_group[r], of_tokens) : S::fma(of_group[r], of_tokens, made[r]);
         }
@@ -388,14 +396,14 @@ class CodeTileProducts : TilePacking<S> {
     }
 
     // The same of more rows.
-    void many_scores(const float* scales, int t, int rows, float* s) const {
+    void many_scores(const float* scales, int half, int t, int rows, float* s) const {
         const Vec of_queries = S::load(scales);
         Pairs square[kSide];
 #pragma GCC unroll 16
         for (int i = 0; i < kSide; ++i) {
             Vec made = S::zero();
             for (int g = 0; g < (kGroupedKeys ? k_steps_ : 1); ++g) {
-                const std::int32_t* sums = sums_of(g, t / kSide) + i * kSide;
+                const std::int32_t* sums = sums_of(g, half) + i * kSide;
                 const Vec joint = joined(S::from_numbers(sums), S::from_numbers(sums + kSums)), scale = S::broadcast(k_scales_[g * kTileTokens + t + i]);
                 made = g == 0 ? S::mul(joint, scale) : S::fma(joint, scale, made);
             }
@@ -457,15 +465,15 @@ class CodeTileProducts : TilePacking<S> {
 
     code8* limbs_of(int group) const { return limbs_ + group * 2 * kSideBytes; }
 
-    // A tile of columns -> sums_ [limb][row]. limbs: null where the tiles have them.
-    void few_values(int column, const code8* limbs) {
+    // A tile of columns -> sums [limb][row]. limbs: null where the tiles have them.
+    void few_values(int column, const code8* limbs, std::int32_t* sums) {
         if (limbs != nullptr) tiles_.template load<7>(limbs, kLine);
         tiles_.template load<5>(values_ + column * kSideBytes, kLine);
         tiles_.template zero<2>();
         tiles_.template dot_int8<2, 7, 5>();
-        tiles_.template store<2>(sums_ + column * 2 * kSums, kLine);
+        tiles_.template store<2>(sums, kLine);
     }
-    void many_values(int column, const code8* limbs) {
+    void many_values(int column, const code8* limbs, std::int32_t* sums) {
         if (limbs != nullptr) {
             tiles_.template load<0>(limbs, kLine);
             tiles_.template load<1>(limbs + kSideBytes, kLine);
@@ -475,15 +483,14 @@ class CodeTileProducts : TilePacking<S> {
         tiles_.template zero<3>();
         tiles_.template dot_int8<2, 0, 5>();
         tiles_.template dot_int8<3, 1, 5>();
-        tiles_.template store<2>(sums_ + column * 2 * kSums, kLine);
-        tiles_.template store<3>(sums_ + (column * 2 + 1) * kSums, kLine);
+        tiles_.template store<2>(sums, kLine);
+        tiles_.template store<3>(sums + kSums, kLine);
     }
 
-    // o += what is in sums_ of a tile of columns.
-    void add_rows(int column, int rows, float* o, std::int64_t stride) const {
+    // o += the sums of a tile of columns of a group.
+    void add_rows(const std::int32_t* sums, int group, int rows, float* o, std::int64_t stride) const {
         const int lower = rows > kRowsTogether ? kSums : rows * kSide;
-        const std::int32_t* sums = sums_ + column * 2 * kSums;
-        const float* steps = steps_ + group_of(column) * kSide;
+        const float* steps = steps_ + group * kSide;
         for (int r = 0; r < rows; ++r, sums += kSide, o += stride) {
             S::store(o, S::fma(joined(S::from_numbers(sums), S::from_numbers(sums + lower)), S::broadcast(steps[r]), S::load(o)));
         }
@@ -501,7 +508,7 @@ class CodeTileProducts : TilePacking<S> {
     float* k_scales_;  // [group][64 tokens]
     float* v_scales_;  // the same, of values: parts of the largest of a group, times kMost
     float units_[kGroupedValues ? kMostGroups : 1];  // [group]: what one of these is worth
-    std::int32_t* sums_;  // [16][16] of each product that is under way
+    std::int32_t* sums_;  // [16][16] for each limb of the products under way
     float* weights_;         // [row][64 tokens]
     code8* limbs_;   // of weights: [group][limb][row][64 tokens]
     float steps_[kSide * (kGroupedValues ? kMostGroups : 1)];  // [group][row]: what a number of them is worth
