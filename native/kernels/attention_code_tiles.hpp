@@ -42,6 +42,7 @@ class CodeTileProducts : TilePacking<S> {
     static constexpr int kColumnsTogether = 4;               // tiles of columns whose sums are there at once
     static constexpr int kMostGroups = (kMaxHeadWidth / kCodeGroup + 3) / 4 * 4;
     static constexpr float kMost = 127 * 256 + 127, kLimb = 256.0f;  // limbs are of -128 to 127
+    static constexpr float kWhole = 32767.0f;                // of a weight in words; a product of words is one of 2^15
     static constexpr float kSmallest = 0x1p-100f;            // what scales are made of, at least: their inverse is finite
 
   public:
@@ -72,6 +73,7 @@ class CodeTileProducts : TilePacking<S> {
           k_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedKeys ? kMostGroups : 1))),
           v_scales_(scratch.take<float>(std::int64_t{kTileTokens} * (kGroupedValues ? kMostGroups : 1))),
           sums_(scratch.take<std::int32_t>(2 * kSums * larger(kColumnsTogether, kHalves * (kGroupedKeys ? k_steps_ : 1)))),
+          words_(scratch.take<bf16>(std::int64_t{kTileTokens} * num_groups())),
           weights_(scratch.take<float>(kSide * kTileTokens)),
           limbs_(scratch.take<code8>(std::int64_t{2} * kSideBytes * num_groups())),
           turned_(scratch.take<code8>(std::int64_t{2} * kSide * k_padded_)),
@@ -113,18 +115,19 @@ class CodeTileProducts : TilePacking<S> {
         first_ = start / kTogether * kTogether, last_ = static_cast<int>(padded_to(stop, kTogether));
         if (kGroupedKeys) list_scales(k, view_.k.scale, k_steps_, k_scales_);
         for (int t = first_; t < last_; t += kSide) find_keys(k, t / kSide, start, stop);
-        // Tokens that no row sees have weights of zero, and what is left of others then adds nothing to whole numbers.
-        const int lines = ahead.lines_of(kPackShares, (last_ - first_) / 4);
-        std::memset(v_scales_, 0, static_cast<std::size_t>(num_groups()) * kTileTokens * sizeof(float));
-        if (kGroupedValues) list_scales(v, view_.v.scale, num_groups(), v_scales_);
-        for (int t = first_; t < last_; t += 4) {
+        // Tokens that no row sees have weights of zero.
+        if (kGroupedValues) {
+            list_scales(v, view_.v.scale, num_groups(), v_scales_);
+        } else {
+            for (int t = first_; t < last_; ++t) v_scales_[t] = code_scale(v[t], view_.v.scale);
+        }
+        const int lines = ahead.lines_of(kPackShares, kSide);
+        for (int i = 0; i < kSide; ++i) {
             ahead.fetch(lines);
-            const N* four[4];
-            for (int i = 0; i < 4; ++i) {
-                four[i] = reinterpret_cast<const N*>(v[t + i]);
-                if (!kGroupedValues) v_scales_[t + i] = code_scale(four[i], view_.v.scale);
-            }
-            code8* to = values_ + t / 4 * kLine;
+            const int t = S::first_of_four(i);
+            const N* four[4] = {reinterpret_cast<const N*>(v[t]), reinterpret_cast<const N*>(v[t + kTogether]), reinterpret_cast<const N*>(v[t + 1]),
+                                reinterpret_cast<const N*>(v[t + kTogether + 1])};
+            code8* to = values_ + i * kLine;
             if constexpr (kGroupedValues) {
                 for (int d = 0; d < v_width_; d += kCodeGroup, to += 2 * kSideBytes) {
                     Pairs even, odd;
@@ -251,7 +254,7 @@ class CodeTileProducts : TilePacking<S> {
                 S::unzip(numbers[0], numbers[1], numbers[0], numbers[1]);
                 S::unzip(numbers[2], numbers[3], numbers[2], numbers[3]);
             }
-            S::store_limbs(numbers, to + d, to + k_padded_ + d);
+            S::split_in_order(numbers, to + d, to + k_padded_ + d);
         }
         return top / kMost + S::reduce_add(poison);
     }
@@ -416,47 +419,73 @@ class CodeTileProducts : TilePacking<S> {
         }
     }
 
-    // v_scales_ as parts of the largest in its group, times kMost; and what one of these numbers is worth.
+    // Four vectors of scales as parts of the largest, in words; and what one of these is worth.
+    static float to_parts(const Vec (&scales)[kHalves], Pairs& first, Pairs& second) {
+        Vec most = S::broadcast(kSmallest), parts[kHalves];
+#pragma GCC unroll 4
+        for (int i = 0; i < kHalves; ++i) most = S::max(S::max(scales[i], S::sub(S::zero(), scales[i])), most);
+        const float top = S::reduce_max(most);
+        const Vec inverse = S::broadcast(kMost / top);
+#pragma GCC unroll 4
+        for (int i = 0; i < kHalves; ++i) parts[i] = S::mul(scales[i], inverse);
+        S::to_words(parts, first, second);
+        return top / kMost * (32768.0f / kWhole);
+    }
+
+    // Of the values' scales in each group, for rows that see the whole tile.
     void find_units() {
         Vec poison = S::zero();
         for (int g = 0; g < num_groups(); ++g) {
             float* scales = v_scales_ + g * kTileTokens;
-            Vec most = S::broadcast(kSmallest);
-            for (int i = 0; i < kTileTokens; i += kSide) {
-                const Vec scale = S::load(scales + i);
-                most = S::max(S::max(scale, S::sub(S::zero(), scale)), most);
-                poison = S::fma(scale, S::zero(), poison);
+            for (int t = 0; t < first_; ++t) scales[t] = 0.0f;
+            for (int t = last_; t < kTileTokens; ++t) scales[t] = 0.0f;
+            Vec loaded[kHalves];
+#pragma GCC unroll 4
+            for (int i = 0; i < kHalves; ++i) {
+                loaded[i] = S::load(scales + i * kSide);
+                poison = S::fma(loaded[i], S::zero(), poison);
             }
-            const float top = S::reduce_max(most);
-            units_[g] = top / kMost;
-            const Vec inverse = S::broadcast(kMost / top);
-            for (int i = 0; i < kTileTokens; i += kSide) S::store(scales + i, S::mul(S::load(scales + i), inverse));
+            Pairs first, second;
+            units_[g] = to_parts(loaded, first, second);
+            S::store_pairs(words_ + g * kTileTokens, first);
+            S::store_pairs(words_ + g * kTileTokens + kTogether, second);
         }
         poison_ = S::reduce_add(poison);
     }
 
-    // Kept weights, times the scales of the tokens' values in each group -> limbs of the group: rows of upper ones, and of lower ones behind
-    // them (of more than eight rows: a tile behind them); and what one of a row's numbers is worth.
+    // Kept weights as parts of a row's largest, in words, times those of the scales in each group -> limbs of the group: rows of upper ones,
+    // and of lower ones behind them (of more than eight rows: a tile behind them); and what one of a row's numbers is worth. A row that has
+    // no weight for some token goes by the scales of the others alone: what others of the item see is not to be seen in its bits.
     void split_weights(int rows) {
         const int lower = (rows > kRowsTogether ? kSide : rows) * kLine;
         for (int r = 0; r < rows; ++r) {
-            Vec weights[kHalves], most = S::broadcast(kSmallest);
+            Vec weights[kHalves], parts[kHalves], most = S::broadcast(kSmallest);
+            bool sees_all = true;
 #pragma GCC unroll 4
             for (int i = 0; i < kHalves; ++i) {
                 weights[i] = S::load(weights_ + r * kTileTokens + i * kSide);
                 most = S::max(weights[i], most);
+                sees_all = sees_all && !S::any_from(S::zero(), weights[i]);
             }
             const float top = S::reduce_max(most);
-            const Vec inverse = S::broadcast(1.0f / top);
+            const Vec inverse = S::broadcast(kWhole / top);
 #pragma GCC unroll 4
-            for (int i = 0; i < kHalves; ++i) weights[i] = S::mul(weights[i], inverse);
+            for (int i = 0; i < kHalves; ++i) parts[i] = S::mul(weights[i], inverse);
+            Pairs first, second;
+            S::to_words(parts, first, second);
             for (int g = 0; g < num_groups(); ++g) {
-                steps_[g * kSide + r] = top * units_[g] + poison_;
-                Vec numbers[kHalves];
+                const bf16* words = words_ + g * kTileTokens;
+                Pairs first_scales = S::load_pairs(words), second_scales = S::load_pairs(words + kTogether);
+                float unit = units_[g];
+                if (!sees_all) {
+                    Vec scales[kHalves];
 #pragma GCC unroll 4
-                for (int i = 0; i < kHalves; ++i) numbers[i] = S::mul(weights[i], S::load(v_scales_ + g * kTileTokens + i * kSide));
+                    for (int i = 0; i < kHalves; ++i) scales[i] = S::keep_from(weights[i], S::load(v_scales_ + g * kTileTokens + i * kSide), S::broadcast(0x1p-149f));
+                    unit = to_parts(scales, first_scales, second_scales);
+                }
+                steps_[g * kSide + r] = top * unit + poison_;
                 code8* to = limbs_of(g) + r * kLine;
-                S::store_limbs(numbers, to, to + lower);
+                S::store_limbs(S::times_words(first, first_scales), S::times_words(second, second_scales), to, to + lower);
             }
         }
     }
@@ -506,7 +535,8 @@ class CodeTileProducts : TilePacking<S> {
     code8* keys_;      // [64 tokens][k_padded_], where they are not taken in place
     code8* values_;    // [16 columns][16 fours of tokens][16 columns][4]
     float* k_scales_;  // [group][64 tokens]
-    float* v_scales_;  // the same, of values: parts of the largest of a group, times kMost
+    float* v_scales_;  // the same, of values
+    bf16* words_;      // [group][64 tokens]: those as parts of the largest, in the order of to_words
     float units_[kGroupedValues ? kMostGroups : 1];  // [group]: what one of these is worth
     std::int32_t* sums_;  // [16][16] for each limb of the products under way
     float* weights_;         // [row][64 tokens]

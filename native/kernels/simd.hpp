@@ -30,7 +30,9 @@
 // and fold in two halves, of vectors in registers: fold_four, fold_parts.
 // And where codes are multiplied as they are (Avx512Vbmi):
 //   from_numbers      kWidth int32 in memory, as float32
-//   store_limbs       4 kWidth numbers, rounded to 16 bits -> their lower bytes, with a sign, and what is left of them / 256
+//   to_words          4 kWidth numbers, rounded to 16 bits, in the order of times_words, which multiplies two of these as parts of 2^15
+//   store_limbs       words -> their lower bytes, with a sign, and what is left of them / 256; the i-th four of bytes has the words t, t + 32,
+//                     t + 1, t + 33, where t is first_of_four(i). split_in_order: the same of 4 kWidth numbers, in order
 //   as_pairs          the bits of a Vec, for transpose
 //   interleave_codes(rows, first, n)   codes from `first` on of four rows, at most sixteen of 8 bits: each with those of the other rows
 //                     beside it, zeros from the n-th on; of 4 bits, at most 32, the even ones and the odd ones

@@ -271,15 +271,29 @@ struct Avx512Bf16 : Avx512 {
 
 struct Avx512Vbmi : Avx512Bf16 {
     static Vec from_numbers(const std::int32_t* from) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(from)); }
-    static void store_limbs(const Vec (&v)[4], code8* upper, code8* lower) {
-        const __m512i first = _mm512_packs_epi32(_mm512_cvtps_epi32(v[0]), _mm512_cvtps_epi32(v[1]));
-        const __m512i second = _mm512_packs_epi32(_mm512_cvtps_epi32(v[2]), _mm512_cvtps_epi32(v[3]));
-        const __m512i mask = _mm512_set1_epi16(255), half = _mm512_set1_epi16(128);
-        const __m512i low = _mm512_packus_epi16(_mm512_and_si512(first, mask), _mm512_and_si512(second, mask));
-        const __m512i high = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(first, half), 8), _mm512_srai_epi16(_mm512_add_epi16(second, half), 8));
+    // 16 bits: the vectors 0 and 1 in `first`, 2 and 3 in `second`, four lanes of each after the other.
+    static void to_words(const Vec (&v)[4], Pairs& first, Pairs& second) {
+        first = _mm512_packs_epi32(_mm512_cvtps_epi32(v[0]), _mm512_cvtps_epi32(v[1]));
+        second = _mm512_packs_epi32(_mm512_cvtps_epi32(v[2]), _mm512_cvtps_epi32(v[3]));
+    }
+    static Pairs times_words(Pairs a, Pairs b) { return _mm512_mulhrs_epi16(a, b); }
+    // Bytes of words of `first` and of `second` in turn.
+    static void store_limbs(Pairs first, Pairs second, code8* upper, code8* lower) {
+        const __m512i half = _mm512_set1_epi16(128), low = _mm512_set1_epi16(255);
+        constexpr int kSelect = 0xca;  // bits of the second where the first has ones, else of the third
+        _mm512_storeu_si512(lower, _mm512_ternarylogic_epi32(low, first, _mm512_slli_epi16(second, 8), kSelect));
+        first = _mm512_add_epi16(first, half), second = _mm512_add_epi16(second, half);
+        _mm512_storeu_si512(upper, _mm512_ternarylogic_epi32(low, _mm512_srli_epi16(first, 8), second, kSelect));
+    }
+    static int first_of_four(int i) { return i / 4 * 4 + i % 4 / 2 * 16 + i % 2 * 2; }
+    static void split_in_order(const Vec (&v)[4], code8* upper, code8* lower) {
+        Pairs first, second;
+        to_words(v, first, second);
+        const __m512i half = _mm512_set1_epi16(128), low = _mm512_set1_epi16(255);
         const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        _mm512_storeu_si512(upper, _mm512_permutexvar_epi32(in_order, high));
-        _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(in_order, low));
+        _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(in_order, _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(second, low))));
+        first = _mm512_srai_epi16(_mm512_add_epi16(first, half), 8), second = _mm512_srai_epi16(_mm512_add_epi16(second, half), 8);
+        _mm512_storeu_si512(upper, _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(first, second)));
     }
     static Pairs as_pairs(Vec v) { return _mm512_castps_si512(v); }
     static Pairs interleave_codes(const code8* const (&rows)[4], int first, int n) { return interleaved(rows, first, n); }

@@ -255,15 +255,30 @@ struct Emulated512Vbmi : Emulated512Bf16 {
     QUIRE_EMULATED Vec from_numbers(const std::int32_t* from) {
         return each([&](int i) { return static_cast<float>(from[i]); });
     }
-    QUIRE_EMULATED void store_limbs(const Vec (&v)[4], code8* upper, code8* lower) {
+    QUIRE_EMULATED void to_words(const Vec (&v)[4], Pairs& first, Pairs& second) {
         for (int i = 0; i < 64; ++i) {
-            // To nearest even; what is no number becomes the smallest, what is too large the largest.
-            const float value = v[i / 16].lane[i % 16];
+            const int part = i % 32 / 8 * 4 + i % 4;  // to nearest even; what is no number becomes the smallest
+            const float value = v[i / 32 * 2 + i % 8 / 4].lane[part];
             const int number = value >= 32767.0f ? 32767 : value >= -32768.0f ? static_cast<int>(__builtin_nearbyintf(value)) : -32768;
-            const auto sum = static_cast<std::int16_t>(number + 128);
-            upper[i].number = static_cast<std::int8_t>(sum >> 8);
-            lower[i].number = static_cast<std::int8_t>(number);
+            (i < 32 ? first : second).element[i % 32].bits = static_cast<std::uint16_t>(number);
         }
+    }
+    QUIRE_EMULATED Pairs times_words(const Pairs& a, const Pairs& b) {
+        Pairs v;
+        for (int i = 0; i < 32; ++i) {
+            const int product = static_cast<std::int16_t>(a.element[i].bits) * static_cast<std::int16_t>(b.element[i].bits);
+            v.element[i].bits = static_cast<std::uint16_t>(((product >> 14) + 1) >> 1);
+        }
+        return v;
+    }
+    QUIRE_EMULATED void store_limbs(const Pairs& first, const Pairs& second, code8* upper, code8* lower) {
+        for (int i = 0; i < 64; ++i) split_word((i % 2 == 0 ? first : second).element[i / 2], upper[i], lower[i]);
+    }
+    static int first_of_four(int i) { return i / 4 * 4 + i % 4 / 2 * 16 + i % 2 * 2; }
+    QUIRE_EMULATED void split_in_order(const Vec (&v)[4], code8* upper, code8* lower) {
+        Pairs words[2];
+        to_words(v, words[0], words[1]);
+        for (int i = 0; i < 64; ++i) split_word(words[i / 32].element[i % 16 / 4 * 8 + i % 32 / 16 * 4 + i % 4], upper[i], lower[i]);
     }
     QUIRE_EMULATED Pairs as_pairs(const Vec& v) {
         Pairs pairs;
@@ -285,6 +300,10 @@ struct Emulated512Vbmi : Emulated512Bf16 {
     }
 
   private:
+    static void split_word(bf16 word, code8& upper, code8& lower) {
+        upper.number = static_cast<std::int8_t>(static_cast<std::int16_t>(word.bits + 128) >> 8);
+        lower.number = static_cast<std::int8_t>(word.bits);
+    }
     static Pairs of_codes(const std::int8_t* codes) {
         Pairs v;
         std::memcpy(v.element, codes, sizeof v.element);
