@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from quire.attention.backends import PackedWeight
 from quire.backends import native_module
 from quire.errors import BackendError
+from quire.memory.heap import give_back_freed
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.overlay import Changed, let_go, own_class
 
@@ -321,6 +322,7 @@ def pack_linears(
             undone = _pack(parameter, modules, kind, release, pack or NativeWeight)
             if undone is not None:
                 undo.append(undone)
+            give_back_freed()  # the dense weight, between what stays
     except BaseException:
         restore()
         raise

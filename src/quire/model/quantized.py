@@ -30,6 +30,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quire.errors import ArgumentError
+from quire.memory.heap import give_back_freed
 from quire.model.coded_experts import CodedExperts, give_back_unproved, held_parameter, hold_experts
 from quire.model.experts import coded_form, projections_of
 from quire.model.held_weight import HeldParameter, HeldWeight
@@ -85,6 +86,7 @@ def hold_coded(together: Sequence[nn.Module], packed: CodedWeight) -> None:
         module._parameters["weight"] = parameter
         module.__class__ = packed_class(type(module))
         cast(PackedModule, module).hold(held, lies_transposed)
+    give_back_freed()  # what it was packed from lay between what stays
 
 
 def require_plain(module: nn.Module, label: str) -> None:
