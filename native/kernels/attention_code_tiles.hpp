@@ -1,10 +1,9 @@
 // Both products of attention over keys and values in codes (kv_codes.hpp), by AMX tiles of whole numbers; one row or sixteen.
 //
-// Codes are multiplied as they are. What they meet is made whole numbers of 16 bits, in two limbs of 8: a turned query with a
-// scale of its own, and the weights of 64 tokens, each times the scale of its value, with a scale that is the largest weight times
-// the largest scale. So
-// the sums of a product are exact, in any order and beside any other rows; the two limbs become float32 with one rounding, and
-// the scales are multiplied in afterwards.
+// Codes are multiplied as they are. What they meet is made whole numbers of 16 bits, in two limbs of 8: a turned query, parts of its
+// largest number; and the weights of 64 tokens times the scales of their values, parts of the largest weight times the largest scale.
+// So the sums of a product are exact, in any order and beside any other rows. The two limbs become float32 with one rounding; what
+// the parts are parts of is multiplied in afterwards.
 //
 // Scores: A = 16 tokens x 64 codes (32 of 4 bits: a group, which has a scale) as they lie in memory, B = 64 of a query's numbers
 // for each row and limb, C = 16 tokens x rows and limbs. Values: A = weights, rows and limbs x 64 tokens; B = 64 tokens x 16

@@ -415,7 +415,7 @@ class LaneProducts {
 
     template <int kRows, int kVectors, class Values, class Load>
     __attribute__((always_inline)) void values_columns(const float* p, Values v, int start, int stop, float* o, std::int64_t stride,
-                                                       int column, Load load) const {
+                                                       [[maybe_unused]] int column, Load load) const {
         const int lines = many_rows() ? 0 : ahead_->lines_of(kVectors * kWidth, v_stride_);
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8

@@ -70,8 +70,7 @@ class ManyRows : TilePacking<S> {
     void pack(int place, const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int lines) {
         const auto ask = [&] { ahead.fetch(lines); };
         for (int t = 0; t < kTileTokens; t += kSide) Packing::pack_pairs(k + t, k_width_, keys_of(place) + t * k_steps_ * kColumns, ask);
-        const auto columns = [&](int t, int d) { return Values::load_columns(v[t], d, v_width_); };
-        Packing::pack_values(columns, 0, kTileTokens, v_width_, values_of(place), ask);
+        Packing::pack_values(v, 0, kTileTokens, v_width_, values_of(place), ask);
     }
 
     // Rows [row, row + count) are next, two of them at least: halves as even as they can be. o: theirs.

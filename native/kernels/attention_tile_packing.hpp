@@ -37,16 +37,16 @@ class TilePacking : protected InterleavedValues<S> {
     }
 
     // Values of tokens [first, last), even numbers -> [32 tokens][16 columns][16 pairs of tokens][16 columns][2], in the order
-    // of an interleave. columns(t, d): 32 columns of a token from d on, zeros beyond its width. between() before each pair of tokens.
-    template <class Columns, class Between>
-    static void pack_values(Columns&& columns, int first, int last, int width, bf16* values, Between&& between) {
+    // of an interleave, zeros beyond their width. between() before each pair of tokens.
+    template <class Between>
+    static void pack_values(const bf16* const* v, int first, int last, int width, bf16* values, Between&& between) {
         const int wide = static_cast<int>(padded_to(width, kColumns));
         for (int t = first; t < last; t += 2) {
             between();
             bf16* to = values + t / kColumns * kColumns * wide + t % kColumns / 2 * kColumns;
             for (int d = 0; d < width; d += kColumns, to += 2 * kTileElements) {
                 Pairs low, high;
-                S::interleave(columns(t, d), columns(t + 1, d), low, high);
+                S::interleave(Values::load_columns(v[t], d, width), Values::load_columns(v[t + 1], d, width), low, high);
                 S::store_pairs(to, low);
                 S::store_pairs(to + kTileElements, high);
             }

@@ -75,9 +75,7 @@ class TileProducts : TilePacking<S> {
         num_steps_ = (last - first) / kTogether;
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
-        const auto ask = [&] { ahead.fetch(lines); };
-        const auto columns = [&](int t, int d) { return Values::load_columns(v[t], d, v_width_); };
-        Packing::pack_values(columns, first, last, v_width_, values_, ask);
+        Packing::pack_values(v, first, last, v_width_, values_, [&] { ahead.fetch(lines); });
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
@@ -264,8 +262,7 @@ class TileProducts : TilePacking<S> {
             return;
         }
         for (int t = first; t < first + kSide; ++t) {
-            bf16* to = keys_ + t * k_padded_;
-            for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(to + d, Values::load_columns(k[t], d, k_width_));
+            for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(keys_ + t * k_padded_ + d, Values::load_columns(k[t], d, k_width_));
         }
         key_base_[half] = keys_ + first * k_padded_;
         key_stride_[half] = k_padded_ * 2;
