@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from quire.errors import ArgumentError
+from quire.memory.heap import give_back_freed
 from quire.model.experts import coded_form, compute_from, is_proved, projections_of, unpacked
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.overlay import let_go
@@ -94,6 +95,7 @@ def hold_experts(
     held = HeldWeight(packed=packed, unpack=partial(unpacked, packed, transposed))
     module._parameters[name] = held_parameter(held, shape, dtype)
     compute_from(module, names)
+    give_back_freed()  # what they were packed from lay between what stays
 
 
 def held_parameter(held: HeldWeight, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from quire.backends import native_module
+from quire.memory.heap import give_back_freed
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import DenseWeight, NativeWeight, PackedWeight, choose_packing
 from quire.model.overlay import Changed, let_go, own_class
@@ -76,6 +77,7 @@ def pack_experts(model: nn.Module) -> Callable[[], None]:
                 proved[kind] = is_proved(module, names)
             if proved[kind] and (undone := _pack(module, names)) is not None:
                 undo.append(undone)
+            give_back_freed()  # the dense weights, between what stays
     except BaseException:
         restore()
         raise
