@@ -14,7 +14,7 @@
 // More have a tile for each limb: 0 to 3 sums of scores, 4 keys, 6 and 7 queries; then 0 and 1 weights, 2 and 3 sums of values, 5
 // values.
 //
-// A NaN in a query, a weight or a scale is one in the row's output.
+// A NaN in a query, a weight or a key's scale is one in all of the row's output, in a value's scale in the columns that have it.
 #pragma once
 
 #include "kernels/amx.hpp"
@@ -433,23 +433,21 @@ class CodeTileProducts : TilePacking<S> {
 
     // Of the values' scales in each group, for rows that see the whole tile.
     void find_units() {
-        Vec poison = S::zero();
         for (int g = 0; g < num_groups(); ++g) {
             float* scales = v_scales_ + g * kTileTokens;
             for (int t = 0; t < first_; ++t) scales[t] = 0.0f;
             for (int t = last_; t < kTileTokens; ++t) scales[t] = 0.0f;
-            Vec loaded[kHalves];
+            Vec loaded[kHalves], poison = S::zero();
 #pragma GCC unroll 4
             for (int i = 0; i < kHalves; ++i) {
                 loaded[i] = S::load(scales + i * kSide);
                 poison = S::fma(loaded[i], S::zero(), poison);
             }
             Pairs first, second;
-            units_[g] = to_parts(loaded, first, second);
+            units_[g] = to_parts(loaded, first, second) + S::reduce_add(poison);
             S::store_pairs(words_ + g * kTileTokens, first);
             S::store_pairs(words_ + g * kTileTokens + kTogether, second);
         }
-        poison_ = S::reduce_add(poison);
     }
 
     // Kept weights as parts of a row's largest, in words, times those of the scales in each group -> limbs of the group: rows of upper ones,
@@ -480,9 +478,9 @@ class CodeTileProducts : TilePacking<S> {
                     Vec scales[kHalves];
 #pragma GCC unroll 4
                     for (int i = 0; i < kHalves; ++i) scales[i] = S::keep_from(weights[i], S::load(v_scales_ + g * kTileTokens + i * kSide), S::broadcast(0x1p-149f));
-                    unit = to_parts(scales, first_scales, second_scales);
+                    unit = to_parts(scales, first_scales, second_scales) + units_[g] * 0.0f;
                 }
-                steps_[g * kSide + r] = top * unit + poison_;
+                steps_[g * kSide + r] = top * unit;
                 code8* to = limbs_of(g) + r * kLine;
                 S::store_limbs(S::times_words(first, first_scales), S::times_words(second, second_scales), to, to + lower);
             }
@@ -536,7 +534,7 @@ class CodeTileProducts : TilePacking<S> {
     float* k_scales_;  // [group][64 tokens]
     float* v_scales_;  // the same, of values
     bf16* words_;      // [group][64 tokens]: those as parts of the largest, in the order of to_words
-    float units_[kGroupedValues ? kMostGroups : 1];  // [group]: what one of these is worth
+    float units_[kGroupedValues ? kMostGroups : 1];  // [group]: what one of these is worth; NaN where a scale is not finite
     std::int32_t* sums_;  // [16][16] for each limb of the products under way
     float* weights_;         // [row][64 tokens]
     code8* limbs_;   // of weights: [group][limb][row][64 tokens]
@@ -545,7 +543,6 @@ class CodeTileProducts : TilePacking<S> {
     int configured_rows_;
     int columns_;  // of a tile of scores: rows, up to the next power of two
     TileSet tiles_;
-    float poison_ = 0.0f;  // NaN where a scale of the values is not finite
     const code8* key_base_[kTileTokens / kSide];
     std::int64_t key_stride_[kTileTokens / kSide];
     int first_ = 0, last_ = 0;

@@ -177,6 +177,22 @@ def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_no_number_is_none_where_the_reference_has_none(
+    dtype: torch.dtype, kv_format: str
+) -> None:
+    """Of its group of codes, or of the row where that has one scale; for one row of a tile and for many."""
+    for lengths in (((70, 1),), ((70, 5),), ((70, 70),)):
+        case = make_case(Shape(lengths, dtype=dtype, k_dim=64, v_dim=96, kv_format=kv_format))
+        case.v[0][0, :, 35] = torch.inf  # of the first token, which all rows see
+        case = repage(case)
+        want = reference.run(case.view, case.query.float(), case.plan, case.options)
+        assert torch.equal(run(case).isfinite(), want.isfinite())
+        assert want.isfinite().any() == (kv_format != "int8")
+        assert not want.isfinite().all()
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_the_references_bits(dtype: torch.dtype, kv_format: str) -> None:
     for size, dim in ((1, 8), (16, 64), (7, 24), (512, 128)):
         shape = Shape(((60, 1),), dtype=dtype, block_size=size, k_dim=dim, v_dim=dim + 8, kv_format=kv_format)
