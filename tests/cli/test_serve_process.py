@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from support.serve_process import ServeProcess, serving
+from support.until import until
 
 pytestmark = pytest.mark.ci  # a process takes seconds to start
 
@@ -52,10 +52,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 def wait_for_draining(server: ServeProcess) -> None:
-    end = time.monotonic() + 30
-    while (ready := httpx.get(f"{server.url}/ready").status_code) == 200:
-        assert time.monotonic() < end
-    assert ready == 503
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

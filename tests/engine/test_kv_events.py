@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
+from support.until import until
 
 from quire import LLM, SamplingParams
 from quire.cache.block_hash import block_hashes, namespace_digest
@@ -211,9 +212,7 @@ def test_the_replay_buffer_and_the_queue_are_bounded() -> None:
     try:
         for _ in range(20):
             publisher(EventBatch(time.time(), (AllBlocksCleared(),)))
-        until = time.monotonic() + 10
-        while publisher._waiting and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: not publisher._waiting)
         assert sorted(ask(context, publisher.replay_endpoint, 0)) == [16, 17, 18, 19]
         publisher._max_waiting = 0
         publisher(EventBatch(time.time(), ()))

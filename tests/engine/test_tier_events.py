@@ -26,6 +26,7 @@ zmq = pytest.importorskip("zmq")
 pytest.importorskip("msgpack")
 
 from support.kv_follower import Blocks, Follower, blocks_by_key, union  # noqa: E402
+from support.until import until  # noqa: E402
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 PROMPTS = [[(11 * i + j * j) % 200 + 5 for j in range(40 + 7 * i)] for i in range(12)]
@@ -384,9 +385,7 @@ def test_over_zeromq(tmp_path: Path) -> None:
         router = Follower()
         with context.socket(zmq.DEALER) as asks:
             number_of_last = publisher._next - 1
-            until = time.monotonic() + 60
-            while publisher._waiting and time.monotonic() < until:
-                time.sleep(0.01)
+            until(lambda: not publisher._waiting)
             asks.setsockopt(zmq.RCVTIMEO, 30_000)
             asks.connect(publisher.replay_endpoint)
             asks.send_multipart([b"", (0).to_bytes(8, "big")])

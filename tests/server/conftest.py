@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 from support.running_server import running
+from support.until import until
 
 from quire import LLM
 from quire.server.settings import ServerSettings
@@ -44,10 +44,7 @@ def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
         yield url, app
         for pin in small_llm.pins:
             small_llm.pins.remove(pin)
-        end = time.monotonic() + 10
-        while app.state.service.num_open or not is_idle(small_llm):
-            assert time.monotonic() < end, "requests or blocks are left"
-            time.sleep(0.01)
+        until(lambda: not app.state.service.num_open and is_idle(small_llm))
         assert httpx.get(f"{url}/health").status_code == 200
 
 

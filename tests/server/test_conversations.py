@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.running_server import running
+from support.until import until
 
 from quire import LLM
 from quire.server.messages import render_next
@@ -53,13 +53,6 @@ def client(url: str) -> Iterator[Client]:
 def idle(llm: LLM) -> bool:
     counts = llm.cache.stats()
     return counts["held"] == counts["in_flight"] == counts["num_sequences"] == 0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_turns_are_what_one_long_prompt_would_be(client: Client, llm: LLM) -> None:
@@ -216,8 +209,8 @@ def test_one_turn_at_a_time_and_what_has_come_stays(client: Client, url: str, ll
         second("POST", f"conversations/{name}/rewind", {"position": 0}, 409)
         branch = second("POST", f"conversations/{name}/fork", status=201)
         assert branch["num_tokens"] > len(before)
-    wait_for(lambda: idle(llm))
-    wait_for(lambda: len(client.tokens(name)) > len(before))
+    until(lambda: idle(llm))
+    until(lambda: len(client.tokens(name)) > len(before))
     assert client.tokens(name)[: branch["num_tokens"]] == client.tokens(branch["id"])
     client.turn(name)
 

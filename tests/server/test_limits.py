@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support.until import until
 
 from quire import LLM
 from quire.server.settings import Limits, ServerSettings
@@ -26,13 +25,6 @@ def keys(*tenants: Tenant) -> KeyRing:
 
 def key_of(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer key-{name}"}
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_idle(llm: LLM) -> bool:
@@ -114,7 +106,7 @@ def test_what_is_too_much_is_refused_while_a_step_takes_long(serve, llm: LLM) ->
         app.state.service.engine.submit_between_steps(held.wait)
         try:
             first = pool.submit(ask, prompt=[10**6])
-            wait_for(lambda: app.state.service.num_open == 1)
+            until(lambda: app.state.service.num_open == 1)
             assert ask().status_code == 429
         finally:
             held.set()
@@ -129,7 +121,7 @@ def test_tenant_limits(serve) -> None:
             assert answer.status_code == 200
             second = httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("slow"))
             assert second.status_code == 429
-        wait_for(lambda: app.state.service.num_open == 0)
+        until(lambda: app.state.service.num_open == 0)
         assert httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("slow")).status_code == 200
         statuses = [
             httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("rare")).status_code
@@ -143,13 +135,15 @@ def test_a_client_that_leaves_frees_its_blocks(serve, llm: LLM) -> None:
         for _ in range(5):
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
                 next(answer.iter_lines())
-            wait_for(lambda: app.state.service.num_open == 0 and is_idle(llm))
+            until(lambda: app.state.service.num_open == 0 and is_idle(llm))
         # One that does not stream is noticed too.
+        before = llm.stats()["num_generated_tokens"]
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 1900}, timeout=0.3
             )
-        wait_for(lambda: app.state.service.num_open == 0 and is_idle(llm), 1.0)
+        until(lambda: app.state.service.num_open == 0 and is_idle(llm))
+        assert llm.stats()["num_generated_tokens"] - before < 1900
 
 
 def test_large_body(serve) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.until import until
 
 from quire.server import completions, service
 
@@ -50,10 +51,7 @@ def status_of(answer: bytes) -> int:
 
 def wait_until_idle(app: Any) -> None:
     """Who is gone may have requests open for a moment, of other tests too."""
-    end = time.monotonic() + 10
-    while app.state.service.num_open:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not app.state.service.num_open)
 
 
 def serves(url: str) -> bool:

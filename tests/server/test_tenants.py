@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from support.running_server import running
+from support.until import until
 
 from quire import LLM
 from quire.errors import ArgumentError
@@ -55,13 +55,6 @@ def prompt_of(seed: int, num_tokens: int = 64) -> list[int]:
 
 def blocks_of(llm: LLM, name: str) -> int:
     return sum(llm.cache.owner_counts(llm.engine.tenants[name].owner_id))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_quota_is_enforced(llm: LLM) -> None:
@@ -149,7 +142,7 @@ def test_keep_for_is_bounded(llm: LLM) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_kept")
         assert ask(url, "b", prompt_of(3), keep_for=60).status_code == 200
         assert len(llm.pins) == 3
-        wait_for(lambda: app.state.service.num_open == 0)
+        until(lambda: app.state.service.num_open == 0)
 
 
 def test_room_that_is_gone_by_then_costs_nobody_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +209,7 @@ def test_a_tenants_metrics_are_its_own(llm: LLM) -> None:
         ask(url, "a", prompt_of(1), max_tokens=3, stream=True)
         ask(url, "b", prompt_of(2, 40), max_tokens=2)
         assert ask(url, "b", prompt_of(2, 40)).status_code == 429
-        wait_for(lambda: app.state.service.num_open == 0)
+        until(lambda: app.state.service.num_open == 0)
         names = (
             "vllm:prompt_tokens_total",
             "vllm:generation_tokens_total",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.until import until
 from support.window_client import Generating, Watcher, ask
 
 from quire.server.settings import ServerSettings
@@ -191,10 +192,7 @@ def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:
     with Watcher(url) as watcher:
         watcher.next()
     feed: Feed = app.state.window_feed
-    deadline = time.monotonic() + 10
-    while feed.num_watchers and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert feed.num_watchers == 0
+    until(lambda: feed.num_watchers == 0)
     number = feed.number
     time.sleep(0.8)
     assert feed.number == number
@@ -225,10 +223,11 @@ def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.Monk
         return cost + 0.009, slow
 
     monkeypatch.setattr(Feed, "_paint", dear)
-    with serve(ServerSettings()) as (url, _), Watcher(url) as watcher:
+    with serve(ServerSettings()) as (url, _):
         began = time.monotonic()
-        for _ in range(3):
-            watcher.next()
+        with Watcher(url) as watcher:
+            for _ in range(3):
+                watcher.next()
         assert time.monotonic() - began >= 2 * 0.009 / MAX_SHARE
 
 

@@ -6,11 +6,12 @@ import json
 import shutil
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.running_server import running
+from support.until import until
 
 from quire import LLM
 from quire.server.settings import ServerSettings
@@ -59,14 +60,6 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     browser.get("about:blank")  # else it goes on watching
     assert not errors
-
-
-def until(is_reached: Callable[[], Any], seconds: float = 60) -> Any:
-    end = time.monotonic() + seconds
-    while not (value := is_reached()):
-        assert time.monotonic() < end, "not reached"
-        time.sleep(0.05)
-    return value
 
 
 def by_id(browser: Any, name: str) -> Any:

@@ -1,11 +1,13 @@
-"""How many examples a long run draws, or tokens it reads: a quarter in CI, the same ones every time; all of them in
-`scripts/soak laws` and `fuzz`, which draw new ones and set QUIRE_FULL_SIZE."""
+"""How many examples a long run draws, or tokens it reads: a quarter, the same ones every time. QUIRE_EXAMPLES=short: a
+sixteenth (`.ci/run`). QUIRE_EXAMPLES=full: all of them (`scripts/soak laws` and `fuzz`, which draw new ones)."""
 
 from __future__ import annotations
 
 import os
 
+_ONE_IN = {"full": 1, "": 4, "short": 16}
+
 
 def at_length(num_examples: int) -> int:
     """Of so many at full size."""
-    return num_examples if "QUIRE_FULL_SIZE" in os.environ else -(-num_examples // 4)
+    return -(-num_examples // _ONE_IN[os.environ.get("QUIRE_EXAMPLES", "")])

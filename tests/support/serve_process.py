@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+from support.until import until
 
 __all__ = ["ServeProcess", "serving"]
 
@@ -36,13 +37,15 @@ class ServeProcess:
 
     @property
     def url(self) -> str:
-        """Where it serves; waits for it, for 120 s at most."""
-        end = time.monotonic() + 120
-        while (found := re.search(r" on (http://\S+) ", self.log())) is None:
+        """Where it serves; waits for it."""
+
+        def found() -> re.Match[str] | None:
             assert self.process.poll() is None, self.log()
-            assert time.monotonic() < end, self.log()
-            time.sleep(0.02)
-        return found[1]
+            return re.search(r" on (http://\S+) ", self.log())
+
+        match = until(found)
+        assert match is not None
+        return match[1]
 
     def log(self) -> str:
         return "".join(self._lines)

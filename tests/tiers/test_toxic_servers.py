@@ -11,6 +11,7 @@ import pytest
 from support.redis_server import free_port
 from support.tiers_case import SHAPE, chain, with_payloads
 from support.toxic_server import closes, drips, floods, hangs, says, toxic_server
+from support.until import until
 
 from quire.tiers.host import HostTier
 from quire.tiers.remote import RemoteTier
@@ -18,6 +19,7 @@ from quire.tiers.stack import TierStack
 from quire.tiers.tier import TierError, UnavailableError
 
 TIMEOUT = 0.3
+ENDS_S = 25  # a call that its own time-out ends, on any machine; a server's habit lasts longer
 Habit = Callable[[socket.socket, threading.Event], None]
 HABITS: dict[str, Habit] = {
     "hangs": hangs,
@@ -46,16 +48,14 @@ def test_costs_its_time_out_once_and_stops_nobody(habit: str) -> None:
         stack = TierStack([HostTier(1 << 20), remote], SHAPE)
         stack.store(with_payloads(names[:2]))
         assert stack.flush(10)
-        began = time.monotonic()
         for _ in range(20):
             load = stack.load(names)
             assert load.wait(10)
             assert (load.outcome, load.num_loaded) == ("missing", 2)
             lookup = stack.lookup([name.key for name in names], every_tier=True)
             assert lookup.wait(10)
-        assert time.monotonic() - began < 2 * TIMEOUT + 1
         mine = stack.stats().tiers[1]
-        assert mine.failures + mine.damaged >= 1
+        assert mine.failures + mine.damaged == 1  # 41 other calls were refused without a wait
         assert mine.hits == 0
         assert stack.close(10)
 
@@ -67,7 +67,7 @@ def test_every_call_ends_in_time_with_one_line(habit: str) -> None:
             remote = RemoteTier(url, timeout=TIMEOUT, max_value_bytes=4 << 20)
             began = time.monotonic()
             error = failure(remote, call)
-            assert time.monotonic() - began < TIMEOUT + 0.5
+            assert time.monotonic() - began < ENDS_S
             # "One" is a possible answer to both: it is there, it is there already.
             if error is not None:
                 assert not isinstance(error, UnavailableError)
@@ -102,17 +102,24 @@ def test_nobody_there() -> None:
     remote.close()
 
 
-def test_a_server_that_is_down_costs_no_request_a_second_time_out() -> None:
+def test_a_server_that_is_down_costs_no_request_a_second_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the pause it is the tier's own thread that tries, and waits."""
     with toxic_server(hangs) as url:
         remote = RemoteTier(url, timeout=TIMEOUT, first_pause_s=0.05, max_pause_s=0.1)
         with pytest.raises(TierError, match=r"no answer within 0.3 s"):
             remote.load(b"key")
-        for _ in range(30):
-            began = time.monotonic()
+        tried_by: list[threading.Thread] = []
+        try_server = remote._try
+        monkeypatch.setattr(
+            remote, "_try", lambda trial: (tried_by.append(threading.current_thread()), try_server(trial))
+        )
+
+        def refused_until_tried() -> bool:
             with pytest.raises(UnavailableError):
                 remote.load(b"key")
-            assert time.monotonic() - began < TIMEOUT / 2
-            time.sleep(0.02)
+            return len(tried_by) >= 3
+
+        until(refused_until_tried)
+        assert threading.current_thread() not in tried_by
         remote.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("quire-tier")]
