@@ -6,6 +6,7 @@ Nothing here knows a machine: what a share is of, and what "auto" is, is told by
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from quire.errors import ArgumentError
 
@@ -36,11 +37,12 @@ def parse_size(size: str | int, *, where: str = "memory") -> int:
         num_bytes = size
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-        if match is None or match[2].lower() not in _BLOCKS:
+        unit = "" if match is None else match[2].lower()
+        if match is None or unit not in _BLOCKS or ("." in match[1] and _BLOCKS[unit] == 1):
             raise ArgumentError(
                 f'expected a size such as "256MiB", "1.5GiB" or a number of bytes, got {size!r} for {where}'
             )
-        num_bytes = int(float(match[1]) * _BLOCKS[match[2].lower()])
+        num_bytes = int(Fraction(match[1]) * _BLOCKS[unit])
     if num_bytes <= 0:
         raise ArgumentError(f"expected a size of at least 1 byte, got {size!r} for {where}")
     return num_bytes

@@ -12,7 +12,7 @@ import typer
 
 from quire.config import EngineConfig
 
-__all__ = ["MaxTokens", "Temperature", "engine_flags", "flag"]
+__all__ = ["MaxTokens", "Temperature", "engine_flags", "flag", "number"]
 
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate at most.")]
 Temperature = Annotated[
@@ -49,6 +49,18 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def number(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """What reads a flag's text: the number, or the text, which the option refuses in its own words."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
 @functools.cache
 def _all_flags() -> dict[str, inspect.Parameter]:
     """What typer makes flags of, by option; None where one is not given."""
@@ -59,16 +71,17 @@ def _all_flags() -> dict[str, inspect.Parameter]:
         if about.is_secret:
             continue
         hint, default = hints[entry.name], entry.default
-        kind = next((kind for kind in (bool, int) if hint in (kind, kind | None)), str)
+        kind = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
         positive, negative = flag(entry.name), flag(f"no_{entry.name}")
         names = [
-            f"{positive}/{negative}" if default is True else positive,
+            f"{positive}/{negative}" if kind is bool else positive,
             *([about.short] * bool(about.short)),
         ]
         told = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
-        annotation = Annotated[
-            kind | None, typer.Option(*names, metavar=about.metavar, help=about.help + told)
-        ]
+        about_flag: dict[str, Any] = {"metavar": about.metavar, "help": about.help + told}
+        if kind in (int, float):
+            about_flag["parser"] = number(kind)
+        annotation = Annotated[kind | None, typer.Option(*names, **about_flag)]
         found[entry.name] = inspect.Parameter(
             entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )

@@ -23,7 +23,10 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address to listen on; 127.0.0.1.")] = None,
     port: Annotated[
-        int | None, typer.Option(metavar="N", help="Port to listen on; 8000. 0: any free one.")
+        int | None,
+        typer.Option(
+            metavar="N", parser=options.number(int), help="Port to listen on; 8000. 0: any free one."
+        ),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="N", help="What clients call the model; its folder's name.")
@@ -35,7 +38,8 @@ def serve(
         str | None, typer.Option(metavar="FILE", help="TOML file with [model], [server] and [[tenants]].")
     ] = None,
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Let others than this machine in without keys.")
+        bool | None,
+        typer.Option("--insecure/--no-insecure", help="Let others than this machine in without keys."),
     ] = None,
     trust_loopback: Annotated[
         bool | None,
@@ -50,7 +54,10 @@ def serve(
     ] = None,
     log_requests: Annotated[
         bool | None,
-        typer.Option("--log-requests", help="Write a line for each request to stderr, without its content."),
+        typer.Option(
+            "--log-requests/--no-log-requests",
+            help="Write a line for each request to stderr, without its content.",
+        ),
     ] = None,
     **engine: Any,
 ) -> None:

@@ -29,6 +29,7 @@ A file that says something unknown is refused: a limit with a wrong name is no l
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -95,10 +96,17 @@ class Limits:
     max_snapshots: int = 256
     max_snapshot_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is not None or entry.default is not None:
+                _check(entry.name, value)
+
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """See the module's text. insecure: let others than this machine in without keys.
+    """See the module's text. host: of an address of IPv6, with brackets or without. insecure: let others than this
+    machine in without keys.
 
     keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
     the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". trusted_proxies:
@@ -127,9 +135,14 @@ class ServerSettings:
         return TrustedProxies(self.trusted_proxies)
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _SERVER_FIELDS and (value is not None or entry.default is not None):
+                _check(entry.name, value)
+        object.__setattr__(self, "host", self.host.removeprefix("[").removesuffix("]"))
+        for name in _LISTS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _ = self.proxies  # what is wrong in it is said now
-        if not 0 <= self.port <= 65535:
-            raise ArgumentError(f"expected a port of 0 to 65535, got {self.port} - in `port`")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ArgumentError(
@@ -168,15 +181,15 @@ _SERVER_FIELDS = {
     "served_model_name": str,
     "insecure": bool,
     "trust_loopback": bool,
-    "allowed_origins": list,
-    "trusted_proxies": list,
+    "allowed_origins": (list, tuple),
+    "trusted_proxies": (list, tuple),
     "log_requests": bool,
     "drain_seconds": (int, float),
-    "api_key_file": str,
-    "admin_key": str,
-    "tenant_secret": str,
-    "remote_secret": str,
 }
+_LISTS = ("allowed_origins", "trusted_proxies")
+# Of the file alone, and of --api-key-file: the settings have what they lead to.
+_KEYS_AND_SECRETS = ("api_key_file", "admin_key", "tenant_secret", "remote_secret")
+_LIMITS = tuple(entry.name for entry in fields(Limits))
 _TENANT_FIELDS = {
     "name": str,
     "keys": list,
@@ -196,21 +209,10 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     document = _read_toml(path) if path is not None else {}
     _known(document, {"model", "server", "tenants"}, f"{path}")
     server = _table(document, "server", path)
-    limits = {entry.name: int for entry in fields(Limits)}
-    _known(server, {*_SERVER_FIELDS, *limits}, f"[server] of {path}")
+    _known(server, {*_SERVER_FIELDS, *_KEYS_AND_SECRETS, *_LIMITS}, f"[server] of {path}")
     for name, value in server.items():
-        _typed(value, {**_SERVER_FIELDS, **limits}[name], f"{name} in [server] of {path}")
-        if name in limits and value < 1:
-            raise ArgumentError(f"expected 1 or more, got {value} - as {name} in [server] of {path}")
-    for name in ("allowed_origins", "trusted_proxies"):
-        for entry in server.get(name, []):
-            _typed(entry, str, f"{name} in [server] of {path}")
+        _check(name, value, f"{name} in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
-    if "host" in server:  # as a URL has an address of IPv6
-        server["host"] = server["host"].removeprefix("[").removesuffix("]")
-    for name in ("allowed_origins", "trusted_proxies"):
-        if name in server:
-            server[name] = tuple(server[name])
 
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
     warnings = []
@@ -234,7 +236,7 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
             f"expected other names than {ANYBODY.name} and {ADMIN.name} - in [[tenants]] of {path}"
         )
     settings = ServerSettings(
-        limits=Limits(**{name: server.pop(name) for name in limits if name in server}),
+        limits=Limits(**{name: server.pop(name) for name in _LIMITS if name in server}),
         keys=KeyRing(keys),
         tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
         warnings=tuple(warnings),
@@ -364,6 +366,23 @@ def _known(table: Mapping[str, Any], known: Any, where: str) -> None:
         raise ArgumentError(
             f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)} - in {where}"
         )
+
+
+def _check(name: str, value: Any, where: str | None = None) -> None:
+    """A setting of the server, wherever it comes from. *raises:* ArgumentError."""
+    where = where or f"`{name}`"
+    if name in _LIMITS:
+        _typed(value, int, where)
+        if value < 1:
+            raise ArgumentError(f"expected 1 or more, got {value} - as {where}")
+        return
+    _typed(value, _SERVER_FIELDS.get(name, str), where)
+    if name == "port" and not 0 <= value <= 65535:
+        raise ArgumentError(f"expected a port of 0 to 65535, got {value} - as {where}")
+    if name == "drain_seconds" and not 0 <= value < math.inf:
+        raise ArgumentError(f"expected seconds, 0 or more, got {value} - as {where}")
+    for entry in value if name in _LISTS else ():
+        _typed(entry, str, where)
 
 
 def _typed(value: Any, kind: Any, where: str) -> None:
