@@ -407,8 +407,8 @@ class EngineConfig:
     idle_trim: Annotated[float, _seconds()] = option(
         _IDLE_TRIM_S,
         "SECONDS",
-        "After so long without a request the KV cache's memory goes back to the system, and cached prefixes with it, "
-        "but for those that pins hold or tiers keep. 0: never.",
+        "After so long without a request memory of the KV cache that holds nothing goes back to the system. Cached "
+        "prefixes stay unless the system is short of memory (docs/pressure.md). 0: nothing goes.",
         storages=_SHARING,
     )
     tenant_secret: Annotated[bytes | None, _checked(lambda _, value: check_secret(value))] = option(

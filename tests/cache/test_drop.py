@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
@@ -280,6 +281,23 @@ def test_owners_count_what_is_dropped_until_it_is_free(backend: str) -> None:
 
 
 # Trim
+
+
+def test_trim_leaves_a_share_of_what_nobody_holds(backend: str) -> None:
+    cache = make(backend)
+    store(cache, prompt(8))
+    store(cache, prompt(8, seed=1))
+    unused = cache.trim(1.0).tolist()
+    assert (len(unused), found(cache, prompt(9)), found(cache, prompt(9, seed=1))) == (12, 8, 8)
+    assert unused == np.flatnonzero(cache.block_map().namespace_index < 0).tolist()
+    cache.trim(0.5)
+    assert (found(cache, prompt(9)), found(cache, prompt(9, seed=1))) == (0, 8), "the oldest goes first"
+    cache.check()
+    assert (cache.stats()["cached"], cache.num_blocks) == (2, 16)
+    for wrong in (-0.1, 1.1, float("nan"), True, "1"):
+        with pytest.raises(ArgumentError, match=r"expected 0 \.\. 1 for share_kept"):
+            cache.trim(wrong)
+    assert cache.stats()["cached"] == 2
 
 
 def test_trim_leaves_nothing_that_nobody_holds(backend: str) -> None:

@@ -120,7 +120,7 @@ def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) ->
     assert tail[0] is not None
     assert tail[0].name == loss.name == hashes[2]
     assert history.loss_of(hashes[:2], 2, prompt(12, 9)[8:10], {}) == (None, None)
-    assert history.evictions.count == len(history.losses) == 1
+    assert history.evictions["space"].count == history.num_evicted == len(history.losses) == 1
     cache.close(sequence)
     store(cache, prompt(12))
     feed.collect()
@@ -129,6 +129,9 @@ def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) ->
     cache.reset()
     feed.collect()
     assert {loss.reason for loss in history.losses} >= {"forgotten", "cleared"}
+    num_dropped = sum(loss.reason in ("forgotten", "cleared") for loss in history.losses)
+    assert history.evictions["dropped"].count == num_dropped
+    assert history.num_evicted == len(history.losses)
 
 
 def test_the_log_is_bounded() -> None:
@@ -138,7 +141,7 @@ def test_the_log_is_bounded() -> None:
         store(cache, prompt(16, seed))
         feed.collect()
     assert len(history.losses) == 5
-    assert history.num_forgotten == history.evictions.count - 5 > 0
+    assert history.num_forgotten == history.num_evicted - 5 > 0
     assert len(list(history.losses)) == 5
     history.expired(b"", prompt(400), None)
     assert len(history._expired) == 5

@@ -394,9 +394,11 @@ class StateCacheLaws(RuleBasedStateMachine):
         if not self.cache.pins.in_what_begins_with(np.array(tokens, np.int32)):
             self.cache.drop(tokens)
 
-    @rule()
-    def trims(self) -> None:
-        self.cache.trim()
+    @rule(share_kept=st.sampled_from([0.0, 0.5, 1.0]))
+    def trims(self, share_kept: float) -> None:
+        free_to_go = self.cache.checkpoints.num_free_to_go
+        self.cache.trim(share_kept)
+        assert self.cache.checkpoints.num_free_to_go == int(share_kept * free_to_go)
 
     @invariant()
     def holds(self) -> None:

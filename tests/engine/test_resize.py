@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +74,6 @@ def test_what_is_given_up_goes_back_to_the_system(storage: dict[str, str]) -> No
         assert llm.stats()["cached"] == 0
         assert llm.stats()["num_blocks"] * kept.block_bytes == llm.kv_memory_bytes
         tokens_of(llm)
-
-
-@pytest.mark.parametrize("storage", ["paged", "virtual"])
-def test_an_idle_engine_gives_its_memory_back(storage: str) -> None:
-    with tiny_llm.llm(kv_memory="16MiB", storage=storage, idle_trim=0.05) as llm:
-        expected = tokens_of(llm)
-        deadline = time.monotonic() + 30
-        while llm.stats()["kv_committed_bytes"] and time.monotonic() < deadline:
-            time.sleep(0.02)  # looking on does not put it off
-        assert llm.stats()["kv_committed_bytes"] == llm.stats()["cached"] == 0
-        assert tokens_of(llm) == expected
-
-
-def test_what_is_pinned_stays_when_an_engine_is_idle() -> None:
-    with tiny_llm.llm(kv_memory="16MiB", idle_trim=0.05) as llm:
-        llm.pins.add("def f(a, b, c):" * 4)
-        deadline = time.monotonic() + 30
-        while llm.driver._idle_at is not None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert llm.monitor.explain("def f(a, b, c):" * 4).num_hit_tokens > 0
 
 
 @pytest.mark.parametrize(

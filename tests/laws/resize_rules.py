@@ -47,16 +47,18 @@ class ResizingMachine(CacheMachine):
         self.storage.slots[block_ids] = POISON
 
     @precondition(lambda self: hasattr(self, "caches"))
-    @rule()
-    def trim(self) -> None:
-        """Nothing is left that nobody holds, and all the rest is free."""
+    @rule(share_kept=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    def trim(self, share_kept: float) -> None:
+        """No more is left than the share of what nobody holds, and all the rest is free."""
         before = self.cache.stats()
-        block_ids = same(self.call(lambda _, cache: cache.trim().tolist()))
+        block_ids = same(self.call(lambda _, cache: cache.trim(share_kept).tolist()))
         after = self.cache.stats()
-        assert after["cached"] == 0
-        assert after["free"] == len(set(block_ids) - self.given_up) == before["free"] + before["cached"]
+        assert after["cached"] <= int(share_kept * before["cached"])
+        assert after["cached"] == before["cached"] or share_kept < 1
+        assert after["free"] == len(set(block_ids) - self.given_up)
+        assert after["free"] + after["cached"] == before["free"] + before["cached"]
         assert self.given_up <= set(block_ids)
         for state in ("num_blocks", "held", "in_flight", "pinned"):
             assert after[state] == before[state]
-        self.has_dropped = True
+        self.has_dropped |= after["cached"] < before["cached"]
         self.lose(block_ids)

@@ -51,6 +51,22 @@ def test_a_value_loaded_outlives_its_eviction() -> None:
     assert bytes(loaded) == bytes([7]) * 10
 
 
+def test_gives_back_as_much_as_is_asked_for_whatever_its_cache_priority() -> None:
+    tier, names = HostTier(100), chain(4)
+    gone: list[tuple[list[bytes], str]] = []
+    tier.on_removed = lambda keys, reason: gone.append((list(keys), reason))
+    for name in names:
+        assert store(tier, name, cache_priority=2)
+    assert tier.give_back(0) == 0
+    assert tier.give_back(11) == 20
+    assert there(tier, names) == [True, True, False, False], "tails first"
+    assert gone == [([names[3].key, names[2].key], "evicted")]
+    assert (tier.stats().num_bytes, tier.stats().evicted, tier.max_bytes) == (20, 2, 100)
+    assert tier.give_back(1000) == 20
+    assert tier.give_back(1000) == tier.stats().num_bytes == 0
+    assert store(tier, names[0])
+
+
 def test_used_longest_ago_goes_first() -> None:
     tier = HostTier(30)
     for key in (b"a", b"b", b"c"):

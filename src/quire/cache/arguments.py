@@ -25,6 +25,7 @@ __all__ = [
     "owner_limits",
     "owner_number",
     "prompt",
+    "share",
     "step",
     "token_array",
 ]
@@ -78,6 +79,13 @@ def count(value: Any, what: str, least: int, most: int | None = None) -> int:
         wanted = f"at least {least}" if most is None else f"{least} .. {most}"
         raise ArgumentError(f"expected {wanted} for {what}, got {value}")
     return int(value)
+
+
+def share(value: Any, what: str) -> float:
+    """A share, 0 .. 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ArgumentError(f"expected 0 .. 1 for {what}, got {value!r}")
+    return float(value)
 
 
 def owner_number(value: Any, least: int = 0) -> int:

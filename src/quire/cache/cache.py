@@ -267,10 +267,12 @@ class Cache(PrefixKVCache):
         self.num_block_ids = max(self.num_block_ids, count)
         return given_up
 
-    def trim(self) -> Int32Array:
-        _, _, held, in_flight = self._manager.counts()
-        call_manager(self._manager.resize, held + in_flight, 0)
-        call_manager(self._manager.resize, self.num_blocks, self._watermark_blocks(self.num_blocks))
+    def trim(self, share_kept: float = 0.0) -> Int32Array:
+        _, cached, held, in_flight = self._manager.counts()
+        num_kept = int(cached * arguments.share(share_kept, "share_kept"))
+        if num_kept < cached:
+            call_manager(self._manager.resize, held + in_flight + num_kept, 0)
+            call_manager(self._manager.resize, self.num_blocks, self._watermark_blocks(self.num_blocks))
         states, _ = self._manager.block_map()
         return np.flatnonzero((states == FREE) | (states == GIVEN_UP)).astype(np.int32)
 

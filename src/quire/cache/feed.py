@@ -7,15 +7,33 @@ and free, while nobody listens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from quire.cache.events import CacheEvent
 from quire.cache.protocol import PrefixKVCache
 
-__all__ = ["EventFeed", "Listener"]
+__all__ = ["DROPPED", "LOSS_REASONS", "EventFeed", "Forgotten", "Listener"]
 
-Listener: TypeAlias = Callable[[list[CacheEvent], bool], None]
-"""Takes events, and whether what the cache forgot among them was given up for want of memory alone."""
+LOSS_REASONS = ("space", "idle", "dropped", "resize")
+"""Why content left memory: a request needed its blocks, the system was short while the engine was idle, somebody asked
+for it (`drop`, `trim`, `reset`), or the cache got fewer blocks (`resize`)."""
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """Why the cache has forgotten what it has forgotten since the last look, as its owner knows.
+
+    reason: of `LOSS_REASONS`. is_kept: whether tiers store it, as they do what a reservation evicts.
+    """
+
+    reason: str = "dropped"
+    is_kept: bool = False
+
+
+Listener: TypeAlias = Callable[[list[CacheEvent], Forgotten], None]
+"""Takes events, and why what the cache forgot among them was forgotten."""
+DROPPED = Forgotten()
 
 
 class EventFeed:
@@ -30,7 +48,7 @@ class EventFeed:
             self._cache.record_events(True)
         self._listeners.append(listener)
 
-    def collect(self, *, keep_forgotten: bool = False) -> None:
+    def collect(self, forgotten: Forgotten = DROPPED) -> None:
         """Hands on what has happened since the last call.
 
         To be called after every reservation, before anything is written to its blocks, and after commits.
@@ -39,4 +57,4 @@ class EventFeed:
             return
         events: list[CacheEvent] = list(self._cache.take_events())
         for listener in self._listeners:
-            listener(events, keep_forgotten)
+            listener(events, forgotten)

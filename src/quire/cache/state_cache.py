@@ -537,12 +537,14 @@ class StateCache(Cache):
         for checkpoint in list(self.checkpoints):
             self._forget(checkpoint)
 
-    def trim(self) -> Int32Array:
-        for checkpoint in list(self.checkpoints):
-            if not checkpoint.num_pins:
-                self.on_going(checkpoint)
-                self._forget(checkpoint)
-        return super().trim()
+    def trim(self, share_kept: float = 0.0) -> Int32Array:
+        """As `Cache.trim`; the same share of checkpoints stays, those that are worth most."""
+        going = sorted((one for one in self.checkpoints if not one.num_pins), key=self.checkpoints.worth)
+        num_kept = int(len(going) * arguments.share(share_kept, "share_kept"))
+        for checkpoint in going[: len(going) - num_kept]:
+            self.on_going(checkpoint)
+            self._forget(checkpoint)
+        return super().trim(share_kept)
 
     # Looking on
 

@@ -28,6 +28,7 @@ from quire.cache.protocol import shares_prefixes
 from quire.config import EngineConfig
 from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.engine.engine import Engine
+from quire.engine.idle_trim import IdleTrim
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
 from quire.engine.plan import refuse_if_none_fits, require_room
@@ -219,6 +220,7 @@ class EngineCore:
                     snapshots.count_files()
                     self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            self.idle_trim = IdleTrim(self.budget, self.tiers)
             refuse_if_none_fits(self.budget.fit, config, self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow

@@ -121,7 +121,8 @@ class Unread:
 class Driver:
     """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone.
 
-    on_idle: called in the thread once no step has been computed for `idle_s` seconds since the last one.
+    on_idle: called in the thread once no step has been computed for `idle_s` seconds since the last one, and after as
+    long again while it says so. clock: seconds that pass.
     """
 
     def __init__(
@@ -130,8 +131,9 @@ class Driver:
         on_close: Callable[[], None],
         *,
         num_threads: int,
-        on_idle: Callable[[], None] | None = None,
+        on_idle: Callable[[], bool] | None = None,
         idle_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: BaseException | None = None
         """What the last step failed with, until one succeeds."""
@@ -144,6 +146,7 @@ class Driver:
         self._num_threads = num_threads
         self._on_idle = on_idle
         self._idle_s = idle_s
+        self.clock = clock
         self._idle_at: float | None = None  # when `on_idle` is to be called, unless a step comes first
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], object]] = deque()
@@ -352,13 +355,12 @@ class Driver:
         while True:
             with self._wake:
                 while not (self._commands or self._is_closing or self._wanted or self._is_idle_due()):
-                    self._wake.wait(None if self._idle_at is None else self._idle_at - time.monotonic())
+                    self._wake.wait(None if self._idle_at is None else self._idle_at - self.clock())
                 if self._is_closing:
                     return
                 commands, self._commands = self._commands, deque()
             if self._is_idle_due():
-                self._idle_at = None
-                self._call_on_idle()
+                self._idle_at = self.clock() + self._idle_s if self._is_idle_work_left() else None
             while commands:
                 commands.popleft()()
             del commands  # D3
@@ -377,14 +379,15 @@ class Driver:
                 self._deliver(outputs)
                 del outputs
             if self._on_idle is not None:
-                self._idle_at = time.monotonic() + self._idle_s
+                self._idle_at = self.clock() + self._idle_s
 
     def _is_idle_due(self) -> bool:
-        return self._idle_at is not None and not self._wanted and time.monotonic() >= self._idle_at
+        return self._idle_at is not None and not self._wanted and self.clock() >= self._idle_at
 
-    def _call_on_idle(self) -> None:
+    def _is_idle_work_left(self) -> bool:
         assert self._on_idle is not None
         try:
-            self._on_idle()
+            return self._on_idle()
         except Exception:  # nobody asked for it, so nobody's call fails
             _log.warning("what is done while the engine is idle failed", exc_info=True)
+            return False

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.cache.answers import Dropped
+from quire.cache.feed import Forgotten
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
@@ -361,16 +362,17 @@ class Engine:
         """
         self._elastic("resize")
         self.scheduler.preempt_to(num_blocks)
-        return self.exchange(num_blocks)
+        return self.exchange(num_blocks, reason="resize")
 
-    def exchange(self, num_blocks: int) -> np.ndarray:
-        """As `resize`, where no more than those are in use: nobody gives way."""
+    def exchange(self, num_blocks: int, *, reason: str = "space") -> np.ndarray:
+        """As `resize`, where no more than those are in use: nobody gives way. reason: see `_given_up`."""
         cache = self._elastic("exchange")
-        return self._given_up(lambda: cache.resize(num_blocks))
+        return self._given_up(lambda: cache.resize(num_blocks), reason)
 
-    def trim(self) -> np.ndarray:
-        """Has the cache forget all that nobody holds; int32, the ids that nobody uses then."""
-        return self._given_up(self._elastic("trim").trim)
+    def trim(self, share_kept: float = 0.0, *, reason: str = "dropped") -> np.ndarray:
+        """Has the cache forget what nobody holds, but for a share of it; int32, the ids that nobody uses then."""
+        cache = self._elastic("trim")
+        return self._given_up(lambda: cache.trim(share_kept), reason)
 
     def _elastic(self, where: str) -> PrefixKVCache:
         if not shares_prefixes(self._cache):
@@ -380,14 +382,15 @@ class Engine:
             )
         return self._cache
 
-    def _given_up(self, give_up: Callable[[], np.ndarray]) -> np.ndarray:
-        """What a call gives up for want of memory: tiers keep it, but not what was dropped before."""
+    def _given_up(self, give_up: Callable[[], np.ndarray], reason: str) -> np.ndarray:
+        """What a call gives up, and why (`feed.LOSS_REASONS`): tiers keep it, but not what was dropped before."""
         self.collect()
         block_ids = give_up()
+        forgotten = Forgotten(reason, is_kept=True)
         if self.monitor is not None:
-            self.monitor.collect(keep_forgotten=True)
+            self.monitor.collect(forgotten)
         elif self._stores is not None:
-            self._stores.collect(keep_forgotten=True)
+            self._stores.collect(forgotten)
         return block_ids
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
@@ -433,6 +436,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The cache's counts and the engine's, since the start. Seconds are those spent in steps.
 
+        evicted_blocks: full blocks whose content memory gave up, for whatever reason; without a monitor the cache's own
+        count of what it evicted, partial blocks included.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, where prefixes are shared, else 0. A request
         counts once, at its first start: what a preempted one finds of itself is no hit. hit_rate: their quotient.
         """
@@ -445,6 +450,7 @@ class Engine:
         num_query, num_hit = (num_prompt, num_cached) if self._cache.prefix_caching else (0, 0)
         return {
             **self._cache.stats(),
+            **({} if self.monitor is None else {"evicted_blocks": self.monitor.history.num_evicted}),
             "query_tokens": num_query,
             "hit_tokens": num_hit,
             "num_running": len(scheduler.running),

@@ -4,7 +4,7 @@ Over an engine and its storage, which keep the blocks: it only sees to it that b
 when blocks and state slots exchange memory (`quire.cache.exchange`), and that pins may take their share of it. Not
 thread-safe: calls are made between two steps.
 
-Cost: `resize` and `trim` O(blocks given up or made); `prefault` a page fault for each page; figures O(1).
+Cost: `resize`, `trim` and `give_back_...` O(blocks); `prefault` a page fault for each page; figures O(1).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
 from quire.engine.storages import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError
+from quire.memory.device import HOST
 from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class KVBudget:
         self._config = config
         self._max_model_len = max_model_len
         self._exchange: Exchange | None = getattr(opened.cache, "exchange", None)
+        self._exchange_reason = "space"  # why content goes when blocks and slots exchange memory
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks
             self._exchange.give_back_slots = self._give_back_slots
@@ -139,7 +141,11 @@ class KVBudget:
                     f"{kv_memory!r}, {num_bytes} bytes - in `kv_memory`"
                 )
             self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
-            exchange.resize(num_bytes)
+            self._exchange_reason = "resize"
+            try:
+                exchange.resize(num_bytes)
+            finally:
+                self._exchange_reason = "space"
         self._limit_pins()
 
     def _resize_blocks(self, num_blocks: int) -> bool:
@@ -148,7 +154,7 @@ class KVBudget:
         try:
             if num_blocks > storage.num_blocks:
                 storage.resize(num_blocks)
-            storage.give_back(self._engine.exchange(num_blocks))
+            storage.give_back(self._engine.exchange(num_blocks, reason=self._exchange_reason))
         except CapacityError:  # the system does not take the memory of blocks back
             if num_blocks < num_before:
                 self._cache.resize(num_before)
@@ -167,14 +173,42 @@ class KVBudget:
 
     def trim(self) -> None:
         """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
+        self._give_back(0.0, "dropped")
+
+    def give_back_unused(self) -> None:
+        """Gives back the memory of blocks and state slots that hold nothing: all content stays. *raises:* as `trim`."""
+        self._give_back(1.0, "idle")
+
+    def give_back_cached(self, num_bytes: int) -> None:
+        """As `give_back_unused`, and so many bytes of cached content, or all, the least recently used first: a system
+        is short of them. *raises:* as `trim`."""
+        cached = self.cached_bytes
+        self._give_back(max(0.0, 1.0 - num_bytes / cached) if cached else 1.0, "idle")
+
+    def _give_back(self, share_kept: float, reason: str) -> None:
         self._require_elastic()
-        self._storage.give_back(self._engine.trim())
+        self._storage.give_back(self._engine.trim(share_kept, reason=reason))
         if self._states is not None and isinstance(self._cache, StateCache):
             self._states.give_back(self._cache.free_state_slots())
 
     @property
+    def cached_bytes(self) -> int:
+        """Of this machine's memory, what content takes that no request and no pin holds."""
+        if not getattr(self._storage, "device", HOST).is_host:
+            return 0
+        state_bytes = 0
+        if self._states is not None and isinstance(self._cache, StateCache):
+            state_bytes = self._cache.checkpoints.num_free_to_go * self._states.bytes_per_slot
+        return self._cache.num_cached_blocks * self._cache.block_bytes + state_bytes
+
+    @property
+    def use(self) -> tuple[int, int]:
+        """Another pair whenever blocks may have been used since, or have become free."""
+        return self._engine.scheduler.num_steps, self._cache.num_free_blocks - self._cache.num_cached_blocks
+
+    @property
     def idle_trim_s(self) -> float:
-        """Seconds without a step after which `trim` is due; 0: never, nor where memory was taken to be kept."""
+        """Seconds without a step after which an `IdleTrim` is due; 0: never, nor where memory was taken to be kept."""
         keeps = self._config.prefault or not self._storage.capabilities.elastic
         return 0.0 if keeps else self._config.idle_trim
 

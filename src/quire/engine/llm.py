@@ -71,7 +71,7 @@ class LLM:
             core.engine,
             core.close,
             num_threads=core.num_threads,
-            on_idle=core.budget.trim if core.budget.idle_trim_s else None,
+            on_idle=core.idle_trim if core.budget.idle_trim_s else None,
             idle_s=core.budget.idle_trim_s,
         )
         self.tenants = LLMTenants(core, self.driver)
@@ -255,7 +255,7 @@ class LLM:
     def trim(self) -> None:
         """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
 
-        The budget stays; memory is taken again as it is needed.
+        The budget stays; memory is taken again as it is needed. An idle engine forgets nothing by itself (`idle_trim`).
         """
         self.core.budget.trim()
 

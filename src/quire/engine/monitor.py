@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.cache.feed import EventFeed
+from quire.cache.feed import DROPPED, EventFeed, Forgotten
 from quire.cache.pins import Pin
 from quire.cache.protocol import PrefixKVCache
 from quire.cache.steady_clock import SteadyClock
@@ -51,9 +51,9 @@ class CacheMonitor:
         if mirror is None:
             feed.listen(self.mirror.apply)
 
-    def collect(self, *, keep_forgotten: bool = False) -> None:
+    def collect(self, forgotten: Forgotten = DROPPED) -> None:
         """Hands on what has happened in the cache (see `EventFeed.collect`) and in the tiers since the last call."""
-        self.feed.collect(keep_forgotten=keep_forgotten)
+        self.feed.collect(forgotten)
         self.subscribers.collect()
 
     def served(self, request: Request) -> None:
@@ -75,13 +75,25 @@ class CacheMonitor:
     def stats(self) -> dict[str, Any]:
         history = self.history
         tiers = {} if self.tier_events is None else {"num_untold_segments": self.tier_events.num_untold}
+        count = history.num_evicted
+        idle_s, age_s = (
+            sum(one.sum_s for one in spans.values()) for spans in (history.evictions, history.eviction_ages)
+        )
         return tiers | {
             "num_known_blocks": len(self.mirror.by_id),
-            "num_evictions": history.evictions.count,
-            "eviction_idle_s": history.evictions.mean_s,
-            "eviction_idle_below_s": history.evictions.below(),
-            "eviction_age_s": history.eviction_ages.mean_s,
-            "eviction_age_below_s": history.eviction_ages.below(),
+            "num_evictions": count,
+            "eviction_idle_s": idle_s / count if count else 0.0,
+            "eviction_age_s": age_s / count if count else 0.0,
+            "evictions_by_reason": {
+                reason: {
+                    "count": spans.count,
+                    "idle_s": spans.mean_s,
+                    "idle_below_s": spans.below(),
+                    "age_s": history.eviction_ages[reason].mean_s,
+                    "age_below_s": history.eviction_ages[reason].below(),
+                }
+                for reason, spans in history.evictions.items()
+            },
             "num_reuses": history.reuse_gaps.count,
             "reuse_gap_s": history.reuse_gaps.mean_s,
             "reuse_gap_below_s": history.reuse_gaps.below(),

@@ -7,6 +7,7 @@ Others may use the names below, and
     free_memory          what the machine has left
     heap, paged, storage, view, virtual.storage   homes of the names below
     placement            mapped memory, by its own face
+    shortage             whether the system is short of memory
     state_slots          states of recurrent layers
     virtual.sizes        the block size that mapped memory asks for
 """

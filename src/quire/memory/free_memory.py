@@ -11,7 +11,7 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["free_address_bytes", "free_memory_bytes"]
+__all__ = ["free_address_bytes", "free_memory_bytes", "memory_rooms"]
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -19,9 +19,24 @@ _PAGE_BYTES = resource.getpagesize()
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes this process can still use: the machine's available memory, and the rest of each limit."""
     free = min(_mem_available(root), free_address_bytes(root))
-    for limit_bytes, used_bytes in _control_groups(root):
-        free = min(free, max(0, limit_bytes - used_bytes))
+    for limit_bytes, used_bytes, files in _control_groups(root):
+        free = min(free, max(0, limit_bytes - max(0, used_bytes - files["inactive"])))
     return free
+
+
+def memory_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """(all, available) bytes of the machine's memory and of each control group that this process is in.
+
+    Files that the system keeps in memory are available, as MemAvailable counts them: a group that has read much is not
+    short. Nothing of a machine that does not say.
+    """
+    found: list[tuple[int, int]] = []
+    said = _meminfo(root)
+    if "MemTotal" in said and "MemAvailable" in said:
+        found.append((said["MemTotal"], said["MemAvailable"]))
+    for limit_bytes, used_bytes, files in _control_groups(root):
+        found.append((limit_bytes, max(0, limit_bytes - max(0, used_bytes - sum(files.values())))))
+    return found
 
 
 def free_address_bytes(root: Path = Path("/")) -> int:
@@ -38,12 +53,16 @@ def free_address_bytes(root: Path = Path("/")) -> int:
     return free
 
 
-def _mem_available(root: Path) -> int:
+def _meminfo(root: Path) -> dict[str, int]:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         lines = []
-    said = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _mem_available(root: Path) -> int:
+    said = _meminfo(root)
     free = said.get("MemAvailable")
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
@@ -52,24 +71,24 @@ def _mem_available(root: Path) -> int:
     return free
 
 
-def _control_groups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every memory control group this process is in, the ancestors' too.
+def _control_groups(root: Path) -> list[tuple[int, int, dict[str, int]]]:
+    """(limit, used, files) in bytes of every memory control group this process is in, the ancestors' too.
 
-    Page cache counts as used by the kernel but is given up under pressure: the inactive part is not counted.
+    files: of what is used, the page cache, "active" and "inactive", which the kernel gives up under pressure.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, int, dict[str, int]]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            inactive = "total_inactive_file"
+            stat_of = "total_{}_file"
         elif controllers == "":
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            inactive = "inactive_file"
+            stat_of = "{}_file"
         else:
             continue
         # In a container the path may name a group that is not mounted here; its own is then the mount's root.
@@ -78,7 +97,7 @@ def _control_groups(root: Path) -> list[tuple[int, int]]:
             group = base.joinpath(*parts[:depth])
             limit, used = _read_int(group / names[0]), _read_int(group / names[1])
             if limit is not None and used is not None:
-                found.append((limit, max(0, used - _inactive_file(group / "memory.stat", inactive))))
+                found.append((limit, used, _files(group / "memory.stat", stat_of)))
     return found
 
 
@@ -90,12 +109,15 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdigit() else None  # "max": no limit
 
 
-def _inactive_file(path: Path, name: str) -> int:
+def _files(path: Path, name_of: str) -> dict[str, int]:
+    """name_of: of an entry of memory.stat, with the part in braces; a part that it does not say is 0."""
+    found = {"active": 0, "inactive": 0}
+    names = {name_of.format(part): part for part in found}
     try:
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
+            if key in names:
+                found[names[key]] = int(value)
     except (OSError, ValueError):
         pass
-    return 0
+    return found

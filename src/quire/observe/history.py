@@ -1,7 +1,7 @@
 """What a cache has lost, and when and why: a bounded log, by the name of each block (`mirror.py`).
 
-Also what the losses and the uses add up to: how long blocks lay unused before they were evicted, how long it takes
-until a prefix is used again.
+Also what the losses and the uses add up to: how many blocks memory gave up, why (`feed.LOSS_REASONS`), how long they
+had been unused and how old they were; how long it takes until a prefix is used again.
 
 The log is a ring of records in one buffer, not objects: those would live so long, and be so many, that they keep what
 the requests of their time left around them from being given back (3.5 KB a loss were seen in a busy server).
@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from quire.cache.feed import LOSS_REASONS
 from quire.observe.mirror import Block, Change, TreeMirror
 
 __all__ = ["History", "Loss", "LossLog", "Spans"]
@@ -151,11 +152,18 @@ class History:
         self.mirror = mirror
         self.max_blocks = max_blocks
         self.losses = LossLog(mirror.node_tokens, max_blocks)
-        self.evictions = Spans()  # unused before they were evicted
-        self.eviction_ages = Spans()  # from when they were stored
+        self.evictions = {reason: Spans() for reason in LOSS_REASONS}  # unused before memory gave them up
+        self.eviction_ages = {
+            reason: Spans() for reason in LOSS_REASONS
+        }  # the same blocks, from when they were stored
         self.reuse_gaps = Spans()  # between two uses of a prefix
         self._expired: OrderedDict[bytes, float] = OrderedDict()
         mirror.listeners.append(self._note)
+
+    @property
+    def num_evicted(self) -> int:
+        """Full blocks whose content memory has given up since the start, for whatever reason."""
+        return sum(spans.count for spans in self.evictions.values())
 
     @property
     def num_forgotten(self) -> int:
@@ -166,9 +174,8 @@ class History:
         now = self.mirror.clock()
         for change in changes:
             if change.block is not None and change.kind == "removed":
-                if change.reason == "evicted":
-                    self.evictions.add(now - change.block.used_at)
-                    self.eviction_ages.add(now - change.block.made_at)
+                self.evictions[change.cause].add(now - change.block.used_at)
+                self.eviction_ages[change.cause].add(now - change.block.made_at)
                 self.losses.add(change.block, change, now)
 
     # -- uses ------------------------------------------------------------------------------------------

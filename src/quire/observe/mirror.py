@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.cache.block_hash import block_hashes, chained_hashes, root_hash
 from quire.cache.events import CacheEvent
+from quire.cache.feed import DROPPED, Forgotten
 from quire.cache.protocol import PrefixKVCache
 
 __all__ = ["Block", "BlockWatcher", "Change", "TreeMirror"]
@@ -68,12 +69,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """A block has come or gone, or all have (block None). reason, owner: of one that is gone, see `CacheEvent`."""
+    """A block has come or gone, or all have (block None). reason, owner: of one that is gone, see `CacheEvent`; cause:
+    of such a one, of `feed.LOSS_REASONS`."""
 
     kind: Literal["stored", "removed", "cleared"]
     block: Block | None = None
     reason: str = ""
     owner_id: int = 0
+    cause: str = ""
 
 
 class BlockWatcher(Protocol):
@@ -83,7 +86,7 @@ class BlockWatcher(Protocol):
         """The block is new, or has blocks that it had not; they stand in it already."""
         ...
 
-    def block_going(self, block: Block, event: CacheEvent, keep_forgotten: bool) -> None:
+    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
         """Some of its blocks are given up: they stand in it still, and their bytes where they were (`EventFeed`)."""
         ...
 
@@ -120,14 +123,14 @@ class TreeMirror:
         self.watchers: list[BlockWatcher] = []
         self.listeners: list[Callable[[list[Change]], None]] = []
 
-    def apply(self, events: list[CacheEvent], keep_forgotten: bool = False) -> None:
+    def apply(self, events: list[CacheEvent], forgotten: Forgotten = DROPPED) -> None:
         now = self.clock()
-        changes = [change for event in events for change in self._apply(event, now, keep_forgotten)]
+        changes = [change for event in events for change in self._apply(event, now, forgotten)]
         if changes:
             for listener in self.listeners:
                 listener(changes)
 
-    def _apply(self, event: CacheEvent, now: float, keep_forgotten: bool) -> Iterator[Change]:
+    def _apply(self, event: CacheEvent, now: float, forgotten: Forgotten) -> Iterator[Change]:
         if event.kind == "cleared":
             gone = [block for block in self.by_id.values() if block.is_there]
             for table in (self.by_id, self.by_hash, self.roots, self._hollow):
@@ -136,7 +139,7 @@ class TreeMirror:
                 watcher.all_gone()
             for block in gone:
                 block.is_there = False
-                yield Change("removed", block, "cleared")
+                yield Change("removed", block, "cleared", cause="dropped")
             yield Change("cleared")
             return
         block = self.by_id.get(event.node_id)
@@ -157,13 +160,14 @@ class TreeMirror:
         if block is None:
             return
         for watcher in self.watchers:
-            watcher.block_going(block, event, keep_forgotten)
+            watcher.block_going(block, event, forgotten)
         for column, block_id in enumerate(event.block_ids):
             if block_id >= 0:
                 block.block_ids[column] = -1
         if block.is_there and not self._is_whole(block):
             block.is_there = False
-            yield Change("removed", block, event.reason, event.owner_id)
+            cause = "space" if event.reason == "evicted" else forgotten.reason
+            yield Change("removed", block, event.reason, event.owner_id, cause)
         if max(block.block_ids) < 0:
             self._remove(block)
             for watcher in self.watchers:

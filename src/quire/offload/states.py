@@ -51,6 +51,7 @@ class _Stores(Protocol):
 
     is_trusted: Callable[[float], bool]
     owner_of: Callable[[bytes], str]
+    spared: tuple[str, ...]
 
     def save_path(self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys) -> None: ...
 
@@ -110,6 +111,7 @@ class StateStores:
             or one.stored_as >= one.cache_priority
             or not stores.is_trusted(0.0)
             or not self._cache.has_state_of(one)
+            or not self._stack.has_others(stores.spared)
         ):
             return 0, True
         name = self.names(one.namespace, *one.decoded())[-1]
@@ -118,6 +120,7 @@ class StateStores:
             cache_priority=one.cache_priority,
             owner=stores.owner_of(one.namespace),
             layout=self.layout,
+            spared=stores.spared,
         )
         if must and not num:
             return 0, False

@@ -25,6 +25,7 @@ rest is done by the stack's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -32,7 +33,7 @@ import numpy as np
 
 from quire.cache.block_hash import root_hash, root_key
 from quire.cache.events import CacheEvent
-from quire.cache.feed import EventFeed
+from quire.cache.feed import DROPPED, EventFeed, Forgotten
 from quire.cache.protocol import DISCARD, PrefixKVCache
 from quire.memory.block_bytes import BlockStorage
 from quire.observe.mirror import Block, TreeMirror
@@ -99,6 +100,8 @@ class TierStores:
         """Called with each namespace before anything of it is stored."""
         self.is_trusted: Callable[[float], bool] = lambda timeout_s: True
         """Whether K and V computed here are known to be right; waits for so long to know."""
+        self.spared: tuple[str, ...] = ()
+        """Tiers that take nothing now, see `sparing`."""
         self.on_name: OnName | None = None
         """Called with each segment before it is handed to the stack, where anybody wants to know."""
         self.feed = feed or EventFeed(cache)
@@ -119,15 +122,23 @@ class TierStores:
         if self.states is not None:
             self.states.renew(fingerprint)
 
-    def collect(self, *, keep_forgotten: bool = False) -> None:
+    def collect(self, forgotten: Forgotten = DROPPED) -> None:
         """Takes what has happened since the last call, and copies out what is to be stored.
 
-        When to call it: see `EventFeed.collect`. keep_forgotten: blocks that the cache forgets for want of memory are
-        stored like evicted ones.
+        When to call it: see `EventFeed.collect`. forgotten: what is kept of it is stored like evicted blocks.
         """
-        self.feed.collect(keep_forgotten=keep_forgotten)
+        self.feed.collect(forgotten)
 
-    def _states_through(self, events: list[CacheEvent], keep_forgotten: bool) -> None:
+    @contextmanager
+    def sparing(self, *tiers: str) -> Iterator[None]:
+        """Until it is left, nothing of what memory gives up goes to these tiers."""
+        self.spared = tiers
+        try:
+            yield
+        finally:
+            self.spared = ()
+
+    def _states_through(self, events: list[CacheEvent], forgotten: Forgotten) -> None:
         assert self.states is not None
         self.states.hand_over(self)
 
@@ -144,10 +155,10 @@ class TierStores:
             if self.policy == "through":
                 self._save(block)
 
-    def block_going(self, block: Block, event: CacheEvent, keep_forgotten: bool) -> None:
+    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
         kept = self._kept[block.node_id]
         kept.cache_priority = max(kept.cache_priority, event.cache_priority)
-        if event.reason == "evicted" or keep_forgotten:
+        if event.reason == "evicted" or forgotten.is_kept:
             self._save(block)
 
     def block_gone(self, block: Block) -> None:
@@ -276,6 +287,8 @@ class TierStores:
         own = self._kept[block.node_id]
         if own.cache_priority == DISCARD or own.stored_as >= own.cache_priority or not self.is_trusted(0.0):
             return True
+        if not self._stack.has_others(self.spared):
+            return True
         path = self._path(block)
         if any(min(one.block_ids) < 0 for one in path):
             return True  # a group has lost what would make it of use
@@ -291,7 +304,7 @@ class TierStores:
                 kept = {"owner": owner, "cache_priority": cache_priority}
                 if self.on_name is not None:
                     self.on_name(name, namespace, root_hash(namespace) if before is None else before.hash)
-                num = self._stack.store([(name, payload)], **kept)
+                num = self._stack.store([(name, payload)], spared=self.spared, **kept)
                 if must and not num:
                     return False
                 self._num_handed_over += num

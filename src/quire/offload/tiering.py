@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.cache.feed import EventFeed
     from quire.offload.waiting import InEngine
     from quire.tiers.disk import DiskTier
+    from quire.tiers.host import HostTier
     from quire.tiers.remote import RemoteTier
     from quire.tiers.stack import TierStack
 
@@ -56,7 +57,8 @@ def fingerprint_tag(fingerprint: bytes) -> str:
 class OpenTiers:
     """What an engine is given: the stack, and the two who use it; and what names the segments there.
 
-    ahead: takes memory for what the tiers have. disk: the tier that survives, if there is one. fingerprint: of the
+    ahead: takes memory for what the tiers have. host, disk: the tier in this process's memory, and the one that
+    survives, if there is one. fingerprint: of the
     model, see `quire.cache.block_hash.root_key`.
     """
 
@@ -64,6 +66,7 @@ class OpenTiers:
     loads: TierLoads
     stores: TierStores
     ahead: MemoryAhead
+    host: HostTier | None
     disk: DiskTier | None
     fingerprint: bytes
     segment_tokens: int
@@ -152,6 +155,7 @@ def open_tiers(
     if not tiers:
         return None
     from quire.tiers.disk import DiskTier
+    from quire.tiers.host import HostTier
     from quire.tiers.stack import TierStack
 
     layout = PayloadLayout.of(cache.spec)
@@ -179,6 +183,7 @@ def open_tiers(
         TierLoads(*shared, speeds, states),
         TierStores(*shared, policy=config.cache_write, feed=feed, states=states),
         MemoryAhead(storage, cache.block_bytes, _bytes_there(stack)),
+        host=next((tier for tier in tiers if isinstance(tier, HostTier)), None),
         disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
         fingerprint=fingerprint,
         segment_tokens=num_tokens,

@@ -10,7 +10,9 @@
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     what each tier holds and has done, as `quire.tiers.guarded.TierCounts` says
     quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
-    quire:eviction_idle_seconds, quire:eviction_age_seconds, quire:reuse_gap_seconds   histograms
+    quire:evicted_blocks_total{reason}       full blocks whose content memory gave up: space, idle, dropped or resize
+    quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks
+    quire:reuse_gap_seconds                  histogram
 
 Each server has a registry of its own, and each of several tenants one of what its requests were: what it may see is
 the requests' figures, tokens and times, none of the cache's or the engine's, which tell of others. Counts of the engine
@@ -33,7 +35,6 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 # Ours -> (name, help) of counts since the start and of figures now.
 _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Preemptions."),
-    "evicted_blocks": ("quire:evicted_blocks", "Blocks whose content was given up."),
     "copied_blocks": ("quire:copied_blocks", "Blocks copied on write."),
     "deduplicated_blocks": ("quire:deduplicated_blocks", "Blocks found to be there already at commit."),
     "evicted_checkpoints": ("quire:evicted_checkpoints", "Checkpoints of states that were given up."),
@@ -91,10 +92,9 @@ _TIER_GAUGES = {
     "bytes": "Bytes it holds.",
     "waiting_bytes": "Bytes that wait to be stored in it.",
 }
-_SPANS = {
-    "eviction_idle": ("num_evictions", "How long blocks had been unused when they were evicted."),
-    "eviction_age": ("num_evictions", "How long blocks had been there when they were evicted."),
-    "reuse_gap": ("num_reuses", "Time between two uses of a prefix."),
+_EVICTION_SPANS = {
+    "idle": "How long blocks had been unused when their content was given up.",
+    "age": "How long blocks had been there when their content was given up.",
 }
 
 
@@ -172,16 +172,37 @@ class Metrics:
                     CounterMetricFamily, name, "Tokens looked up, and found.", stats.get(key, 0)
                 )
         yield from self._of_tiers(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
-        for name, (count, text) in _SPANS.items():
-            if count in stats:
-                yield self._spans(f"quire:{name}_seconds", text, stats, name, stats[count])
+        yield from self._of_evictions(stats)
+        if "num_reuses" in stats:
+            text = "Time between two uses of a prefix."
+            family = HistogramMetricFamily("quire:reuse_gap_seconds", text, labels=["model_name"])
+            self._add_spans(family, [], stats, "reuse_gap", stats["num_reuses"])
+            yield family
 
-    def _spans(self, name: str, text: str, stats: Mapping[str, Any], key: str, count: int) -> Any:
-        """A histogram of the lengths of time that the stats tell of under `key`."""
-        family = HistogramMetricFamily(name, text, labels=["model_name"])
+    def _of_evictions(self, stats: Mapping[str, Any]) -> Iterator[Any]:
+        """What memory gave up, and the times of the same blocks, by reason."""
+        labels = ["model_name", "reason"]
+        by_reason = stats.get("evictions_by_reason", {})
+        if "evicted_blocks" in stats:
+            text = "Full blocks whose content was given up."
+            family = CounterMetricFamily("quire:evicted_blocks", text, labels=labels)
+            counts = {reason: one["count"] for reason, one in by_reason.items()}
+            for reason, count in (counts or {"space": stats["evicted_blocks"]}).items():
+                family.add_metric([self._label, reason], count)
+            yield family
+        for name, text in _EVICTION_SPANS.items():
+            family = HistogramMetricFamily(f"quire:eviction_{name}_seconds", text, labels=labels)
+            for reason, one in by_reason.items():
+                self._add_spans(family, [reason], one, name, one["count"])
+            if by_reason:
+                yield family
+
+    def _add_spans(
+        self, family: Any, labels: list[str], stats: Mapping[str, Any], key: str, count: int
+    ) -> None:
+        """To a histogram the lengths of time that the stats tell of under `key`."""
         buckets = [(str(bound), below) for bound, below in stats[f"{key}_below_s"].items()]
-        family.add_metric([self._label], [*buckets, ("+Inf", count)], stats[f"{key}_s"] * count)
-        return family
+        family.add_metric([self._label, *labels], [*buckets, ("+Inf", count)], stats[f"{key}_s"] * count)
 
     def _of_tiers(self, tiers: Mapping[str, Any], hit_tokens: Mapping[str, int]) -> Iterator[Any]:
         labels = ["model_name", "tier"]

@@ -92,6 +92,22 @@ class HostTier:
             self._remove(key)
             return True
 
+    def give_back(self, num_bytes: int) -> int:
+        """Gives up values of at least so many bytes together, or all, as for want of room; the bytes that they took.
+
+        Whatever their cache priority: the system wants the memory, not another value.
+        """
+        with self._lock:
+            before = self._stats.num_bytes
+            keys: list[bytes] = []
+            while before - self._stats.num_bytes < num_bytes and (key := self._next_to_go(None)) is not None:
+                self._remove(key)
+                keys.append(key)
+            if keys:
+                self._add(evicted=len(keys))
+                self.on_removed(keys, "evicted")
+            return before - self._stats.num_bytes
+
     def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
         with self._lock:
             return [(key, entry.info) for key, entry in self._entries.items() if entry.info.root in roots]
@@ -152,13 +168,14 @@ class HostTier:
             self.on_removed((key,), "evicted")
         return True
 
-    def _next_to_go(self, cache_priority: int) -> bytes | None:
+    def _next_to_go(self, cache_priority: int | None) -> bytes | None:
+        """For a value of this cache priority; None: for whatever."""
         while self._evictable:
             rank, used, key = self._evictable[0]
             entry = self._entries.get(key)
             current = entry is not None and (entry.cache_priority, entry.used) == (rank, used)
             if current and key not in self._num_continued:
-                return key if rank <= cache_priority else None
+                return key if cache_priority is None or rank <= cache_priority else None
             heapq.heappop(self._evictable)
         return None
 

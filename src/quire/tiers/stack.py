@@ -136,8 +136,10 @@ class TierStack:
         cache_priority: int = 1,
         owner: str = "",
         layout: Layout | None = None,
+        spared: Collection[str] = (),
     ) -> int:
-        """Queues segments and their payloads (uint8, `segment` module) for every tier; how many some tier has queued.
+        """Queues segments and their payloads (uint8, `segment` module) for every tier but those spared; how many some
+        tier has queued.
 
         The payloads belong to the stack from now on: nobody writes to them again. Returns at once; what is queued
         can be looked up and loaded from now on. layout: of the payloads, where they are no keys and values.
@@ -150,9 +152,13 @@ class TierStack:
                 payload,
                 partial(self._encode, name, payload, layout or self.layout),
             )
-            queued = [tier.store(outgoing) for tier in self._tiers]
+            queued = [tier.store(outgoing) for tier in self._tiers if tier.name not in spared]
             num_queued += any(queued)
         return num_queued
+
+    def has_others(self, spared: Collection[str]) -> bool:
+        """Whether there are tiers but these."""
+        return any(tier.name not in spared for tier in self._tiers)
 
     def lookup(
         self,
