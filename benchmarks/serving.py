@@ -192,9 +192,9 @@ class Server:
 
     def metric(self, name: str) -> float:
         page = self._page("/metrics")
-        found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+        found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
         assert found, name
-        return float(found[1])
+        return sum(map(float, found))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class CacheEvent:
     blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for those the event is not about. parent_id:
     -1 below a root.
     owner: stored: whose the blocks are; removed: for whose need, 0 for nobody's.
-    reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`); else "".
+    reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`, `trim`); else "".
     cache_priority: the highest of the blocks': of stored those of the event, of removed all that the node had.
     namespace, tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
     """

@@ -25,7 +25,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """reason: "evicted", "forgotten" (drop, resize; of a tier: not followed any more) or "cleared".
+    """reason: "evicted", "forgotten" (drop, resize, trim; of a tier: not followed any more) or "cleared".
 
     "unreachable": it is there, and its parent is nowhere any more (`known_parents`).
 
