@@ -2,7 +2,7 @@
 // mean.
 //
 // Off at first. While on, an event costs its blocks, and a stored one a copy of its block's tokens and keys. Room is made
-// before anything changes (`ensure_room`, `name_index`, `reserve_keys`); then noting an event cannot fail.
+// before anything changes (`ensure_room`, `name_index`); then noting an event cannot fail.
 #pragma once
 
 #include <algorithm>

@@ -16,7 +16,7 @@ use without it; a checkpoint whose K and V are gone is worth nothing. What is ca
 and all checkpoints as its bytes, so K and V that no checkpoint leads to make it worth less, and go then. So neither
 pool starves the other: long prompts drive states out, and many short ones drive out blocks.
 
-Free memory moves by `unit_bytes` at a time, or by one state if that is more, and free blocks are left alone that are
+Free memory moves by `_unit_bytes` at a time, or by one state if that is more, and free blocks are left alone that are
 fewer than that: what has just become blocks does not become slots in the next step.
 
 Invariants

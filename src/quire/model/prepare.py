@@ -90,7 +90,7 @@ class PreparedModel:
             found (`kept_proof`).
 
     Raises:
-        ArgumentError: another one has prepared this very model and was not given back (`holding`).
+        ArgumentError: another one has prepared this very model and was not given back (`model_lock`).
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
 

@@ -1,6 +1,6 @@
 """Whose memory is short, and who gives way: quotas and floors of owners, pins, as the scheduler needs them.
 
-The cache enforces limits block by block (`quire.cache.owner_ids`); here is what they mean for whole requests.
+The cache enforces limits block by block (`quire.cache.manager.owners`); here is what they mean for whole requests.
 
     can ever have   the smaller of quota - own pins, and pool - what floors and pins keep from it
     short           an owner that holds what it can ever have and needs more: one of its own gives way

@@ -11,7 +11,7 @@ findable, and it waits to be opened again with prompt and output. So it is for a
 has more than its share.
 
 A waiting sequence whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
-lies in a tier is LOADING meanwhile (`tier_loads`): its blocks are reserved, others overtake it.
+lies in a tier is LOADING meanwhile (`loading`): its blocks are reserved, others overtake it.
 
 A paused request (`pause`) takes no part in a step until `resume`: its reader has not taken what there is. Its sequences
 keep their blocks and places while nobody else wants any, and are the first to be preempted. So whoever is read goes on,

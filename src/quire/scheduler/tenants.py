@@ -9,7 +9,7 @@ the published tokens, and none finds anything of another's behind them. What is 
 it is never missing, so that finding it says nothing about who was here before. A prompt that is a published prefix and
 no more is served in the tenant's own namespace.
 
-Not here: enforcing (`quire.cache.owner_ids`, `fair_share`). Cost: `resolve` O(published prefixes) comparisons.
+Not here: enforcing (`quire.cache.manager.owners`, `fair_share`). Cost: `resolve` O(published prefixes) comparisons.
 """
 
 from __future__ import annotations

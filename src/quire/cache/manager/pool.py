@@ -10,7 +10,7 @@ and beside them the ids given up by a resize, which are no blocks of the pool un
 
 The pool knows no tokens and no tree; who moves a block says whether its content is known. Every move is O(1), but for
 what the set of free blocks costs.
-Every block that is not free counts in one owner (`owner_ids.py`).
+Every block that is not free counts in one owner (`owners.py`).
 
 Invariants
     P1  free + cached + held + in flight = num_blocks, each block in one list only; with those given up they are all

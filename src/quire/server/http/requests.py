@@ -4,7 +4,7 @@ The id is the client's `X-Request-Id`, if that is 1 to 128 visible ASCII charact
 it in that header; a completion's own `id` ends with it; the page, `quire top` and the engine's messages call the
 sequences so. Two requests under way with one id are told apart by a number behind the second's (`Service`).
 
-With `log_requests` each request is one line of the logger `quire.requests` at its end. A line has no content: no text,
+With `log_requests` each request is one line of the logger `LOGGER` at its end. A line has no content: no text,
 no token, no query, and of a path only its route.
 
 Cost: an object for each request; a call more for each event of a stream.
