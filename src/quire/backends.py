@@ -12,17 +12,17 @@ from __future__ import annotations
 import importlib
 import os
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import ArgumentError, BackendError
 
-__all__ = ["BackendName", "choose_backend", "is_host_backend", "native_module"]
+__all__ = ["BackendName", "choose_backend", "extension", "is_host_backend", "native_module"]
 
 BackendName = Literal["native", "python"]
 
 
 def native_module() -> ModuleType | None:
-    """`quire._native`, or None where it was not built."""
+    """`quire._native`, or None where it was not built. For who asks what there is; who computes asks `extension`."""
     try:
         return importlib.import_module("quire._native")
     except ImportError:
@@ -53,3 +53,13 @@ def choose_backend(name: str | None, *, needs: str) -> BackendName:
             f'install with a C++20 compiler, or use backend="python"'
         )
     return "python"
+
+
+def extension(backend: str | None = None) -> Any:
+    """`quire._native` for what runs on this machine beside `LLM(backend=backend)`; None where it is not to be called.
+
+    That is with "python", and where it was not built. Beside a registered device, and without a name, the environment
+    decides. *raises:* as `choose_backend`.
+    """
+    name = backend if is_host_backend(backend) else None
+    return native_module() if choose_backend(name, needs="copy_rows") == "native" else None

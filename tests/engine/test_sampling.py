@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+from quire.backends import extension
+from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import new_generator, sample_tokens
 from quire.scheduler.request import Request, RequestSequence
@@ -34,6 +36,16 @@ def draw(rows: torch.Tensor, *sequences: RequestSequence) -> list[int]:
 def test_greedy_rows_are_the_argmax() -> None:
     rows = logits(5)
     assert draw(rows, *(make_sample() for _ in range(5))) == rows.argmax(-1).tolist()
+
+
+@pytest.mark.skipif(extension() is None, reason="the extension does not compute here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_extension_finds_the_most_likely_that_torch_finds(dtype: torch.dtype) -> None:
+    rows = logits(70).to(dtype)
+    rows[3, 5:9] = 90.0  # the first of equals
+    rows[4, 7] = torch.nan
+    for got, expected in zip(most_likely(rows, extension()), most_likely(rows), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_several_samples_may_draw_from_one_row() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ArgumentError
-from quire.memory import device
 from quire.memory.block_bytes import BlockWriter
+from quire.memory.device import HOST
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import why_not
 from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
@@ -100,7 +100,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "native":
         pytest.importorskip("quire._native")
     else:
-        monkeypatch.setattr(device, "native_module", lambda: None)
+        monkeypatch.setattr(HOST, "copied_by", "python")
     return request.param
 
 
@@ -260,7 +260,7 @@ def test_native_and_plain_copies_agree(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, num_tokens))
     native = pool.storage.read_blocks(block_ids, num_tokens, first=first)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "native_module", lambda: None)
+        patch.setattr(HOST, "copied_by", "python")
         plain = pool.storage.read_blocks(block_ids, num_tokens, first=first)
     assert np.array_equal(native, plain)
     pool.close()

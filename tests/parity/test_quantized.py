@@ -18,7 +18,7 @@ from quire.quantized import (
     form_of,
     multiply,
     round_to_codes,
-    rounded_num_bytes,
+    rounded_form,
 )
 from quire.spec.weight_formats import parse_rounding
 
@@ -153,7 +153,7 @@ def test_what_it_will_weigh(text: str, shape: tuple[int, int]) -> None:
     rounding = parse_rounding(text)
     assert rounding is not None
     packed = CodedWeight(round_to_codes(torch.randn(shape), rounding), torch.float32)
-    assert rounded_num_bytes(*shape, rounding) == packed.num_bytes
+    assert rounded_form(shape[1], rounding).num_bytes(*shape) == packed.num_bytes
 
 
 def test_rows_in_another_type_and_out_of_range() -> None:

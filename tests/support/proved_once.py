@@ -27,7 +27,7 @@ import pytest
 import xxhash
 from transformers import PreTrainedModel
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.model import PreparedModel
 from quire.model.held_weight import HeldParameter, bytes_of
 from quire.model.overlay import own_class
@@ -113,7 +113,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     digest = xxhash.xxh3_128()
     for _, tensor in tensors:
         digest.update(bytes_of(tensor))
-    native = native_module()
+    native = extension(prepared.backend.name)
     classes = tuple((own_class(module), type(module).forward) for module in model.modules())
     return (
         classes,

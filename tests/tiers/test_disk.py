@@ -411,7 +411,7 @@ def test_values_are_read_to_where_they_are_wanted(
     backend: str, two: tuple[DiskTier, DiskTier, Interrupted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "python":
-        monkeypatch.setattr("quire.tiers.files.native_module", lambda: None)
+        monkeypatch.setattr(Files, "backend", "python")
     reader, writer, files = two
     values = [value(seed, 30) for seed in range(4)]
     for one in values[:3]:
@@ -447,7 +447,7 @@ def test_reading_at_hand_is_checked_like_the_library_does(
 ) -> None:
     """Parts of every size, more than the system takes at once, and few bytes."""
     if backend == "python":
-        monkeypatch.setattr("quire.tiers.files.native_module", lambda: None)
+        monkeypatch.setattr(Files, "backend", "python")
     random = np.random.default_rng(5)
     content = random.bytes(4 << 20)
     path = tmp_path / "file"

@@ -200,6 +200,7 @@ class NativeBackend(HostMemory):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     kv_formats = ("int8", "int4")
     is_native = True
+    copied_by = "native"
     pack = None
     write = staticmethod(write)
     run = staticmethod(run)

@@ -150,6 +150,7 @@ class ReferenceBackend(HostMemory):
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     kv_formats = ("int8", "int4")
     is_native = False
+    copied_by = "python"
     pack = None
     write = staticmethod(write)
     run = staticmethod(run)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.backends import is_host_backend, native_module
+from quire.backends import extension, is_host_backend
 from quire.cache.feed import EventFeed
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import shares_prefixes
@@ -124,7 +124,8 @@ class EngineCore:
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
         )  # torch's, of the driver's thread
-        if config.num_threads is not None and (native := native_module()) is not None:
+        native = extension(config.backend)
+        if config.num_threads is not None and native is not None:
             native.set_num_threads(config.num_threads)
         with _naming_what_runs():
             loaded = load(
@@ -134,6 +135,7 @@ class EngineCore:
                 trust_remote_code=config.trust_remote_code,
                 weights=config.weight_formats,
                 keep=packed_folder,
+                backend=config.backend,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)
@@ -179,7 +181,7 @@ class EngineCore:
             self.storage_name = opened.name
             self.storage = opened.storage
             self.cache = opened.cache
-            self.profile = Profile() if config.profile else None
+            self.profile = Profile(config.backend) if config.profile else None
             self.runner = Runner(
                 self.prepared, opened.storage, num_threads=config.num_threads, profile=self.profile
             )
@@ -210,6 +212,7 @@ class EngineCore:
                 stores=None if self.tiers is None else self.tiers.stores,
                 tenant_secret=config.tenant_secret,
                 monitor=self.monitor,
+                native=native,
             )
             if self.tiers is not None:
                 self.tiers.stores.owner_of = self.engine.tenants.owner_of

@@ -90,6 +90,7 @@ class Engine:
         stores: TierStores | None = None,
         tenant_secret: bytes | None = None,
         monitor: CacheMonitor | None = None,
+        native: Any = None,
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         """Called when an idle engine is about to take a request; what it raises, the request's caller gets."""
@@ -100,6 +101,7 @@ class Engine:
         self._stores = stores
         self._cache = cache
         self._profile = profile or NoProfile()
+        self._native = native
         self._clock = clock
         self.share = FairShare(cache)
         self.tenants = Tenants(cache, self.share, tenant_secret)
@@ -322,7 +324,7 @@ class Engine:
             self._profile.lap("forward")
             tokens = np.zeros(0, np.int64)
             if scheduled.sampled:
-                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows)
+                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._native)
             self._profile.lap("sampling")
         except StepRefusedError as refused:  # E3
             return self.scheduler.refuse(scheduled, refused.__cause__)

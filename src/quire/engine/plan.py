@@ -368,17 +368,11 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
     from quire.attention import backend
-    from quire.model.linear import choose_packing
+    from quire.model.linear import packing_on
     from quire.model.quantized import planned_forms
     from quire.model.weight_rows import planned_weights
-    from quire.spec import format_of
 
-    device, dtype = backend(config.backend), format_of(unloaded.spec.dtype).torch_dtype
-    packing = None
-    if device.pack is not None:
-        packing = "device"
-    elif not device.is_native and choose_packing(dtype) == "native":
-        packing = "watched"  # as `PreparedModel` chooses
+    packing = packing_on(backend(config.backend))
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
@@ -388,7 +382,13 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
             row.num_bytes,
             f"{row.num_tensors} tensors",
         )
-        for row in planned_weights(unloaded.model, packing=packing, form_of=forms.get, codes=unloaded.codes)
+        for row in planned_weights(
+            unloaded.model,
+            packing=packing,
+            form_of=forms.get,
+            codes=unloaded.codes,
+            backend=config.backend,
+        )
     ]
 
 

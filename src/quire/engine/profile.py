@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.errors import ArgumentError
 from quire.scheduler.step import ScheduledStep
 
@@ -85,13 +85,13 @@ class _Sums:
 
 
 class Profile(NoProfile):
-    """The profile of one engine's steps; the engine calls `begin`, `lap` and `end`.
+    """The profile of the steps of one engine, whose back end `backend` is; the engine calls `begin`, `lap` and `end`.
 
     Prefill steps (any prompt among them) and decode steps are kept apart. Read it between two steps.
     """
 
-    def __init__(self) -> None:
-        self._native = native_module()
+    def __init__(self, backend: str | None = None) -> None:
+        self._native = extension(backend)
         self._laps: list[tuple[str, int, int]] = []
         self._recorded: list[tuple[int, int, int]] = []  # by `record`
         self._start_ns = self._last_ns = 0

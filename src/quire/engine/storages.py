@@ -135,6 +135,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         max_num_seqs=config.max_num_seqs,
         # With a prefix cache a parked row that is adopted whole is worth more than a short one.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
+        device=device_of(config),
     )
     try:
         # What the rows' addresses leave, where those are limited.

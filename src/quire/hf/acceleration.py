@@ -48,7 +48,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.attention import Backend
 from quire.attention import backend as attention_backend
-from quire.backends import native_module
+from quire.backends import extension
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
 from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
@@ -56,7 +56,7 @@ from quire.hf.row_storage import RowStorage
 from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.key_offsets import KeyOffsets, measure_key_offsets, sees_offsets
-from quire.model.linear import pack_linears
+from quire.model.linear import pack_linears, packing_on
 from quire.model.load import base_model, load, not_plain
 from quire.model.missing import counts_padding
 from quire.model.model_lock import hold, let_go, require_free
@@ -212,8 +212,10 @@ class _Accelerated:
             reason = str(error)  # it has gone where Quire does not run it
         if prepared is None:
             self._done = Acceleration("linears", reason)
-            pack = None if self.backend is None else self.backend.pack
-            undo = pack_linears(model, None if pack is None else "device", pack=pack)
+            packing, pack = None, None
+            if self.backend is not None:
+                packing, pack = packing_on(self.backend), self.backend.pack
+            undo = pack_linears(model, packing, pack=pack)
             self._undo.append(undo)
             hold(model, self, self._undo)
             self._undo.append(lambda: let_go(model, self))
@@ -262,7 +264,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
             "model.to('cpu')"
         )
     require_free(model)
-    if backend is None and native_module() is not None:
+    if backend is None and extension() is not None:
         backend = "native"
     accelerated = _Accelerated(model, None if backend is None else attention_backend(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)

@@ -112,7 +112,9 @@ class QuireCache(DynamicCache):
         if storage == "virtual":
             from quire.hf.virtual import VirtualMemory
 
-            self.memory = VirtualMemory(limit, longest, parse_size(piece_size, where="piece_size"))
+            self.memory = VirtualMemory(
+                self.backend, limit, longest, parse_size(piece_size, where="piece_size")
+            )
         elif storage == "growing":
             self.memory = DenseMemory(self.backend, limit, max_length, set_aside=False)
         else:

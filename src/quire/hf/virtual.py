@@ -36,7 +36,7 @@ import torch
 
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.rows import LayerBuffer, Need, Rows, refuse_state
-from quire.memory.device import HOST, DeviceMemory
+from quire.memory.device import DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, why_not
 from quire.process import OwnProcess
 from quire.sizes import format_size
@@ -51,14 +51,15 @@ _AHEAD = 16  # a row takes one block in so many more than it needs
 class VirtualMemory:
     """Memory of `limit_bytes` for rows of up to `max_length` tokens, mapped in pieces of about `piece_bytes`.
 
-    Of this process only: a child of `os.fork` does not get the mappings.
+    device: whose copies move bytes of this machine. Of this process only: a child of `os.fork` does not get the
+    mappings.
 
     Raises:
         ArgumentError: a piece size out of range.
         BackendError: this machine cannot map memory so.
     """
 
-    def __init__(self, limit_bytes: int, max_length: int, piece_bytes: int) -> None:
+    def __init__(self, device: DeviceMemory, limit_bytes: int, max_length: int, piece_bytes: int) -> None:
         if not mmap.PAGESIZE <= piece_bytes <= _MAX_PIECE or piece_bytes & (piece_bytes - 1):
             raise ArgumentError(
                 f"expected a piece size that is a power of two from {format_size(mmap.PAGESIZE)} to "
@@ -69,6 +70,7 @@ class VirtualMemory:
             raise BackendError(
                 f'expected a machine that maps memory for storage="virtual": {reason}; use storage="growing"'
             )
+        self.device = device
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.piece_bytes = piece_bytes
@@ -364,10 +366,10 @@ class VirtualRows:
     """One layer buffer of a group."""
 
     origin = 0
-    device: DeviceMemory = HOST
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group: _Group = group
+        self.device = group.memory.device
         self.place = place
         self.num_rows, self.token_bytes = group.num_rows, group.token_bytes[place]
         self.row_tokens = group.row_positions * group.block_tokens

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.memory.free_memory import free_address_bytes, free_memory_bytes
 from quire.memory.heap import Heap, physical_bytes
 
@@ -93,9 +93,10 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """This machine's own memory."""
+    """This machine's own memory. copied_by: the back end whose code copies, as of `quire.backends.extension`."""
 
     is_host = True
+    copied_by: str | None = None
 
     def total_bytes(self) -> int:
         """No more than half of what a limit of the process leaves: the other half is for everything else."""
@@ -114,7 +115,7 @@ class HostMemory:
 
     def copy_pieces(self, payload: np.ndarray, pieces: np.ndarray, to_device: bool) -> None:
         """By the extension, which lets go of Python's lock, at about the speed of memcpy; else a call for each row."""
-        native = native_module()
+        native = extension(self.copied_by)
         if native is not None:
             native.copy_rows(payload, pieces, to_device)
             return

@@ -59,9 +59,9 @@ class ExpertForms(tuple[CodeForm, ...]):
         """As of `CodedExperts`."""
         return ", ".join(dict.fromkeys(form.label for form in self))
 
-    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+    def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
         """What `CodedExperts.num_bytes` is of experts of that shape."""
-        return sum(form.num_bytes(num_outputs, num_inputs) for form in self)
+        return sum(form.num_bytes(num_outputs, num_inputs, backend) for form in self)
 
 
 def hold_experts(

@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quire.backends import native_module
 from quire.memory.heap import give_back_freed
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import DenseWeight, NativeWeight, PackedWeight, choose_packing
@@ -284,6 +283,8 @@ def is_proved(module: Any, names: tuple[str, str]) -> bool:
     """
     dtype = module._parameters[names[0]].dtype
     wide = torch.float64 if dtype is torch.float32 else torch.float32
+    coded = [codes[0] for name in names if (codes := coded_form(module._parameters[name])) is not None]
+    make = DenseWeight if any(codes.native is None for codes in coded) else NativeWeight  # as codes compute
 
     def own(dtype: torch.dtype) -> torch.Tensor:
         twin = _twin(module, dtype)
@@ -301,7 +302,6 @@ def is_proved(module: Any, names: tuple[str, str]) -> bool:
             if codes is not None and working is dtype:
                 forms[name] = codes
             else:
-                make = DenseWeight if native_module() is None else NativeWeight
                 forms[name] = _OneByOne(make, module._parameters[name], working, module.is_transposed)
         twin.__dict__.update(_packed_form=forms.__getitem__)
         return torch.cat([twin.forward(*example) for example in _examples(module, names, working)])

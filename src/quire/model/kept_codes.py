@@ -17,16 +17,17 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.model.mapped_weights import Origin, Origins, key_of
 from quire.model.packed_weights import KeptWeights, Wanted
 from quire.model.quantized import quantize_model, round_and_pack, weights_to_round
-from quire.quantized import PANEL_LAYOUT, CodedWeight, rounded_num_bytes, rounding
+from quire.quantized import PANEL_LAYOUT, CodedWeight, rounded_form, rounding
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = ["CodesToKeep", "KeptCodes", "can_keep", "digest_of_order", "quantize_kept", "rounded_by"]
@@ -79,14 +80,20 @@ class KeptCodes(KeptWeights):
 
 
 def quantize_kept(
-    model: PreTrainedModel, formats: WeightFormats, mapped: Origins, folder: Path | None
+    model: PreTrainedModel,
+    formats: WeightFormats,
+    mapped: Origins,
+    folder: Path | None,
+    backend: str | None = None,
 ) -> tuple[KeptWeights, ...]:
     """`quantize_model`, with the codes taken from `folder` or kept there where that can be done.
 
     Returns what the codes are read from; nothing where none are kept. *raises:* as `quantize_model`.
     """
-    if folder is None or not formats.rounds or not can_keep(folder):
-        quantize_model(model, formats, mapped.release)
+    if folder is None or not formats.rounds or not can_keep(folder, backend):
+        quantize_model(
+            model, formats, mapped.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
+        )
         return ()
     kept = KeptCodes(folder, _to_keep(model, formats, mapped), rounded_by())
 
@@ -96,7 +103,7 @@ def quantize_kept(
             key_of(weight),
             (num_outputs, num_inputs),
             model.dtype,
-            lambda: round_and_pack(weight, rounding, model.dtype),
+            lambda: round_and_pack(weight, rounding, model.dtype, backend),
         )
 
     with kept:
@@ -108,7 +115,7 @@ def _to_keep(model: PreTrainedModel, formats: WeightFormats, mapped: Origins) ->
     to_round, found = weights_to_round(model, formats), []
     for one, origin in zip(to_round, mapped.origins([one.weight for one in to_round]), strict=True):
         num_outputs, num_inputs = one.weight.shape
-        num_bytes = rounded_num_bytes(num_outputs, num_inputs, one.rounding)
+        num_bytes = rounded_form(num_inputs, one.rounding).panel_bytes(num_outputs, num_inputs)
         how = (*one.weight.stride(), str(one.weight.dtype), str(one.rounding))
         origins = () if origin is None else (origin,)
         found.append(
@@ -117,10 +124,12 @@ def _to_keep(model: PreTrainedModel, formats: WeightFormats, mapped: Origins) ->
     return found
 
 
-def can_keep(folder: Path) -> bool:
+def can_keep(folder: Path, backend: str | None) -> bool:
     """Whether there are panels to keep; a line of the log where not."""
-    if native_module() is None:
-        _log.warning("codes are not kept in %s: there is no extension here, whose panels they are", folder)
+    if extension(backend) is None:
+        _log.warning(
+            "codes are not kept in %s: the extension, whose panels they are, does not compute here", folder
+        )
         return False
     return True
 

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quire.attention.backends import PackedWeight
+from quire.attention.backends import Backend, PackedWeight
 from quire.backends import native_module
 from quire.errors import BackendError
 from quire.memory.heap import give_back_freed
@@ -57,6 +57,7 @@ __all__ = [
     "is_transposed",
     "pack_linears",
     "packed_class",
+    "packing_on",
     "planned_packing",
     "weights_to_pack",
 ]
@@ -181,6 +182,16 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
     if native_module() is not None:
         return "native"
     return "onednn" if _onednn_serves(dtype) else None
+
+
+def packing_on(backend: Backend) -> Packing | None:
+    """As what `pack_linears` packs a model that `backend` runs; None: by dtype, as `choose_packing` says.
+
+    Torch computes where the extension is built and is not to be called.
+    """
+    if backend.pack is not None:
+        return "device"
+    return "watched" if not backend.is_native and native_module() is not None else None
 
 
 class PackedModule(Changed):

@@ -123,6 +123,7 @@ def load(
     weights: WeightFormats | None = None,
     widened: bool = False,
     keep: Path | None = None,
+    backend: str | None = None,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -136,6 +137,7 @@ def load(
             they stay as they are, in the codes of the checkpoint where it has some.
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
         keep: a folder that keeps codes from one start to the next (`kept_codes`).
+        backend: what will run it, and computes from codes, as of `quire.backends.extension`.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -156,7 +158,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights, widened, keep)
+        return _load_gguf(file, wanted, weights, widened, keep, backend)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -167,7 +169,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened, weights, keep)
+        read = _from_pretrained(where, config, None if local else revision, widened, weights, keep, backend)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -188,7 +190,7 @@ def load(
     name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
     if weights is not None:
-        kept = (*kept, *quantize_kept(model, weights, mapped, keep))
+        kept = (*kept, *quantize_kept(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(
@@ -207,6 +209,7 @@ def _from_pretrained(
     widened: bool,
     rounded: WeightFormats | None,
     keep: Path | None,
+    backend: str | None,
 ) -> Callable[..., Any]:
     """What makes (model, report, files of kept codes) of a class and options: transformers, or Quire where weights are
     quantized, and where experts are rounded before they are stacked.
@@ -229,7 +232,7 @@ def _from_pretrained(
         if dtype is None:
             stored = [] if is_quantized or source is None else [one.stored for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
-        how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep}
+        how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep, "backend": backend}
         return load_quantized(kind, where, source, whole, dtype, **how, **options)
 
     return read
@@ -275,7 +278,12 @@ def _text_part(
 
 
 def _load_gguf(
-    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool, keep: Path | None
+    path: Path,
+    wanted: KVFormat | None,
+    rounded: WeightFormats | None,
+    widened: bool,
+    keep: Path | None,
+    backend: str | None,
 ) -> LoadedModel:
     source = GGUFSource(path)
     try:
@@ -284,7 +292,7 @@ def _load_gguf(
         tokenizer = load_gguf_tokenizer(source, gguf_config(source))
         give_back_freed()
         model, report, weights, kept = load_gguf_model(
-            source, dtype, widened=widened, rounded=rounded, keep=keep
+            source, dtype, widened=widened, rounded=rounded, keep=keep, backend=backend
         )
     except (LoadError, ArgumentError):
         raise
@@ -292,7 +300,7 @@ def _load_gguf(
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
-        kept = (*kept, *quantize_kept(model, rounded, weights, keep))
+        kept = (*kept, *quantize_kept(model, rounded, weights, keep, backend))
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,

@@ -27,7 +27,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from quire.backends import native_module
 from quire.errors import LoadError
 from quire.model.coded_experts import ExpertForms
 from quire.model.gguf_experts import gguf_experts
@@ -106,12 +105,13 @@ def load_gguf_model(
     widened: bool = False,
     rounded: WeightFormats | None = None,
     keep: Path | None = None,
+    backend: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights, tuple[KeptWeights, ...]]:
     """The model in `dtype`, transformers' report of the loading, where its weights come from, and what codes are read
     from (`kept_codes`).
 
     widened: no codes are kept. rounded: as what the experts are held, beside `widened`; the caller rounds the rest.
-    keep: a folder for codes.
+    keep: a folder for codes. backend: what computes from codes.
 
     *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
     raises them.
@@ -138,7 +138,7 @@ def load_gguf_model(
         if rounded is not None:
             planned_forms(shape, rounded)  # a pattern that fits nothing is refused
             forms = expert_forms(shape, rounded) or None
-        unread = UnreadWeights()
+        unread = UnreadWeights(backend)
         tensors = _tensors(source, shape, fields, dtype, weights, unread, widened, forms)
         loaded: Any = type(shape).from_pretrained(
             None,
@@ -159,7 +159,9 @@ def load_gguf_model(
         # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
         MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
         by = f"readers {readers.VERSION}"
-        kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep) else None)
+        kept = unread.read_into(
+            model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None
+        )
     model.config.name_or_path = str(source.path)
     return model, report, weights, kept
 
@@ -264,7 +266,9 @@ def _tensors(
         if place is not None and rows is not None:
             form = partial(gguf_form, str(tensor.stored), tensor.shape[1])
             origins = partial(_origins, weights, tensor)
-            linear = StoredLinear(partial(_read, tensor, rows, mapped), form, origins, rows)
+            linear = StoredLinear(
+                partial(_read, tensor, rows, mapped, unread.takes_parts), form, origins, rows
+            )
             tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, linear)
             continue
         if tensor.is_quantized and not widened:
@@ -359,13 +363,15 @@ def _origins(weights: WidenedWeights, tensor: StoredTensor) -> tuple[Origin, ...
     return (weights.origin(tensor.offset),)
 
 
-def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> Iterator[QuantizedWeight]:
-    """The weight, some of its outputs at a time. Pages of the file are given back once they are read."""
+def _read(
+    tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights, in_parts: bool
+) -> Iterator[QuantizedWeight]:
+    """The weight, or some of its outputs at a time. Pages of the file are given back once they are read."""
     data = tensor.read()
     data = data.reshape(-1, data.shape[-1])
     is_ordered = torch.equal(rows, torch.arange(len(rows)))
     step = len(rows)
-    if native_module() is not None:
+    if in_parts:
         step = max(PANEL, _READ_AT_ONCE // tensor.shape[1] // PANEL * PANEL)
     try:
         for start in range(0, len(rows), step):

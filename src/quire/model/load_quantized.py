@@ -76,14 +76,15 @@ def load_quantized(
     widened: bool = False,
     rounded: WeightFormats | None = None,
     keep: Path | None = None,
+    backend: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any], tuple[KeptWeights, ...]]:
     """The model in `dtype`, transformers' report of the loading, and what codes are read from (`kept_codes`).
 
     kind: the class of transformers that makes it, an auto class or a model's. where: the folder or Hub id, for what is
     said of generation there. config: of the model; not changed. widened: no codes are kept. rounded: as what
-    the experts are held, beside `widened`; the caller rounds the rest. keep: a folder for codes. options: as
-    `from_pretrained` takes them.
+    the experts are held, beside `widened`; the caller rounds the rest. keep: a folder for codes. backend: what
+    computes from codes. options: as `from_pretrained` takes them.
 
     *raises:* LoadError: its weights are no safetensors files, or not understood; ArgumentError: a pattern of `rounded`
     fits nothing; others as transformers raises them.
@@ -103,7 +104,7 @@ def load_quantized(
         plain = tensors.keys() - found.names
         names = CheckpointNames(shape, options.get("key_mapping"))
         places = _places(names, found.weights)
-        unread = UnreadWeights()
+        unread = UnreadWeights(backend)
         forms = None if rounded is None else _forms(shape, rounded)
         experts = {}
         if forms is not None or not widened:
@@ -147,7 +148,9 @@ def load_quantized(
             **_passed_on(options),
         )
         by = f"readers {readers.VERSION}, {json.dumps(quantization, sort_keys=True, default=str)}"
-        kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep) else None)
+        kept = unread.read_into(
+            model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None
+        )
     model.config.name_or_path = where
     _read_generation_config(model, where, options)
     return model, report, kept

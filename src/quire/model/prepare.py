@@ -46,7 +46,7 @@ from quire.model.huge_pages import HugePageMove
 from quire.model.kept_linears import KeptLinears
 from quire.model.kept_proof import KeptProof
 from quire.model.latent import install_latents
-from quire.model.linear import choose_packing, pack_linears, weights_to_pack
+from quire.model.linear import choose_packing, pack_linears, packing_on, weights_to_pack
 from quire.model.load import LoadedModel, UnloadedModel
 from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
@@ -365,12 +365,10 @@ class PreparedModel:
         if self.spec.states:
             self._adapters = find_states(self.loaded, self.spec, self.backend)
         self._undo.append(rope.freeze(model, self.max_model_len))
-        if self.backend.pack is not None:
+        packing = packing_on(self.backend)
+        if packing is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
-            self._undo.append(pack_linears(model, "device", release=release, pack=self.backend.pack))
-        elif not self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
-            # The python back end leaves the extension's kernels alone where they are built.
-            self._undo.append(pack_linears(model, "watched"))
+            self._undo.append(pack_linears(model, packing, release=release, pack=self.backend.pack))
         else:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)

@@ -171,9 +171,11 @@ def weights_to_round(model: PreTrainedModel, formats: WeightFormats) -> list[Wei
     return found
 
 
-def round_and_pack(weight: torch.Tensor, rounding: Rounding, dtype: torch.dtype) -> CodedWeight:
+def round_and_pack(
+    weight: torch.Tensor, rounding: Rounding, dtype: torch.dtype, backend: str | None = None
+) -> CodedWeight:
     """`weight` [num_outputs, num_inputs] as codes, for activations of `dtype`."""
-    return CodedWeight(round_to_codes(weight, rounding), dtype)
+    return CodedWeight(round_to_codes(weight, rounding), dtype, backend=backend)
 
 
 def quantize_model(

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quire.backends import extension
 from quire.errors import ArgumentError, LoadError
 from quire.model.coded_experts import ExpertForms, give_back_unproved, hold_experts
 from quire.model.kept_codes import CodesToKeep, KeptCodes, digest_of_order, rounded_by
@@ -36,7 +37,7 @@ from quire.model.mapped_weights import Origin
 from quire.model.packed_weights import KeptWeights
 from quire.model.quantized import hold_coded, require_plain
 from quire.model.stored_experts import StoredExpert, projection_shape
-from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product, rounded_num_bytes
+from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product, rounded_form
 from quire.spec.weight_formats import Rounding
 
 __all__ = ["Keep", "StoredLinear", "UnreadWeights", "held_forms", "may_hold"]
@@ -105,12 +106,18 @@ class _Experts:
 
 
 class UnreadWeights:
-    """See the module's text."""
+    """See the module's text. backend: whose code computes from codes."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
         self._unread: dict[str, tuple[int, StoredLinear]] = {}
         self._experts: dict[str, tuple[Sequence[StoredExpert], Rounding | None]] = {}
         self._widened: dict[str, str] = {}
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the weight of a linear layer may come in several parts: torch's twin takes one."""
+        return extension(self._backend) is not None
 
     def stand_in(
         self, name: str, shape: torch.Size, dtype: torch.dtype, stored: StoredLinear
@@ -194,7 +201,7 @@ class UnreadWeights:
         parameter, read, dtype = linear.parameter, linear.stored.read, linear.parameter.dtype
 
         def make() -> CodedWeight:
-            return CodedWeight.of_parts(read(), linear.shape[0], dtype)
+            return CodedWeight.of_parts(read(), linear.shape[0], dtype, self._backend)
 
         try:
             packed = make() if kept is None else kept.pack(linear.name, linear.shape, dtype, make)
@@ -207,14 +214,13 @@ class UnreadWeights:
     def _read_experts(self, experts: _Experts, kept: KeptCodes | None) -> None:
         rounding, dtype = experts.rounding, experts.dtype
 
-        def weights() -> Iterator[QuantizedWeight | CodedWeight]:
+        def weights() -> Iterator[CodedWeight]:
             for index, expert in enumerate(experts.stored):
                 read = expert.read if rounding is None else partial(expert.rounded, rounding)
-                if kept is None:
-                    yield read()
-                else:
-                    make = partial(_packed, read, dtype)
-                    yield kept.pack((experts.name, index), experts.shape, dtype, make)
+                make = partial(_packed, read, dtype, self._backend)
+                yield (
+                    make() if kept is None else kept.pack((experts.name, index), experts.shape, dtype, make)
+                )
 
         try:
             hold_experts(experts.module, experts.own, weights(), dtype)
@@ -243,8 +249,8 @@ class UnreadWeights:
             self._widened.clear()
 
 
-def _packed(read: Callable[[], QuantizedWeight], dtype: torch.dtype) -> CodedWeight:
-    return CodedWeight(read(), dtype)
+def _packed(read: Callable[[], QuantizedWeight], dtype: torch.dtype, backend: str | None) -> CodedWeight:
+    return CodedWeight(read(), dtype, backend=backend)
 
 
 def _kept(keep: Keep, experts: Sequence[_Experts], linears: Sequence[_Linear]) -> KeptCodes:
@@ -266,7 +272,7 @@ def _kept(keep: Keep, experts: Sequence[_Experts], linears: Sequence[_Linear]) -
                 require_product(form.label, form.group, shape[1], dtype)
                 num_bytes = form.panel_bytes(*shape)
             else:
-                num_bytes = rounded_num_bytes(*shape, rounding)
+                num_bytes = rounded_form(shape[1], rounding).panel_bytes(*shape)
         except ArgumentError:
             return  # it will be widened
         found.append(CodesToKeep(key, name, stored.origins(), *shape, num_bytes, how))

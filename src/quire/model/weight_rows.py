@@ -22,6 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ from quire.model.linear import (
     is_transposed,
     planned_packing,
 )
-from quire.quantized import CodedWeight, CodeForm, rounded_num_bytes
+from quire.quantized import CodedWeight, CodeForm, rounded_form
 from quire.registry import Registry
 from quire.spec.weight_formats import Rounding
 
@@ -76,16 +77,18 @@ def _native_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str)
     return native.packed_num_bytes(num_outputs, num_inputs, DTYPE_NAMES[dtype])
 
 
-def _rounded_bytes(bits: int) -> WeightForm:
-    def num_bytes(num_outputs: int, num_inputs: int, _: torch.dtype, group: str) -> int:
-        return rounded_num_bytes(num_outputs, num_inputs, Rounding(bits, int(group) if group else None))
-
-    return num_bytes
+def _rounded_bytes(
+    bits: int, num_outputs: int, num_inputs: int, _: torch.dtype, group: str, backend: str | None = None
+) -> int:
+    rounding = Rounding(bits, int(group) if group else None)
+    return rounded_form(num_inputs, rounding).num_bytes(num_outputs, num_inputs, backend)
 
 
 def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
     return num_outputs * num_inputs * dtype.itemsize
 
+
+_ROUNDED = {"int8": partial(_rounded_bytes, 8), "int4": partial(_rounded_bytes, 4)}
 
 # By the name of a packing (`linear.Packing`), and of a format of quantized weights, "int4" for "int4:64" too.
 WEIGHT_FORMS: Registry[WeightForm] = Registry(
@@ -96,8 +99,7 @@ WEIGHT_FORMS: Registry[WeightForm] = Registry(
         "onednn": _dense_bytes,
         "device": _dense_bytes,
         "watched": _dense_bytes,
-        "int8": _rounded_bytes(8),
-        "int4": _rounded_bytes(4),
+        **_ROUNDED,
     },
 )
 
@@ -113,11 +115,13 @@ def planned_weights(
     packing: Packing | None = None,
     form_of: Callable[[str], str | None] = lambda name: None,
     codes: Mapping[str, CodeForm | ExpertForms] | None = None,
+    backend: str | None = None,
 ) -> tuple[WeightRow, ...]:
     """What `model`, all of it on the meta device, will hold; kinds of which it has none are left out.
 
     packing: as of `pack_linears`. form_of: of a packed parameter's name, the form in which its weight is held; None:
-    as the packing has it. codes: the form of parameters that come as codes, by their names.
+    as the packing has it. codes: the form of parameters that come as codes, by their names. backend: what computes
+    from codes.
     """
     rows = _Rows()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -129,12 +133,14 @@ def planned_weights(
         if is_transposed(holder) or getattr(holder, "is_transposed", False):
             shape = shape[::-1]
         if isinstance(form, ExpertForms):
-            rows.add("experts", form.num_bytes(shape[0], shape[1]))
+            rows.add("experts", form.num_bytes(shape[0], shape[1], backend))
         else:
-            rows.add("codes", form.num_bytes(shape[0], shape[1]), form.label)
+            rows.add("codes", form.num_bytes(shape[0], shape[1], backend), form.label)
 
     def form_bytes(parameter: nn.Parameter, shape: tuple[int, int], kind: str) -> int:
         form, _, rest = (form_of(names[id(parameter)]) or kind).partition(":")
+        if (rounded := _ROUNDED.get(form)) is not None:
+            return rounded(*shape, parameter.dtype, rest, backend)
         return WEIGHT_FORMS[form](*shape, parameter.dtype, rest)
 
     for parameter, shape, kind, is_embedding in planned_packing(model, packing):

@@ -236,6 +236,7 @@ def _host_tier(config: EngineConfig) -> Tier:
 
 def _disk_tier(config: EngineConfig) -> Tier:
     from quire.tiers.disk import DiskTier
+    from quire.tiers.files import Files
 
     assert config.disk_cache is not None
     size = _DISK_BYTES if config.disk_cache_size is None else parse_size(config.disk_cache_size)
@@ -244,6 +245,7 @@ def _disk_tier(config: EngineConfig) -> Tier:
         config.disk_cache,
         size,
         min_free_bytes=0 if spare is None else parse_size(spare, where="disk_cache_min_free"),
+        files=Files.of(config.backend),
     )
 
 

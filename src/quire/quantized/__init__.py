@@ -13,7 +13,7 @@ from quire.quantized.code_form import (
     form_of,
     joined_form,
     require_product,
-    rounded_num_bytes,
+    rounded_form,
 )
 from quire.quantized.panels import CodedWeight
 from quire.quantized.reference import multiply
@@ -34,5 +34,5 @@ __all__ = [
     "multiply",
     "require_product",
     "round_to_codes",
-    "rounded_num_bytes",
+    "rounded_form",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.errors import ArgumentError
 from quire.quantized.weight import Factor, QuantizedWeight
 from quire.spec.weight_formats import Rounding
@@ -29,7 +29,7 @@ __all__ = [
     "held_dtype",
     "joined_form",
     "require_product",
-    "rounded_num_bytes",
+    "rounded_form",
     "zeros_dtype",
 ]
 
@@ -73,12 +73,10 @@ class CodeForm:
     has_table: bool = False
     has_order: bool = False
 
-    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+    def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
         """What `CodedWeight.num_bytes` is of such a weight."""
-        order = 8 * num_inputs * self.has_order
-        if native_module() is None:
-            return order + self._twin_bytes(num_outputs, num_inputs)
-        return order + self.panel_bytes(num_outputs, num_inputs)
+        held = self._twin_bytes if extension(backend) is None else self.panel_bytes
+        return 8 * num_inputs * self.has_order + held(num_outputs, num_inputs)
 
     def panel_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """What the extension's panels of such a weight take."""
@@ -162,8 +160,8 @@ def _factor_form(factor: Factor) -> FactorForm:
 
 
 def held_dtype(values: torch.Tensor) -> torch.dtype:
-    """The type in which these scales are held: float16 or bfloat16 where it loses nothing. The twin's are as given."""
-    if native_module() is None or (values.dtype in _NUMBERS and values.dtype is not torch.float32):
+    """The type in which these scales are held: float16 or bfloat16 where it loses nothing."""
+    if values.dtype in _NUMBERS and values.dtype is not torch.float32:
         return values.dtype
     values = values.float()
     for dtype in (torch.float16, torch.bfloat16):
@@ -174,13 +172,12 @@ def held_dtype(values: torch.Tensor) -> torch.dtype:
 
 def zeros_dtype(zeros: torch.Tensor) -> torch.dtype:
     """The type in which a zero for each group is held."""
-    return zeros.dtype if zeros.dtype is torch.uint8 or native_module() is None else torch.float32
+    return torch.uint8 if zeros.dtype is torch.uint8 else torch.float32
 
 
-def rounded_num_bytes(num_outputs: int, num_inputs: int, rounding: Rounding) -> int:
+def rounded_form(num_inputs: int, rounding: Rounding) -> CodeForm:
     """Of a weight that is rounded so (`round_to_codes`)."""
-    form = CodeForm(str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16))
-    return form.num_bytes(num_outputs, num_inputs)
+    return CodeForm(str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16))
 
 
 def _lines(num_bytes: int) -> int:

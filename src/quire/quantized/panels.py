@@ -9,11 +9,12 @@ Cost: of few rows one read of the panels, 0.5 to 1 byte a value; of many one wid
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.errors import ArgumentError
 from quire.quantized.code_form import PANEL, form_of, held_dtype, require_product, zeros_dtype
 from quire.quantized.panel_form import of_told, row_like, told
@@ -28,14 +29,22 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 class CodedWeight:
     """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
 
-    isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes:
-    of its codes and what belongs to them. native: the extension's form; None where the twin computes. is_kept: whether
-    it is read from somebody else's memory (`at`, `move`), not held.
+    backend: whose code computes, as of `quire.backends.extension`. isa: a variant of the extension's kernels, for
+    tests; None is the one in use. label: the format's name. num_bytes: of its codes and what belongs to them. native:
+    the extension's form; None where the twin computes. is_kept: whether it is read from somebody else's memory (`at`,
+    `move`), not held.
 
     *raises:* ArgumentError: there is no such product, with the format's name.
     """
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        dtype: torch.dtype,
+        isa: str | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
         inputs = weight.num_inputs
         require_product(weight.label, weight.group, inputs, dtype)
         self.dtype = dtype
@@ -43,16 +52,23 @@ class CodedWeight:
         self.num_outputs, self.num_inputs = weight.num_outputs, inputs
         self._order = weight.order
         self._weight: QuantizedWeight | None = None
-        self.native: Any = _packed(weight, _DTYPES[dtype], isa)
+        native = extension(backend)
+        self.native: Any = None if native is None else _packed(native, weight, _DTYPES[dtype], isa)
         self.is_kept = False
         self._like: QuantizedWeight | None = None
         if self.native is None:
-            self._weight = weight
+            self._weight = _narrowed(weight)
         else:
             self._like = row_like(weight)
 
     @classmethod
-    def of_parts(cls, parts: Iterable[QuantizedWeight], num_outputs: int, dtype: torch.dtype) -> CodedWeight:
+    def of_parts(
+        cls,
+        parts: Iterable[QuantizedWeight],
+        num_outputs: int,
+        dtype: torch.dtype,
+        backend: str | None = None,
+    ) -> CodedWeight:
         """A weight of which the outputs come in parts, in order and of one form; each part but the last is of whole
         panels (`PANEL` outputs). One part is unpacked at a time. Without the extension there is one part, the whole.
 
@@ -62,7 +78,7 @@ class CodedWeight:
         native: Any = None
         form, stop = None, 0
         for weight in parts:
-            part = cls(weight, dtype)
+            part = cls(weight, dtype, backend=backend)
             start, stop = stop, stop + weight.num_outputs
             if (start, stop) == (0, num_outputs):
                 return part
@@ -84,7 +100,7 @@ class CodedWeight:
 
         packed: its panels, uint8, at a multiple of 64; they are kept. told: as the property was of it.
         """
-        self = cls(of_told(told, num_inputs), dtype)
+        self = cls(of_told(told, num_inputs), dtype, backend="native")
         self.num_outputs = num_outputs
         self.move(packed)
         return self
@@ -149,16 +165,28 @@ class CodedWeight:
         return out.to(dtype)
 
 
-def _packed(weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
-    """The extension's form; None where there is no extension."""
-    module: Any = native_module()
-    if module is None:
-        return None
+def _narrowed(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in the types that `form_of` says."""
+    zeros, minimums = weight.zeros, weight.minimums
+    return replace(
+        weight,
+        scales=_narrowed_factor(weight.scales),
+        minimums=None if minimums is None else _narrowed_factor(minimums),
+        zeros=zeros.to(zeros_dtype(zeros)) if isinstance(zeros, torch.Tensor) else zeros,
+    )
+
+
+def _narrowed_factor(factor: Factor) -> Factor:
+    return Factor(_held(factor.fine), None if factor.coarse is None else _held(factor.coarse))
+
+
+def _packed(native: Any, weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
+    """The extension's form."""
     zeros = weight.zeros
     by_group = None
     if isinstance(zeros, torch.Tensor):
         by_group = zeros.to(zeros_dtype(zeros)).contiguous()
-    return module.PackedWeight.of_codes(
+    return native.PackedWeight.of_codes(
         weight.codes.contiguous(),
         weight.bits,
         weight.group,

@@ -1,33 +1,28 @@
 """The most likely token of each row of logits.
 
-Cost: one read of the logits on all threads, by the extension where it is built; else torch's argmax.
+Cost: one read of the logits on all threads, by the extension where it computes; else torch's argmax.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from quire.backends import choose_backend, native_module
 from quire.model.linear import DTYPE_NAMES
 
 __all__ = ["most_likely"]
 
 
-def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def most_likely(logits: torch.Tensor, native: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """The first of the largest logits of each row: int64 [num_rows] tokens, float32 [num_rows] logits.
 
-    logits: [num_rows, vocab]. A row with a NaN gives that NaN.
+    logits: [num_rows, vocab]. native: the extension, where it computes. A row with a NaN gives that NaN.
     """
-    if (
-        logits.dtype not in DTYPE_NAMES
-        or choose_backend(None, needs="argmax_rows") == "python"
-        or not logits.is_contiguous()
-    ):
+    if native is None or logits.dtype not in DTYPE_NAMES or not logits.is_contiguous():
         tokens = torch.argmax(logits.float(), dim=-1)
         return tokens.numpy(), logits.gather(1, tokens[:, None])[:, 0].float().numpy()
-    native = native_module()
-    assert native is not None  # choose_backend found it
     num_rows = logits.shape[0]
     tokens, best = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
     native.argmax_rows(logits, tokens, best)

@@ -13,7 +13,7 @@ Cost: O(rows * vocabulary); rows with equal warper settings are processed togeth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -63,16 +63,18 @@ def new_generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state) & (2**63 - 1))
 
 
-def sample_tokens(logits: torch.Tensor, sequences: Sequence[DrawingSequence], rows: np.ndarray) -> np.ndarray:
+def sample_tokens(
+    logits: torch.Tensor, sequences: Sequence[DrawingSequence], rows: np.ndarray, native: Any = None
+) -> np.ndarray:
     """One token for each sequence.
 
     logits: [num_rows, vocab] of the model's dtype, not changed; all else is computed in float32. rows: int
-    [len(sequences)], the row each sequence draws from (the n sequences of a new request share one). Returns int64
-    [len(sequences)].
+    [len(sequences)], the row each sequence draws from (the n sequences of a new request share one). native: as of
+    `most_likely`. Returns int64 [len(sequences)].
     *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled, whose token
     is then meaningless.
     """
-    chosen, best = most_likely(logits)
+    chosen, best = most_likely(logits, native)
     tokens = chosen[rows]
     finite = np.isfinite(best)
     if not finite.all():

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from quire.backends import native_module
+from quire.backends import extension
 from quire.new_file import MAX_BUFFERS, FileCalls
 
 __all__ = ["Buffer", "Files"]
@@ -22,7 +22,18 @@ Buffer: TypeAlias = Any
 
 
 class Files(FileCalls):
-    """The calls as they are. *raises:* OSError and sqlite3.Error, each as its callee does."""
+    """The calls as they are. *raises:* OSError and sqlite3.Error, each as its callee does.
+
+    backend: whose code reads, as of `quire.backends.extension`.
+    """
+
+    backend: str | None = None
+
+    @classmethod
+    def of(cls, backend: str | None) -> Files:
+        files = cls()
+        files.backend = backend
+        return files
 
     def connect(self, path: Path, *, timeout_s: float) -> sqlite3.Connection:
         """A connection in autocommit, usable from any thread that takes turns with the others."""
@@ -68,7 +79,7 @@ class Files(FileCalls):
         system has them in memory; the XXH3-64 of the parts of the leading ones. It ends before the first for which it
         would have to wait for the medium, or cannot tell, or that lies beyond the file's end.
         """
-        native = native_module()
+        native = extension(self.backend)
         if native is not None and all(sum(map(len, read[3])) >= native.SHORTEST_READ for read in reads):
             return native.read_now(reads)
         digests: list[int] = []

@@ -33,7 +33,7 @@ import numpy as np
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device import HOST
+from quire.memory.device import HOST, DeviceMemory
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
@@ -67,6 +67,7 @@ class VirtualStorage(BlockStorage):
         max_blocks: blocks `resize` can reach; as many as the machine's memory holds if not given.
         backend: of the placement heap; this machine's memory if not given.
         step_tokens: tokens that a step adds to a sequence at most, lookahead too: then groups that forget have rings.
+        device: this machine, whose MMU translates and whose copies move bytes.
 
     Raises:
         ArgumentError: an argument out of range.
@@ -75,7 +76,6 @@ class VirtualStorage(BlockStorage):
     """
 
     capabilities = Capabilities(shares_prefix=True, elastic=True)
-    device = HOST  # its MMU translates
     generation = 0  # views cover all rows there can be: they always hold
 
     def __init__(
@@ -89,6 +89,7 @@ class VirtualStorage(BlockStorage):
         max_blocks: int | None = None,
         backend: PlacementBackend | None = None,
         step_tokens: int | None = None,
+        device: DeviceMemory = HOST,
     ) -> None:
         for name, value in (
             ("num_blocks", num_blocks),
@@ -107,6 +108,7 @@ class VirtualStorage(BlockStorage):
                 )
             backend = MemfdBackend()
         self.spec = spec
+        self.device = device
         self.block_size = block_size
         self.dtype = format_of(spec.dtype).torch_dtype
         self.block_pieces = BlockPieces(spec)
