@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from support.forked_program import run_program
 
 _PROGRAM = """
 import gc, locale, logging, os, random, signal, sys, threading, warnings
@@ -185,8 +184,6 @@ print("same")
 @pytest.mark.parametrize("program", [_PROGRAM, _THREADS], ids=["state", "threads"])
 def test_nothing_of_the_host_changes(program: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_HUB_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env
-    )
+    done = run_program(program, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same\n"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import _thread
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_llm
+from support.forked_program import run_program
 
 from quire import LLM, AsyncEngine, SamplingParams
 from quire.engine.driver import Driver
@@ -266,8 +265,6 @@ print("end", flush=True)
 
 
 def test_a_program_that_closes_nothing_ends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *ENDS], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program(PROGRAM, *ENDS)
     assert (done.returncode, done.stdout) == (0, "end\nexit status 0\n" * len(ENDS)), done.stderr
     assert "Fatal" not in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
 from support.conversations_case import GREEDY, START, TURNS, Answer, alone, answer, windowed
+from support.forked_program import run_program
 
 from quire import LLM, AsyncEngine
 from quire.errors import ArgumentError, LoadError
@@ -64,13 +64,7 @@ def test_another_process_goes_on_with_it(backend: str, tmp_path: Path) -> None:
         # A second process, while this one has the folder open and before it ends.
         tests = Path(__file__).parents[1]
         path = os.pathsep.join([str(tests), *sys.path])
-        done = subprocess.run(
-            [sys.executable, "-c", _SECOND, str(tmp_path), backend],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_program(_SECOND, str(tmp_path), backend, env={**os.environ, "PYTHONPATH": path})
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
     with tiny_llm.llm(backend=backend, prefix_caching=False) as plain:
