@@ -16,7 +16,7 @@ from quire.cache.block_counts import max_tokens_for
 from quire.cache.exchange import Exchange
 from quire.cache.protocol import CacheSequence
 from quire.cache.state_cache import StateCache
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE
 
@@ -170,7 +170,9 @@ def test_without_slots_nothing_is_reserved_and_nothing_changes(backend: str) -> 
     assert machine.step([a, b], [3, 3])
     before = cache.stats()
     assert cache.reserve([c], [3]) is None
-    assert not cache.can_fork
+    assert cache.can_fork
+    assert not cache.has_room_to_fork(a)
+    assert cache.has_room_to_fork(c), "it has no state yet"
     with pytest.raises(ArgumentError, match="a free state slot"):
         cache.fork(a)
     assert cache.stats() == before
@@ -260,6 +262,109 @@ def test_owners_keep_their_floors_and_quotas(backend: str) -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_that_is_still_to_be_copied_keeps_no_other(backend: str) -> None:
+    """Of ten checkpoints the one that would go first is being copied to a fork: the next one goes in its place."""
+    cache, machine = make(num_slots=12, backend=backend)
+    machine.exchanges()
+    first = cache.open([1, 2])
+    machine.compute(first)
+    cache.fork(first)
+    cache.close(first)  # its state is a checkpoint of two tokens, which saves least
+    for at in range(9):
+        machine.compute(one := cache.open([10 + at, *range(8 + at)]))
+        cache.close(one)
+        assert cache.checkpoints.victim() is not None
+    exchange = cache.exchange
+    assert exchange is not None
+    num_needed = cache.num_state_slots_needed
+    while cache.checkpoints.num_free_to_go and (victim := cache.victim()) is not None:
+        cache.evict_checkpoint(victim)
+        cache.check()
+    assert len(cache.free_state_slots()) == cache.num_state_slots - num_needed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_smaller_budget_takes_all_that_may_go_while_forks_are_to_be_copied(backend: str) -> None:
+    cache, machine = make(num_slots=12, backend=backend)
+    machine.exchanges()
+    for at in range(4):
+        machine.compute(one := cache.open([10 + at, *range(8 + at)]))
+        cache.close(one)
+    machine.compute(parent := cache.open([1, 2]))
+    children = [cache.fork(parent) for _ in range(3)]
+    exchange = cache.exchange
+    assert exchange is not None
+    with pytest.raises(CapacityError, match="4 state slots and"):
+        exchange.resize(3 * exchange.slot_bytes)
+    cache.check()
+    num_blocks = cache.num_blocks - sum(cache.free_and_cached_blocks())
+    exchange.resize(4 * exchange.slot_bytes + (num_blocks + 3) * exchange.block_bytes)
+    cache.check()
+    assert (cache.num_state_slots, len(cache.checkpoints)) == (4, 0)
+    for at, child in enumerate(children):
+        child.append([at])
+        machine.compute(child)  # each begins with the state of its parent
+    cache.close(parent)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forks_that_are_closed_before_they_were_copied_leave_no_operation(backend: str) -> None:
+    cache, machine = make(num_slots=8, backend=backend)
+    machine.compute(parent := cache.open([1, 2, 3]))
+    for fork in [cache.fork(parent) for _ in range(3)]:
+        cache.close(fork)
+    cache.close(parent)
+    cache.trim()
+    assert len(cache.free_state_slots()) == 8
+    machine.compute(again := cache.open([5, 6, 7]))
+    cache.close(again)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pin_without_a_slot_is_refused_and_pins_nothing(backend: str) -> None:
+    """`match` finds its tokens, and `open` takes none of them where two slots would not be left."""
+    cache, machine = make(num_slots=3, backend=backend)
+    for prompt in ([1], [4]):
+        machine.compute(one := cache.open(prompt))
+        cache.close(one)
+    cache.pins.add([1])
+    before = cache.stats()
+    assert cache.match([4, 0]).num_tokens == 1
+    with pytest.raises(CapacityError, match="expected a state slot for a pin of 1 tokens"):
+        cache.pins.add([4])
+    assert len(cache.pins) == 1
+    assert cache.stats() == before
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_that_the_system_refuses_to_move_stays_what_it_was(backend: str) -> None:
+    cache, machine = make(num_slots=10, num_blocks=12, backend=backend)
+    machine.exchanges()
+    exchange = cache.exchange
+    assert exchange is not None
+
+    def refuse(num_blocks: int) -> None:
+        raise CapacityError("was made to fail")
+
+    exchange.resize_blocks = refuse
+    before = cache.stats()
+    long = cache.open(list(range(80)))
+    assert cache.reserve([long], [80]) is None
+    with pytest.raises(ArgumentError):
+        cache.set_limits(1, 20)
+    with pytest.raises(CapacityError):
+        exchange.resize(exchange.num_bytes // 2)
+    with pytest.raises(CapacityError):
+        exchange.resize(exchange.num_bytes * 2)
+    cache.close(long)
+    assert cache.stats() == before
+    cache.check()
+
+
 class StateCacheLaws(RuleBasedStateMachine):
     """Whatever is done, in whatever order: S1 to S3, and the states of the machine beside it."""
 
@@ -322,8 +427,13 @@ class StateCacheLaws(RuleBasedStateMachine):
     @rule(data=st.data())
     def forks(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.open))
-        if len(self.open) < 5 and self.cache.can_fork and not self.cache._state_of(parent).under_way:
+        if len(self.open) == 5 or self.cache._state_of(parent).under_way:
+            return
+        if self.cache.has_room_to_fork(parent):
             self.open.append(self.cache.fork(parent))
+        else:
+            with pytest.raises(ArgumentError, match="a free state slot"):
+                self.cache.fork(parent)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

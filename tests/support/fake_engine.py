@@ -101,10 +101,9 @@ class FakeEngine:
             max_blocks=1000,
         )
 
-        def resize_blocks(num_blocks: int) -> bool:
-            given_up = self.engine.exchange(num_blocks)
+        def resize_blocks(num_blocks: int) -> None:
+            given_up = self.engine.resize(num_blocks)
             self.runner.resize(cache.num_block_ids, given_up)
-            return True
 
         exchange.resize_blocks = resize_blocks
         exchange.give_back_slots = self.runner.states.lose

@@ -169,6 +169,7 @@ class SoakEngine:
         self.engine.tenants.check_resize(num_blocks)
         if num_blocks > self.storage.num_blocks:
             self.storage.resize(num_blocks)
+        self.engine.scheduler.preempt_to(num_blocks)
         self.storage.give_back(self.engine.resize(num_blocks))
 
     def figures(self) -> dict[str, Any]:

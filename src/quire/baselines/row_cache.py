@@ -149,6 +149,10 @@ class RowCache(KVCache):
             "each lies in one piece of its own; open its tokens anew, or use storage paged or virtual"
         )
 
+    def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
+        self._row(sequence, "has_room_to_fork")
+        return False
+
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
         position = arguments.count(position, "position", 0)
         row = self._row(sequence, "rewind")

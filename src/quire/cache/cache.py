@@ -205,6 +205,11 @@ class Cache(PrefixKVCache):
     def fork(self, sequence: CacheSequence | int) -> Sequence:
         return self._opened(call_manager(self._manager.fork, self._id(sequence)))
 
+    def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
+        if (sequence_id := self._id(sequence)) not in self._open_ids:
+            raise arguments.closed(sequence_id, "Cache")
+        return True  # a fork takes no block of its own before it writes
+
     def _opened(self, sequence_id: int) -> Sequence:
         self._open_ids.add(sequence_id)
         return Sequence(self._manager, sequence_id, self.num_groups)

@@ -18,7 +18,7 @@ Cost: `find` and `add` O(tokens x log checkpoints), as comparisons of bytes; `vi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,9 +102,10 @@ class Checkpoints:
         place = checkpoint.namespace, checkpoint.content
         self._found[place] = self._found.pop(place)
 
-    def victim(self) -> Checkpoint | None:
-        """The one to go first; None where all are pinned. Removes nothing."""
-        return min((one for one in self if not one.num_pins), key=lambda one: one.score, default=None)
+    def victim(self, but: Collection[int] = ()) -> Checkpoint | None:
+        """The one to go first; None where all are pinned, or lie in the slots `but`. Removes nothing."""
+        free_to_go = (one for one in self if not one.num_pins and one.slot not in but)
+        return min(free_to_go, key=lambda one: one.score, default=None)
 
     def worth(self, checkpoint: Checkpoint) -> float:
         """Tokens that it saves, fewer the longer it was of no use."""

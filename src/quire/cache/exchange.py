@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from quire.cache.checkpoints import Checkpoint, Checkpoints
-from quire.errors import InvariantError
+from quire.errors import CapacityError, InvariantError
 from quire.spec import KVSpec
 
 __all__ = ["Exchange"]
@@ -68,7 +68,7 @@ class ExchangingCache(Protocol):
     def free_state_slots(self) -> list[int]: ...
     def victim(self) -> Checkpoint | None: ...
     def has_kv_of(self, checkpoint: Checkpoint) -> bool: ...
-    def evict_checkpoint(self, checkpoint: Checkpoint) -> int: ...
+    def evict_checkpoint(self, checkpoint: Checkpoint) -> None: ...
     def add_state_slots(self, num: int) -> None: ...
     def give_up_state_slots(self, slots: list[int]) -> None: ...
     def resize(self, num_blocks: int) -> Any: ...
@@ -94,8 +94,9 @@ class Exchange:
         self.block_bytes = block_bytes
         self.max_slots = max_slots
         self.max_blocks = max_blocks
-        self.resize_blocks: Callable[[int], bool] = self._resize_cache
-        """Has the cache hold so many blocks, and moves their memory; whether that could be."""
+        self.resize_blocks: Callable[[int], Any] = cache.resize
+        """Has the cache hold so many blocks, and moves their memory. *raises:* CapacityError: the system refuses; there
+        are as many as before."""
         self.give_back_slots: Callable[[list[int]], None] = lambda slots: None
         """Takes the memory of slots that the cache has just given up."""
         self.on_more_slots: Callable[[int], None] = lambda num_ids: None
@@ -103,19 +104,17 @@ class Exchange:
         self.num_slots_to_blocks = 0  # since the start
         self.num_slots_from_blocks = 0
 
-    def _resize_cache(self, num_blocks: int) -> bool:
-        self._cache.resize(num_blocks)
-        return True
-
     # What there could be
 
     def blocks_beside(self, num_slots: int) -> int:
         """Blocks that there are memory and addresses for, beside so many slots."""
+        return self.blocks_within(self.num_bytes, num_slots)
+
+    def blocks_within(self, num_bytes: int, num_slots: int) -> int:
+        """As `blocks_beside`, of another budget."""
         if not self.block_bytes:
             return self._cache.num_blocks
-        return max(
-            0, min(self.max_blocks, (self.num_bytes - num_slots * self.slot_bytes) // self.block_bytes)
-        )
+        return max(0, min(self.max_blocks, (num_bytes - num_slots * self.slot_bytes) // self.block_bytes))
 
     def slots_beside(self, num_blocks: int) -> int:
         """As `blocks_beside`, of slots."""
@@ -144,9 +143,14 @@ class Exchange:
     def _spare(self, free: int, cached: int) -> int:
         """Blocks that could become slots. Where owners have floors, whose cached ones would go is not known."""
         cache = self._cache
-        floors = cache.sum_of_floors
-        least = max(floors, cache.blocks_alone(1))
-        return max(0, min(free + (0 if floors else cached), cache.num_blocks - least))
+        return max(
+            0, min(free + (0 if cache.sum_of_floors else cached), cache.num_blocks - self._least_blocks)
+        )
+
+    @property
+    def _least_blocks(self) -> int:
+        """Blocks that stay blocks whatever happens: those of the floors, and of the first tokens."""
+        return max(self._cache.sum_of_floors, self._cache.blocks_alone(1))
 
     def _slots_of(self, num_blocks: int) -> int:
         """Slots more that there could be with so many blocks less."""
@@ -175,30 +179,45 @@ class Exchange:
 
     def fits_in(self, num_bytes: int) -> bool:
         """Whether all that is in use, and what must be there, would."""
+        num_slots, num_blocks = self._needed()
+        return num_slots * self.slot_bytes + num_blocks * self.block_bytes <= num_bytes
+
+    def _needed(self) -> tuple[int, int]:
+        """Slots and blocks that are in use, or must be there."""
         cache = self._cache
         free, cached = cache.free_and_cached_blocks()
         num_slots = max(cache.least_state_slots, cache.num_state_slots_needed)
-        num_blocks = cache.num_blocks - free - cached
-        return num_slots * self.slot_bytes + num_blocks * self.block_bytes <= num_bytes
+        return num_slots, max(self._least_blocks, cache.num_blocks - free - cached)
 
     def resize(self, num_bytes: int) -> None:
-        """Have so many bytes for both, in which all that is in use fits. A smaller budget has as much less of both."""
+        """Have so many bytes for both. A smaller budget has as much less of both.
+
+        *raises:* CapacityError: what is in use does not fit, or the system refuses the memory; there are as many slots
+        and blocks as before.
+        """
         cache = self._cache
+        least_slots, least_blocks = self._needed()
+        if not self.fits_in(num_bytes):
+            least = least_slots * self.slot_bytes + least_blocks * self.block_bytes
+            raise CapacityError(
+                f"expected at least {least} bytes for {least_slots} state slots and {least_blocks} blocks in use, got "
+                f"{num_bytes} in resize; close sequences"
+            )
         num_slots = cache.num_state_slots
         if num_bytes < self.num_bytes:
             num_slots = num_slots * num_bytes // self.num_bytes
-        free, cached = cache.free_and_cached_blocks()
         num_slots = min(
-            max(num_slots, cache.least_state_slots, cache.num_state_slots_needed),
-            (num_bytes - (cache.num_blocks - free - cached) * self.block_bytes) // self.slot_bytes,
+            cache.num_state_slots,
+            max(num_slots, least_slots),
+            (num_bytes - least_blocks * self.block_bytes) // self.slot_bytes,
         )
-        self.num_bytes = num_bytes
+        if self.block_bytes:
+            self.resize_blocks(self.blocks_within(num_bytes, num_slots))  # first: it may be refused
         slots = self._slots_given_up(cache.num_state_slots - num_slots, 0, lambda _: True)
         if slots:
             cache.give_up_state_slots(slots)
             self.give_back_slots(slots)
-        if self.block_bytes:
-            self.resize_blocks(self.blocks_beside(cache.num_state_slots))
+        self.num_bytes = num_bytes
 
     # Moving
 
@@ -212,9 +231,12 @@ class Exchange:
         free, cached = self._cache.free_and_cached_blocks()
         return self._to_blocks(max(1, num_blocks - free - cached), num_slots, must=True)
 
-    def have_blocks(self, num_blocks: int) -> None:
-        """Has as many blocks as that, or as near to it as can be."""
+    def has_blocks(self, num_blocks: int) -> bool:
+        """Whether there are so many blocks, made of slots where need be. Nothing is made where there cannot be."""
+        if num_blocks > self._cache.num_blocks + self.blocks_to_come:
+            return False
         self._to_blocks(num_blocks - self._cache.num_blocks, 0, must=True)
+        return num_blocks <= self._cache.num_blocks
 
     def _to_blocks(self, short: int, num_slots: int, *, must: bool) -> bool:
         cache, size = self._cache, self.slot_bytes
@@ -230,21 +252,34 @@ class Exchange:
         slots = self._slots_given_up(
             min(wanted, most), num_free, lambda victim: must or self._is_worth_less(victim)
         )
-        num_before = cache.num_blocks
+        cache.give_up_state_slots(slots)
+        num_blocks = self.blocks_beside(cache.num_state_slots)
+        if num_blocks <= cache.num_blocks or not self._could_resize_blocks(num_blocks):
+            cache.add_state_slots(len(slots))
+            return False
         if slots:
-            cache.give_up_state_slots(slots)
             self.give_back_slots(slots)
             self.num_slots_to_blocks += len(slots)
-        num_blocks = self.blocks_beside(cache.num_state_slots)
-        return num_blocks > num_before and self.resize_blocks(num_blocks)
+        return True
+
+    def _could_resize_blocks(self, num_blocks: int) -> bool:
+        """Whether there are so many blocks now; as many as before where the system refuses."""
+        try:
+            self.resize_blocks(num_blocks)
+        except CapacityError:
+            return False
+        return True
 
     def _slots_given_up(self, num: int, num_free: int, may_go: Callable[[Checkpoint], bool]) -> list[int]:
         """So many slots that nobody needs, of free ones `num_free` if that is more; fewer where no more may go."""
         cache = self._cache
-        slots = cache.free_state_slots()[::-1][: max(num, num_free, 0)]
-        while len(slots) < num and (victim := cache.victim()) is not None and may_go(victim):
-            slots.append(cache.evict_checkpoint(victim))
-        return slots
+        # Asked for anew each time: one that goes may have been the only one to be copied to from a free slot.
+        while len(slots := cache.free_state_slots()) < num:
+            victim = cache.victim()
+            if victim is None or not may_go(victim):
+                break
+            cache.evict_checkpoint(victim)
+        return slots[::-1][: max(num, num_free, 0)]
 
     def for_slots(self, num_slots: int, num_blocks: int) -> None:
         """Before so many slots are handed out: has those free that it costs less than a checkpoint. num_blocks: that
@@ -264,7 +299,7 @@ class Exchange:
         if num <= 0:
             return
         wanted = min(cache.num_blocks, self.blocks_beside(cache.num_state_slots + num))
-        if wanted == cache.num_blocks or self.resize_blocks(wanted):
+        if wanted == cache.num_blocks or self._could_resize_blocks(wanted):
             cache.add_state_slots(num)
             self.on_more_slots(cache.num_slot_ids)
             self.num_slots_from_blocks += num

@@ -36,6 +36,9 @@ class PinSequence(Protocol):
 
     id: int
 
+    @property
+    def num_cached_tokens(self) -> int: ...
+
     def block_table(self, group: int = 0) -> Int32Array: ...
 
 
@@ -193,7 +196,7 @@ class Pins:
         """Pins tokens that are in the cache, the last partial block too.
 
         *raises:* ArgumentError: no tokens, a ttl that is not positive, or content that is not there. CapacityError:
-        over the budget.
+        over the budget, or no state slot for it.
         """
         tokens = token_array(token_ids)
         extra_key_arrays(extra_keys, len(tokens))
@@ -212,6 +215,15 @@ class Pins:
         sequence = cache.open(
             probe, namespace=namespace, extra_keys=extra_keys, owner_id=owner_id, cache_priority=NORMAL
         )
+        if (held := sequence.num_cached_tokens) < len(
+            tokens
+        ):  # two state slots are left to those who compute
+            cache.close(sequence.id)
+            raise CapacityError(
+                f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {held} of them: the "
+                "slots are pinned, or requests have them; unpin something, raise kv_memory, or pin it once requests "
+                "have ended"
+            )
         tables = [sequence.block_table(group) for group in range(cache.num_groups)]
         block_ids = frozenset(block_id for table in tables for block_id in table.tolist() if block_id >= 0)
         now = self.now()

@@ -189,7 +189,8 @@ class KVCache(Protocol):
 
     spec: what a token costs, and the groups. block: what messages call a block. block_bytes: of one. block_size: tokens
     of a table entry. num_blocks: in all. num_groups: tables of a plan. backend: "native" or "python".
-    can_fork: whether sequences may share blocks: `fork` works, owners may have limits, a `PrefixKVCache`.
+    can_fork: whether its sequences share blocks: there is a `fork`, owners may have limits, it is a `PrefixKVCache`. A
+    constant of the cache; `has_room_to_fork` says whether a fork would be refused now.
     prefix_caching: whether committed tokens are found by others. pins: what stays; nothing, where nothing is shared.
     """
 
@@ -258,7 +259,11 @@ class KVCache(Protocol):
     def fork(self, sequence: CacheSequence | int) -> CacheSequence:
         """A second sequence with the same tokens; computed blocks are shared until one of the two writes. O(blocks).
 
-        Raises ArgumentError unless `can_fork`."""
+        Raises ArgumentError unless `can_fork`, and where `has_room_to_fork` says so."""
+        ...
+
+    def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
+        """Whether `fork` of this sequence would be granted now; never, unless `can_fork`."""
         ...
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:

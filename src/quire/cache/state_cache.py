@@ -128,13 +128,6 @@ class StateCache(Cache):
 
     # Sequences
 
-    @property
-    def can_fork(self) -> bool:  # type: ignore[override]
-        """Whether a slot is to be had for the fork."""
-        if self._free or self.checkpoints.num_free_to_go:
-            return True
-        return self.exchange is not None and self.exchange.slots_to_come > 0
-
     def open(
         self,
         token_ids: Any,
@@ -187,14 +180,24 @@ class StateCache(Cache):
         left = self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten())
         return left > 2 or (self.exchange is not None and left + self.exchange.slots_to_come > 2)
 
+    def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
+        """Whether there is a state slot for the fork, if it needs one: not of a sequence that has none yet."""
+        if self._state_of(sequence).slot is None or self._has_slot():
+            return True
+        return self.exchange is not None and self.exchange.slots_to_come > 0
+
+    def _has_slot(self) -> bool:
+        """Whether a slot is to be had without an exchange."""
+        return bool(self._free) or self.checkpoints.num_free_to_go > 0
+
     def fork(self, sequence: CacheSequence | int) -> Sequence:
         parent = self._state_of(sequence)
-        if parent.slot is not None and not self.can_fork:
+        if parent.slot is not None and self.exchange is not None:
+            self.exchange.for_slots(1, 0)
+        if parent.slot is not None and not self._has_slot():
             raise ArgumentError(
                 f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
             )
-        if parent.slot is not None and self.exchange is not None:
-            self.exchange.for_slots(1, 0)
         child = super().fork(sequence)
         held = replace(parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False)
         if parent.slot is not None:
@@ -428,27 +431,44 @@ class StateCache(Cache):
     def least_state_slots(self) -> int:
         """Slots that stay slots whatever happens: one to compute in, one to come from, and those that pins keep."""
         pinning = (self._held.get(pin.sequence.id) for pin in self.pins)
-        return 2 + len({held.source for held in pinning if held is not None and held.source is not None})
+        sources = {held.source.slot for held in pinning if held is not None and held.source is not None}
+        return 2 + len(self._with_sources(sources))
 
     @property
     def num_state_slots_needed(self) -> int:
         """Slots that are somebody's, and one for each open sequence that computes and has none yet."""
         pinning = {pin.sequence.id for pin in self.pins}
         to_come = sum(one.slot is None and number not in pinning for number, one in self._held.items())
-        return self.num_state_slots - len(self.free_state_slots()) - self._num_free_to_go() + to_come
+        held = {one.slot for one in self._held.values() if one.slot is not None}
+        held.update(slot for one in self._held.values() for _, slot in one.made)
+        held.update(one.slot for one in {*self.checkpoints, *self._forgotten()} if one.num_pins)
+        return len(self._with_sources(held)) + to_come
 
     @property
     def num_free_state_slots(self) -> int:
         return len(self._free)
 
-    def _num_free_to_go(self) -> int:
-        """Checkpoints whose slots could be given up now."""
-        moving = self._moving()
-        return sum(not one.num_pins and one.slot not in moving for one in self.checkpoints)
+    def _operations_for(self, slots: set[int]) -> list[tuple[int, int]]:
+        """The operations still to be done without which these slots would not have their states, in order."""
+        wanted, found = set(slots), []
+        for source, target in reversed(self._operations):
+            if target in wanted:
+                wanted.discard(target)  # what it held before is overwritten
+                wanted.add(source)
+                found.append((source, target))
+        return found[::-1]
 
-    def _moving(self) -> set[int]:
-        """Slots that operations read and write which are still to be done."""
-        return {slot for operation in self._operations for slot in operation}
+    def _with_sources(self, slots: set[int]) -> set[int]:
+        """These slots, and those from which operations still to be done copy to them."""
+        return slots | {source for source, _ in self._operations_for(slots) if source != ZERO_STATE}
+
+    def _used(self) -> set[int]:
+        """Slots that are neither free nor given up."""
+        return set(range(self.num_slot_ids)).difference(self._free, self._given_up)
+
+    def _drop_idle_operations(self) -> None:
+        """Of the operations to be done those go whose results are read by no one: of forks that were closed."""
+        self._operations = self._operations_for(self._used())
 
     def free_and_cached_blocks(self) -> tuple[int, int]:
         free, cached, _, _ = self._manager.counts()
@@ -456,12 +476,12 @@ class StateCache(Cache):
 
     def victim(self) -> Checkpoint | None:
         """The checkpoint to go first: one without K and V, which go in the order of use too, else what saves least."""
-        moving = self._moving()
-        oldest = next((one for one in self.checkpoints if not one.num_pins), None)
-        if oldest is None or (oldest.slot not in moving and not self.has_kv_of(oldest)):
+        # A slot that is still to be copied from cannot be given up. One that is written later can: it is not, then.
+        sources = {source for source, _ in self._operations_for(self._used())} if self._operations else set()
+        oldest = next((one for one in self.checkpoints if not one.num_pins and one.slot not in sources), None)
+        if oldest is None or not self.has_kv_of(oldest):
             return oldest
-        victim = self.checkpoints.victim()
-        return None if victim is not None and victim.slot in moving else victim
+        return self.checkpoints.victim(sources)
 
     def has_kv_of(self, checkpoint: Checkpoint) -> bool:
         """Whether the K and V of all its tokens are there, without which nobody finds it."""
@@ -470,13 +490,12 @@ class StateCache(Cache):
         prompt = arguments.prompt(probe, checkpoint.namespace, dict(keys))
         return self._manager.match(*prompt) >= checkpoint.num_tokens
 
-    def evict_checkpoint(self, checkpoint: Checkpoint) -> int:
-        """It goes for want of room; its slot, which is free then."""
+    def evict_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """It goes for want of room; its slot is free then."""
         self.on_going(checkpoint)
         self.checkpoints.evict(checkpoint)
         self.num_evicted_checkpoints += 1
         self._free.append(checkpoint.slot)
-        return checkpoint.slot
 
     def add_state_slots(self, num: int) -> None:
         """Have so many slots more: those given up last come back first, then there are new ones."""
@@ -492,6 +511,7 @@ class StateCache(Cache):
         self._free = [slot for slot in self._free if slot not in going]
         self._given_up += slots
         self.num_state_slots -= len(slots)
+        self._drop_idle_operations()
 
     @property
     def num_possible_blocks(self) -> int:  # type: ignore[override]
@@ -506,9 +526,15 @@ class StateCache(Cache):
         return sum(floor for floor, _ in self._limits.values())
 
     def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
-        others = self.sum_of_floors - self._limits.get(owner_id, (0, -1))[0]
-        if self.exchange is not None and others + floor_blocks > self.num_blocks:
-            self.exchange.have_blocks(others + floor_blocks)
+        owner_id, floor_blocks, quota_blocks = arguments.owner_limits(owner_id, floor_blocks, quota_blocks)
+        others, exchange = self.sum_of_floors - self._limits.get(owner_id, (0, -1))[0], self.exchange
+        if exchange is not None and not exchange.has_blocks(others + floor_blocks):
+            raise ArgumentError(
+                f"expected floors of at most {self.num_blocks + exchange.blocks_to_come} blocks together, as many as "
+                f"there can be now beside {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
+                f"owner {owner_id} beside {others} of the others; set it again once requests have ended, or lower a "
+                "floor"
+            )
         super().set_limits(owner_id, floor_blocks, quota_blocks)
         self._limits[owner_id] = (floor_blocks, quota_blocks)
 
@@ -544,14 +570,18 @@ class StateCache(Cache):
         for checkpoint in going[: len(going) - num_kept]:
             self.on_going(checkpoint)
             self._forget(checkpoint)
+        self._drop_idle_operations()
         return super().trim(share_kept)
 
     # Looking on
 
     def free_state_slots(self) -> list[int]:
         """Those whose bytes nobody needs any more, ascending."""
-        moving = self._moving()
-        return sorted(slot for slot in self._free if slot not in moving)
+        return sorted(set(self._free) - self._with_sources(self._used()) if self._operations else self._free)
+
+    def idle_state_slots(self) -> list[int]:
+        """Those of `free_state_slots`, and those that were given up, ascending: no memory needs to be behind them."""
+        return sorted([*self.free_state_slots(), *self._given_up])
 
     def stats(self) -> dict[str, int]:
         exchange = self.exchange

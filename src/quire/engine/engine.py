@@ -356,19 +356,10 @@ class Engine:
             self.scheduler.finish(sequence, "error", error)
             sequence.finish_reason, sequence.error = "error", error
 
-    def resize(self, num_blocks: int) -> np.ndarray:
-        """Has the cache hold `num_blocks` blocks from now on; int32, the ids given up. Running requests go on.
-
-        Where more blocks are in use, requests are preempted, the last first, and computed again later. One that cannot
-        fit any more ends with a CapacityError when its turn comes.
-        """
-        self._elastic("resize")
-        self.scheduler.preempt_to(num_blocks)
-        return self.exchange(num_blocks, reason="resize")
-
-    def exchange(self, num_blocks: int, *, reason: str = "space") -> np.ndarray:
-        """As `resize`, where no more than those are in use: nobody gives way. reason: see `_given_up`."""
-        cache = self._elastic("exchange")
+    def resize(self, num_blocks: int, *, reason: str) -> np.ndarray:
+        """Has the cache hold `num_blocks` blocks from now on; int32, the ids given up. No more are in use, see
+        `Scheduler.preempt_to`. reason: see `_given_up`."""
+        cache = self._elastic("resize")
         return self._given_up(lambda: cache.resize(num_blocks), reason)
 
     def trim(self, share_kept: float = 0.0, *, reason: str = "dropped") -> np.ndarray:

@@ -17,7 +17,7 @@ from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
 from quire.engine.storages import OpenStorage, exchange_bytes_within, num_blocks_within
-from quire.errors import ArgumentError, CapacityError
+from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.device import HOST
 from quire.sizes import format_size, parse_share
 
@@ -49,7 +49,7 @@ class KVBudget:
         self._config = config
         self._max_model_len = max_model_len
         self._exchange: Exchange | None = getattr(opened.cache, "exchange", None)
-        self._exchange_reason = "space"  # why content goes when blocks and slots exchange memory
+        self._resize_reason = "space"  # why content goes where blocks become fewer
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks
             self._exchange.give_back_slots = self._give_back_slots
@@ -129,42 +129,42 @@ class KVBudget:
             state_bytes=state_bytes,
         )
         self._engine.tenants.check_resize(num_blocks)
-        if exchange is None:
-            if num_blocks > storage.num_blocks:
-                storage.resize(num_blocks)
-            storage.give_back(self._engine.resize(num_blocks))
-        else:
-            num_bytes = exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes)
-            if num_bytes < state_bytes:
-                raise ArgumentError(
-                    f"expected a kv_memory of at least {state_bytes} bytes for {cache.least_state_slots} states, got "
-                    f"{kv_memory!r}, {num_bytes} bytes - in `kv_memory`"
-                )
-            self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
-            self._exchange_reason = "resize"
-            try:
+        self._check_pins(num_blocks, kv_memory)
+        num_bytes = exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes) if exchange else 0
+        if num_bytes < state_bytes:
+            raise ArgumentError(
+                f"expected a kv_memory of at least {state_bytes} bytes for {cache.least_state_slots} states, got "
+                f"{kv_memory!r}, {num_bytes} bytes - in `kv_memory`"
+            )
+        self._resize_reason = "resize"
+        try:
+            if exchange is None:
+                self._engine.scheduler.preempt_to(num_blocks)
+                self._resize_blocks(num_blocks)
+            else:
+                self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
                 exchange.resize(num_bytes)
-            finally:
-                self._exchange_reason = "space"
+        finally:
+            self._resize_reason = "space"
         self._limit_pins()
 
-    def _resize_blocks(self, num_blocks: int) -> bool:
-        """For the exchange: no more than those are in use. Whether that could be."""
+    def _resize_blocks(self, num_blocks: int) -> None:
+        """Storage and cache have so many blocks; no more are in use. *raises:* CapacityError: the system refuses; both
+        have as many as before."""
         storage, num_before = self._storage, self.num_blocks
+        if num_blocks > storage.num_blocks:
+            storage.resize(num_blocks)
+        given_up = self._engine.resize(num_blocks, reason=self._resize_reason)
         try:
-            if num_blocks > storage.num_blocks:
-                storage.resize(num_blocks)
-            storage.give_back(self._engine.exchange(num_blocks, reason=self._exchange_reason))
-        except CapacityError:  # the system does not take the memory of blocks back
-            if num_blocks < num_before:
-                self._cache.resize(num_before)
-            return False
-        return True
+            storage.give_back(given_up)
+        except BaseException:
+            self._cache.resize(num_before)
+            raise
 
     def _give_back_slots(self, slots: list[int]) -> None:
         """For the exchange: the cache has given these slots up."""
         if self._states is not None:
-            self._states.give_back(slots)
+            self._states.give_back(slots, self._cache.idle_state_slots())
 
     def _add_slots(self, num_ids: int) -> None:
         """For the exchange: slots have ids below that now."""
@@ -189,7 +189,7 @@ class KVBudget:
         self._require_elastic()
         self._storage.give_back(self._engine.trim(share_kept, reason=reason))
         if self._states is not None and isinstance(self._cache, StateCache):
-            self._states.give_back(self._cache.free_state_slots())
+            self._states.give_back(self._cache.idle_state_slots())
 
     @property
     def cached_bytes(self) -> int:
@@ -224,11 +224,39 @@ class KVBudget:
     def _state_bytes(self) -> int:
         return 0 if self._states is None else self._cache.num_state_slots * self._states.bytes_per_slot
 
+    def check(self) -> None:
+        """There is storage for every block and every slot of the cache. *raises:* InvariantError."""
+        cache, storage, states = self._cache, self._storage, self._states
+        if storage.capabilities.elastic and cache.num_block_ids > storage.num_blocks:
+            raise InvariantError(
+                f"expected ids of blocks below {storage.num_blocks}, got {cache.num_block_ids}"
+            )
+        if states is not None and cache.num_slot_ids > states.num_slots:
+            raise InvariantError(
+                f"expected ids of state slots below {states.num_slots}, got {cache.num_slot_ids}"
+            )
+
     def _limit_pins(self) -> None:
+        self._cache.pins.max_blocks = self._max_pinned(self._cache.num_possible_blocks)
+
+    def _max_pinned(self, num_blocks: int) -> int:
+        """Blocks that pins may have of so many."""
         block_bytes = self._cache.block_bytes
-        num_blocks = self._cache.num_possible_blocks
-        size = parse_share("pin_memory", self._config.pin_memory, num_blocks * block_bytes)
-        self._cache.pins.max_blocks = size // block_bytes
+        return parse_share("pin_memory", self._config.pin_memory, num_blocks * block_bytes) // block_bytes
+
+    def _check_pins(self, num_blocks: int, kv_memory: str | int) -> None:
+        """*raises:* CapacityError where more is pinned than may be of so many blocks."""
+        size, pinned, most = (
+            self._cache.block_bytes,
+            self._cache.pins.num_blocks,
+            self._max_pinned(num_blocks),
+        )
+        if pinned > most:
+            raise CapacityError(
+                f"expected a kv_memory in whose pin_memory of {self._config.pin_memory!r} fits what is pinned, "
+                f"{format_size(pinned * size)}, got {kv_memory!r}, of which {format_size(most * size)} may be pinned; "
+                "unpin something first"
+            )
 
     def _require_elastic(self) -> None:
         if not self._storage.capabilities.elastic:

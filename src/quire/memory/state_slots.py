@@ -2,7 +2,7 @@
 
 A layer's field is one float32 tensor [max_slots, *shape], all of them in one allocation: addresses for as many slots as
 there could ever be, of which `num_slots` are in use (`resize`). Memory is taken from the system as slots are written,
-and goes back by `give_back`, whole pages within a field.
+and goes back by `give_back`: whole pages in which no slot is needed.
 
 Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them; `give_back` a system call for each
 field and run of slots.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
@@ -53,7 +54,8 @@ class StateSlots:
         ]
         sizes = [math.prod(field.shape) * dtype.itemsize for _, field, dtype in fields]  # of a slot
         starts = [0, *accumulate(-(-size * self.max_slots // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-        self._places = list(zip(starts, sizes, strict=False))  # of each field: first byte, bytes of a slot
+        # Of each field: first byte, bytes of a slot, the first byte of the next.
+        self._places = list(zip(starts, sizes, starts[1:], strict=False))
         try:
             self._memory = HOST.reserve(starts[-1])
         except CapacityError as error:
@@ -63,7 +65,7 @@ class StateSlots:
             ) from error
         whole = self._memory.tensor(torch.uint8)
         self._fields: dict[int, dict[str, torch.Tensor]] = {}
-        for (layer, field, dtype), (start, size) in zip(fields, self._places, strict=True):
+        for (layer, field, dtype), (start, size, _) in zip(fields, self._places, strict=True):
             tensor = whole[start : start + size * self.max_slots].view(dtype)
             self._fields.setdefault(layer, {})[field.name] = tensor.view(self.max_slots, *field.shape)
 
@@ -77,7 +79,8 @@ class StateSlots:
         if not self._fields:
             return 0
         return sum(
-            self._memory.committed_bytes(start, start + size * self.num_slots) for start, size in self._places
+            self._memory.committed_bytes(start, start + size * self.num_slots)
+            for start, size, _ in self._places
         )
 
     def resize(self, num_slots: int) -> None:
@@ -93,17 +96,23 @@ class StateSlots:
             self.give_back(range(num_slots, self.num_slots))
         self.num_slots = num_slots
 
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Give the memory of these slots back to the system. What they held is lost; they may be used again."""
-        runs: list[list[int]] = []  # first slot, and the one behind the last
-        for slot in sorted(slots):
-            if runs and runs[-1][1] == slot:
-                runs[-1][1] = slot + 1
-            else:
-                runs.append([slot, slot + 1])
-        for start, each in self._places:
+    def give_back(self, slots: Iterable[int], idle: Iterable[int] = ()) -> None:
+        """Give the memory of these slots back to the system, in whole pages. What they held is lost; they may be used
+        again.
+
+        idle: slots beside them that nobody needs either. A page that one of these slots shares with those, or with what
+        lies behind the last slot, goes too.
+        """
+        given = set(slots)
+        runs, idle_runs = _runs(given), _runs(given.union(idle))
+        for start, each, end in self._places:
             for first, stop in runs:
-                self._memory.release(start + first * each, start + stop * each)
+                left, right = idle_runs[bisect_right(idle_runs, (first, self.max_slots)) - 1]
+                lowest = start + left * each
+                highest = end if right >= self.num_slots else start + right * each
+                first_page = (start + first * each) // _ALIGNMENT * _ALIGNMENT
+                last_page = -(-(start + stop * each) // _ALIGNMENT) * _ALIGNMENT
+                self._memory.release(max(lowest, first_page), min(highest, last_page))
 
     def of(self, layer: int) -> Mapping[str, torch.Tensor]:
         """The fields of a state layer by name, each [max_slots, *shape]. *raises:* ArgumentError: it keeps none."""
@@ -154,3 +163,14 @@ class StateSlots:
         if self._fields:
             self._fields = {}
             self._memory.close()
+
+
+def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Slots that follow each other: the first one, and the one behind the last."""
+    runs: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if runs and runs[-1][1] == slot:
+            runs[-1] = (runs[-1][0], slot + 1)
+        else:
+            runs.append((slot, slot + 1))
+    return runs

@@ -137,7 +137,8 @@ class Scheduler:
         any other, and finds what the parent has committed.
         """
         is_decoding = parent.state is SequenceState.RUNNING and parent.num_computed + 1 == parent.num_tokens
-        if not (is_decoding and self._cache.can_fork and len(self.running) < self.max_num_seqs):
+        may_run = is_decoding and len(self.running) < self.max_num_seqs
+        if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             return False
         self.waiting.remove(sequence)
         self._run_beside(parent, sequence)
@@ -465,7 +466,8 @@ class Scheduler:
         return True
 
     def preempt_to(self, num_blocks: int) -> None:
-        """Preempts running sequences, the last first, until at most `num_blocks` blocks are in use."""
+        """Preempts running sequences, the last first, until at most `num_blocks` blocks are in use. They are computed
+        again later; one that cannot fit any more ends with a CapacityError when its turn comes."""
         self.preempt_until(lambda: self._num_used_blocks() <= num_blocks)
 
     def preempt_until(self, fits: Callable[[], bool]) -> None:
@@ -557,7 +559,7 @@ class Scheduler:
         """A sequence of a request whose prompt its first sequence has just computed."""
         parent = sequence.request.sequences[0]
         may_run = parent.state is SequenceState.RUNNING and len(self.running) < self.max_num_seqs
-        if not may_run or not self._cache.can_fork:
+        if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             if parent.cache_sequence is not None:
                 sequence.is_withdrawn = self._is_withdrawn(parent)
             self._wait(sequence)  # opened later, over the same prompt's blocks where they are shared
