@@ -14,7 +14,7 @@ from support.cache_case import BACKENDS
 
 from quire.cache.block_counts import max_tokens_for
 from quire.cache.exchange import Exchange
-from quire.cache.protocol import CacheSequence
+from quire.cache.protocol import CacheSequence, shares_prefixes
 from quire.cache.state_cache import StateCache
 from quire.errors import ArgumentError, CapacityError
 from quire.spec import KVSpec, LayerSpec, Span
@@ -170,7 +170,7 @@ def test_without_slots_nothing_is_reserved_and_nothing_changes(backend: str) -> 
     assert machine.step([a, b], [3, 3])
     before = cache.stats()
     assert cache.reserve([c], [3]) is None
-    assert cache.can_fork
+    assert shares_prefixes(cache)
     assert not cache.has_room_to_fork(a)
     assert cache.has_room_to_fork(c), "it has no state yet"
     with pytest.raises(ArgumentError, match="a free state slot"):
@@ -264,24 +264,27 @@ def test_owners_keep_their_floors_and_quotas(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_that_is_still_to_be_copied_keeps_no_other(backend: str) -> None:
-    """Of ten checkpoints the one that would go first is being copied to a fork: the next one goes in its place."""
-    cache, machine = make(num_slots=12, backend=backend)
-    machine.exchanges()
-    first = cache.open([1, 2])
-    machine.compute(first)
-    cache.fork(first)
-    cache.close(first)  # its state is a checkpoint of two tokens, which saves least
+    """Of ten checkpoints the one that saves least is to be copied to a fork: the nine others go before it."""
+    cache, machine = make(num_slots=24, backend=backend)
     for at in range(9):
-        machine.compute(one := cache.open([10 + at, *range(8 + at)]))
-        cache.close(one)
-        assert cache.checkpoints.victim() is not None
-    exchange = cache.exchange
-    assert exchange is not None
-    num_needed = cache.num_state_slots_needed
-    while cache.checkpoints.num_free_to_go and (victim := cache.victim()) is not None:
+        machine.compute(cache.open([10 + at, *range(8 + at)]))
+    machine.compute(first := cache.open([1]))
+    fork = cache.fork(first)
+    cache.close(first)
+    assert len(cache.checkpoints) == 10
+    least = cache.checkpoints.victim()
+    assert least is not None
+    assert least.num_tokens == 1
+    for _ in range(9):
+        victim = cache.victim()
+        assert victim is not None
+        assert victim is not least
         cache.evict_checkpoint(victim)
         cache.check()
-    assert len(cache.free_state_slots()) == cache.num_state_slots - num_needed
+    assert cache.victim() is None
+    fork.append([2])
+    machine.compute(fork)  # begins with the state that was copied
+    assert cache.victim() is not None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

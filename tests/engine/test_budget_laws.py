@@ -233,26 +233,6 @@ def test_a_floor_that_slots_in_use_leave_no_room_for_says_so() -> None:
     all_.storage.close()
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "states alone"])
-def test_a_resize_below_what_pins_need_is_refused_before_anything_changes(kind: str) -> None:
-    all_ = served(kind, 10, 12, max_num_seqs=4, pin_memory="100%")
-    all_.submit([1, 2, 3, 4, 5, 6, 7, 8], 1)
-    while all_.engine.has_work:
-        all_.step()
-    all_.cache.pins.add([1, 2, 3, 4, 5, 6, 7])
-    for at in range(4):
-        all_.submit([at, 1, 2, 3], 20)
-    all_.step()
-    running = list(all_.engine.scheduler.running)
-    least = 3 * all_.exchange.slot_bytes + 2 * all_.exchange.block_bytes
-    all_.refused(ArgumentError, CapacityError, call=lambda: all_.budget.resize(least - 1))
-    assert all_.engine.scheduler.running == running
-    all_.budget.resize(least)
-    all_.check()
-    all_.engine.abort_all()
-    all_.storage.close()
-
-
 def test_a_resize_that_the_system_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was granted, and the budget was smaller than what there was (X1)."""
     all_ = served("hybrid", 8, 20)

@@ -254,13 +254,14 @@ class Exchange:
         )
         cache.give_up_state_slots(slots)
         num_blocks = self.blocks_beside(cache.num_state_slots)
-        if num_blocks <= cache.num_blocks or not self._could_resize_blocks(num_blocks):
+        has_more = num_blocks > cache.num_blocks
+        if has_more and not self._could_resize_blocks(num_blocks):
             cache.add_state_slots(len(slots))
             return False
         if slots:
             self.give_back_slots(slots)
             self.num_slots_to_blocks += len(slots)
-        return True
+        return has_more
 
     def _could_resize_blocks(self, num_blocks: int) -> bool:
         """Whether there are so many blocks now; as many as before where the system refuses."""
