@@ -108,9 +108,9 @@ class Exchange:
 
     def blocks_beside(self, num_slots: int) -> int:
         """Blocks that there are memory and addresses for, beside so many slots."""
-        return self.blocks_within(self.num_bytes, num_slots)
+        return self._blocks_within(self.num_bytes, num_slots)
 
-    def blocks_within(self, num_bytes: int, num_slots: int) -> int:
+    def _blocks_within(self, num_bytes: int, num_slots: int) -> int:
         """As `blocks_beside`, of another budget."""
         if not self.block_bytes:
             return self._cache.num_blocks
@@ -212,7 +212,7 @@ class Exchange:
             (num_bytes - least_blocks * self.block_bytes) // self.slot_bytes,
         )
         if self.block_bytes:
-            self.resize_blocks(self.blocks_within(num_bytes, num_slots))  # first: it may be refused
+            self.resize_blocks(self._blocks_within(num_bytes, num_slots))  # first: it may be refused
         slots = self._slots_given_up(cache.num_state_slots - num_slots, 0, lambda _: True)
         if slots:
             cache.give_up_state_slots(slots)
@@ -231,8 +231,8 @@ class Exchange:
         free, cached = self._cache.free_and_cached_blocks()
         return self._to_blocks(max(1, num_blocks - free - cached), num_slots, must=True)
 
-    def has_blocks(self, num_blocks: int) -> bool:
-        """Whether there are so many blocks, made of slots where need be. Nothing is made where there cannot be."""
+    def make_blocks(self, num_blocks: int) -> bool:
+        """Has so many blocks, made of slots where there are fewer; whether there are. None is made in vain."""
         if num_blocks > self._cache.num_blocks + self.blocks_to_come:
             return False
         self._to_blocks(num_blocks - self._cache.num_blocks, 0, must=True)

@@ -528,7 +528,7 @@ class StateCache(Cache):
     def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
         owner_id, floor_blocks, quota_blocks = arguments.owner_limits(owner_id, floor_blocks, quota_blocks)
         others, exchange = self.sum_of_floors - self._limits.get(owner_id, (0, -1))[0], self.exchange
-        if exchange is not None and not exchange.has_blocks(others + floor_blocks):
+        if exchange is not None and not exchange.make_blocks(others + floor_blocks):
             raise ArgumentError(
                 f"expected floors of at most {self.num_blocks + exchange.blocks_to_come} blocks together, as many as "
                 f"there can be now beside {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
