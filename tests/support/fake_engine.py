@@ -102,7 +102,7 @@ class FakeEngine:
         )
 
         def resize_blocks(num_blocks: int) -> None:
-            given_up = self.engine.resize(num_blocks)
+            given_up = self.engine.resize(num_blocks, reason="resize")
             self.runner.resize(cache.num_block_ids, given_up)
 
         exchange.resize_blocks = resize_blocks

@@ -170,7 +170,7 @@ class SoakEngine:
         if num_blocks > self.storage.num_blocks:
             self.storage.resize(num_blocks)
         self.engine.scheduler.preempt_to(num_blocks)
-        self.storage.give_back(self.engine.resize(num_blocks))
+        self.storage.give_back(self.engine.resize(num_blocks, reason="resize"))
 
     def figures(self) -> dict[str, Any]:
         stats, tiers = self.engine.stats(), self.stack.stats()

@@ -130,7 +130,9 @@ class KVBudget:
         )
         self._engine.tenants.check_resize(num_blocks)
         self._check_pins(num_blocks, kv_memory)
-        num_bytes = exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes) if exchange else 0
+        num_bytes = (
+            exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes) if exchange else 0
+        )
         if num_bytes < state_bytes:
             raise ArgumentError(
                 f"expected a kv_memory of at least {state_bytes} bytes for {cache.least_state_slots} states, got "
