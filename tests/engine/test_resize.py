@@ -53,6 +53,27 @@ def test_tokens_stay_while_the_pool_breathes(backend: str, storage: dict[str, st
         assert tokens_of(llm) == expected
 
 
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
+def test_a_resize_that_the_system_refuses_leaves_the_numbers(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise CapacityError("the system refuses")
+
+    with tiny_llm.llm(backend=backend) as llm:
+        expected = tokens_of(llm)
+        before = llm.kv_memory_bytes, llm.stats()["num_blocks"]
+        for name, size in (("give_back", 20), ("resize", 4 * before[1])):
+            with monkeypatch.context() as patch:
+                patch.setattr(llm.core.storage, name, refuses)
+                with pytest.raises(CapacityError, match="the system refuses"):
+                    llm.resize(size * llm.core.storage.block_bytes)
+            assert (llm.kv_memory_bytes, llm.stats()["num_blocks"]) == before
+            llm.cache.check()
+            llm.core.budget.check()
+        assert tokens_of(llm) == expected
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
 def test_what_is_given_up_goes_back_to_the_system(storage: dict[str, str]) -> None:
     with tiny_llm.llm(kv_memory="192MiB", **storage) as llm:
