@@ -6,6 +6,7 @@ with NaN before anything runs.
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 from typing import Any
@@ -31,6 +32,18 @@ MORE = (
     "bailing_hybrid", "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lara_mini", "lfm2_moe", "lfm3", "mamba",
     "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
+# In 16 bits those whose code is peculiar there, and at length all.
+EVERY_BIT = [
+    *((name, torch.float32) for name in SOME),
+    ("mamba", torch.bfloat16),
+    ("falcon_mamba", torch.float16),
+    ("jamba", torch.float16),
+    ("minimax", torch.bfloat16),
+    ("minimax", torch.float16),
+    *(pytest.param(name, torch.float32, marks=pytest.mark.ci) for name in MORE),
+    *(pytest.param(name, torch.bfloat16, marks=pytest.mark.ci) for name in (*SOME, *MORE)),
+    *(pytest.param(name, torch.float16, marks=pytest.mark.ci) for name in (*SOME, *MORE)),
+]
 MAX_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
 _DRAW = random.Random(3)
@@ -112,11 +125,12 @@ def test_tokens_of_every_family(name: str) -> None:
     _check(name, "native", "paged")
 
 
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.ci) for n in MORE)])
-def test_bits_do_not_depend_on_chunks_hits_or_company(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), EVERY_BIT)
+def test_bits_do_not_depend_on_chunks_hits_or_company(name: str, dtype: torch.dtype) -> None:
     """Logprobs, of float32 logits, are compared as they are."""
     pytest.importorskip("quire._native")
     model, _ = expected(name)
+    model = copy.deepcopy(model).to(dtype=dtype)
     prompt = PROMPTS[4]
     with serve(model, max_batch_tokens=64, prefix_caching=False) as llm:
         alone = answers_of(llm, [prompt])[0]

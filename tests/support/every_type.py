@@ -106,7 +106,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "minimax": {"sliding_window": None},
+    # The last layer's decays are next to none, so another one is linear.
+    "minimax": {"sliding_window": None, "layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 8},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen3_vl_moe_text": {"sliding_window": None},

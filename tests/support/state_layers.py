@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm3": {},
     "mamba": {},
     "mamba2": {"n_groups": 2},
-    "minimax": {"sliding_window": None},
+    "minimax": {},
     "nemotron_h": {"n_groups": 2},
     "olmo_hybrid": _DELTA,
     "qwen3_5_moe_text": _DELTA,

@@ -148,10 +148,10 @@ class OwnStateModel(PreparedModel):
     def own_logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
     ) -> torch.Tensor:
-        """As `PreparedModel.own_logits`, without states: all tokens in one forward."""
+        """As `PreparedModel.own_logits`: all tokens in one forward, over states that the model makes itself."""
         model: Any = self._model
         with self.eagerly() if eager else torch.inference_mode():
-            return model(input_ids=input_ids.reshape(-1, positions.numel()), use_cache=False).logits
+            return model(input_ids=input_ids.reshape(-1, positions.numel()), use_cache=True).logits
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         cache.begin(step)

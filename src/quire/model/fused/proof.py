@@ -28,10 +28,10 @@ from quire.model.fused.layer import match_layer
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.prove.calls import NUM_ROWS, Call, Calls, Paged, own, parts_of
+from quire.model.prove.calls import Call, Calls, Paged, own
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.wide import computing_in, packing_in
-from quire.model.prove.yardstick import decide, no_farther
+from quire.model.prove.yardstick import NUM_ROWS, decide, no_farther, parts_of
 
 __all__ = ["Findings", "Proof"]
 

@@ -19,10 +19,10 @@ from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import mlp_candidates
 from quire.model.fused.norm import norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.prove.calls import NUM_ROWS, Calls, parts_of
+from quire.model.prove.calls import Calls
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.wide import computing_in, packing_in
-from quire.model.prove.yardstick import decide, no_farther
+from quire.model.prove.yardstick import NUM_ROWS, decide, no_farther, parts_of
 from quire.model.state import StateAdapter, StateStep
 from quire.recurrence import RecurrenceStep
 

@@ -15,7 +15,6 @@ Cost: two forwards of the layers up to the last one asked for; memory for its ke
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,14 +31,13 @@ from quire.model.own_cache import own_cache, own_cache_class
 from quire.model.paged_cache import PagedCache, rows_to_store
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
+from quire.model.prove.yardstick import NUM_ROWS, parts_of
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec, LayerSpec
 
-__all__ = ["NUM_ROWS", "Call", "Calls", "Paged", "own", "parts_of", "record", "text_tokens"]
+__all__ = ["Call", "Calls", "Paged", "own", "record", "text_tokens"]
 
 NUM_TOKENS = 512
-_ROW_PARTS = (65, 8, 1)  # the rows of a call, as many as kernels see at once
-NUM_ROWS = sum(_ROW_PARTS)
 _BLOCK_SIZE = 16
 _AROUND = 8  # rows beyond a window
 
@@ -83,15 +81,6 @@ class Call:
 
 
 Calls = dict[nn.Module, Call]
-
-
-def parts_of(num_rows: int) -> list[slice]:
-    """Rows in parts as kernels see them: the last one, 8 before it, 65 before them, and what is left."""
-    stops = [num_rows]
-    for count in reversed(_ROW_PARTS):
-        stops.append(max(0, stops[-1] - count))
-    bounds = [0, *reversed(stops)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def own(module: nn.Module, call: Call) -> torch.Tensor | None:

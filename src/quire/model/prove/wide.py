@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.model.experts import WidenedExperts, is_experts, loop_of
+from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import NativeWeight, PackedModule, PackedWeight
 from quire.model.overlay import own_class
 from quire.model.plain_weights import plain
@@ -108,7 +109,11 @@ def _changed(
                 widen_experts = functools.partial(WidenedExperts, transposed=bool(part.is_transposed))
                 undo.append(_hold_wide(part, dtype, loop, widen_experts))
             elif isinstance(part, PackedModule) and part._packed is not None:
-                undo.append(_set(part.__dict__, "_packed", widen(part._packed)))
+                wide = widen(part._packed)
+                undo.append(_set(part.__dict__, "_packed", wide))
+                if isinstance(weight := part._parameters.get("weight"), HeldParameter):
+                    stand_in = _held_wide(wide, weight.shape, dtype, part._transposed)
+                    undo.append(_set(part._parameters, "weight", stand_in))
                 if (bias := part._parameters.get("bias")) is not None:
                     wide_bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
                     undo.append(_set(part._parameters, "bias", wide_bias))
@@ -120,6 +125,18 @@ def _changed(
     finally:
         while undo:
             undo.pop()()
+
+
+def _held_wide(
+    packed: PackedWeight, shape: torch.Size, dtype: torch.dtype, transposed: bool
+) -> HeldParameter:
+    """The Parameter of a packed weight, for who reads it past its module: widened when it is read."""
+
+    def unpack() -> torch.Tensor:
+        dense = packed.unpack()
+        return dense.t().contiguous() if transposed else dense
+
+    return HeldParameter(HeldWeight(packed=packed, unpack=unpack), torch.empty((), dtype=dtype).expand(shape))
 
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:

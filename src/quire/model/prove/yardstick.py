@@ -17,12 +17,13 @@ Cost: a few passes over the tensors compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
-__all__ = ["decide", "distance", "no_farther", "rows_agree"]
+__all__ = ["NUM_ROWS", "decide", "distance", "no_farther", "parts_of", "rows_agree"]
 
 # F1: how near the right candidate is in float32, channel by channel, and how many times farther the next one has to be.
 _CLOSE = 1e-5
@@ -37,6 +38,9 @@ _FACTOR = 1.5
 # A row that a router sent another way: so many times the farthest row of the model's own forward, or the logits' half.
 # In float32 no router goes another way, but where two experts are as good as equal.
 _ROW_FACTOR, _ROW_MOST, _ROW_CLOSE = 8.0, 0.5, 1e-3
+
+_ROW_PARTS = (65, 8, 1)  # the rows of a call, as many as kernels see at once
+NUM_ROWS = sum(_ROW_PARTS)
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -128,6 +132,15 @@ def no_farther(
         if not float(mine[part].mean()) <= allowed:  # NaN included
             return False
     return True
+
+
+def parts_of(num_rows: int) -> list[slice]:
+    """Rows in parts as kernels see them: the last one, 8 before it, 65 before them, and what is left."""
+    stops = [num_rows]
+    for count in reversed(_ROW_PARTS):
+        stops.append(max(0, stops[-1] - count))
+    bounds = [0, *reversed(stops)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def rows_agree(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) -> tuple[bool, float, float]:

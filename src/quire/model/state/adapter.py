@@ -16,9 +16,10 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -104,6 +105,15 @@ class StateAdapter(ABC):
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the mixer's own forward answers to the rows of one text [num_rows, hidden_size], without a cache."""
         return self.module(hidden[None])[0]
+
+    @property
+    def text_lengths(self) -> tuple[int, ...]:
+        """Rows of the texts, the longest last, in which all shows that the mixer computes."""
+        return 1, 8, 65
+
+    def widened(self) -> Self:
+        """The same of a copy of the mixer in float32."""
+        return type(self)(copy.deepcopy(self.module).float(), self.recurrence)
 
     def answer(self, hidden: torch.Tensor) -> Any:
         """What the mixer's own forward returns, made of its first result."""

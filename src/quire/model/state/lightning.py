@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from quire.recurrence import RecurrenceBackend
 
 __all__ = ["LightningAttention"]
 
+_TABLES = ("query_decay", "key_decay", "diagonal_decay")
 _PARTS = frozenset({"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"})
 
 
@@ -46,8 +47,30 @@ class LightningAttention(StateAdapter):
         y = own.norm(y.reshape(num_rows, -1))
         return own.out_proj(torch.sigmoid(own.output_gate(hidden)) * y)
 
+    @property
+    def text_lengths(self) -> tuple[int, ...]:
+        return *super().text_lengths, self.module.block_size + 65  # the mixer goes block by block
+
+    def widened(self) -> Self:
+        """With the tables that follow from its slopes in float32: in 16 bits each entry is rounded by itself. Tables
+        that are not those of its slopes stay."""
+        wide, eps = super().widened(), torch.finfo(self.module.slope_rate.dtype).eps
+        tables = dict(zip(_TABLES, wide.module.decay_factors(wide.module.slope_rate), strict=True))
+        if all(_is_rounded(getattr(wide.module, name), table, eps) for name, table in tables.items()):
+            for name, table in tables.items():
+                setattr(wide.module, name, table)
+        return wide
+
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.module(hidden[None], None, None)[0][0]
 
     def answer(self, hidden: torch.Tensor) -> Any:
         return hidden, None
+
+
+def _is_rounded(stored: torch.Tensor, exact: torch.Tensor, eps: float) -> bool:
+    """Whether each entry is the exp(-x) of `exact` to the precision of its type: x is a product of rounded numbers, so
+    off by a part of itself, and the result is rounded once more."""
+    least = torch.finfo(torch.float16).smallest_normal * eps  # what is less may be 0
+    x = -exact.clamp_min(least).log()
+    return bool(((stored - exact).abs() <= exact * (torch.expm1(eps * x) + eps) + least).all())
