@@ -43,7 +43,7 @@ NOT_RUN = {
     ".venv/bin/quire serve": "README's main job has a test of its own",
     "python3 -m venv": "installs; .ci/run does it in a fresh folder",
     "kill %1": "README's main job has a test of its own",
-    "python benchmarks/": "minutes; .ci/run runs each with --quick. Names and options are checked below",
+    "python benchmarks/": "minutes; scripts/check-long runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",

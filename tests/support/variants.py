@@ -15,5 +15,5 @@ _ISAS = [] if _native is None else _native.supported_isas()
 needs_emulated = pytest.mark.skipif(
     not any(isa.startswith("emulated") for isa in _ISAS),
     reason="this build has no emulated kernels; `scripts/build-native` makes one in a clone, "
-    "`pip install . --config-settings=cmake.define.QUIRE_TEST_KERNELS=ON` installs one (.ci/run tests it)",
+    "`pip install . --config-settings=cmake.define.QUIRE_TEST_KERNELS=ON` installs one (scripts/check-long tests it)",
 )
