@@ -40,6 +40,7 @@ EVERY_BIT = [
     ("jamba", torch.float16),
     ("minimax", torch.bfloat16),
     ("minimax", torch.float16),
+    ("zamba2", torch.float16),
     *(pytest.param(name, torch.float32, marks=pytest.mark.ci) for name in MORE),
     *(pytest.param(name, torch.bfloat16, marks=pytest.mark.ci) for name in (*SOME, *MORE)),
     *(pytest.param(name, torch.float16, marks=pytest.mark.ci) for name in (*SOME, *MORE)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.every_type import build
 from support.generate_oracle import PROMPTS, generate
 from transformers import (
@@ -111,8 +112,9 @@ def test_an_attention_function_that_differs_from_eager_is_found(monkeypatch: pyt
         PreparedModel(load((model, None)), backend="python")
 
 
-def test_a_model_whose_generate_prepares_other_positions_is_refused() -> None:
-    model: Any = build(AutoModelForCausalLM, "gpt2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_whose_generate_prepares_other_positions_is_refused(dtype: torch.dtype) -> None:
+    model: Any = build(AutoModelForCausalLM, "gpt2").to(dtype)
     own = model.prepare_inputs_for_generation
 
     def later(*args: Any, **kwargs: Any) -> Any:

@@ -83,6 +83,10 @@ class Probe:
         """`rows_agree` of the logits of these rows of the first sequence and the second."""
         return rows_agree(logits, self._own[rows], self._wider[rows])
 
+    def is_wider(self, logits: torch.Tensor, rows: slice) -> bool:
+        """Whether these logits, in the wider type, are those of the forward in that type."""
+        return rows_agree(logits, self._wider[rows], self._wider[rows])[0]
+
     def _plain(self) -> torch.Tensor:
         """[sum of lengths, vocab_size], by the model's own forward, both sequences in one batch of equal rows."""
         prepared = self._prepared
