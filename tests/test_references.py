@@ -96,7 +96,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 def names_in(path: Path) -> frozenset[str]:
     """All names in the code of a file, docstrings and comments left out, and its own."""
     prose = {".py": r'"""[\s\S]*?"""|#.*', ".hpp": r"//.*", ".cpp": r"//.*"}.get(path.suffix)
-    text = path.read_text()
+    text = path.read_text(errors="replace")
     names = re.findall(r"\b[^\W\d]\w*\b", re.sub(prose, "", text) if prose else text)
     return frozenset([*names, path.stem, path.parent.name])
 

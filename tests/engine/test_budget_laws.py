@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,10 +17,10 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from support.at_length import at_length
 from support.cache_case import BACKENDS
+from support.run_laws import run_laws
 
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
@@ -446,23 +445,11 @@ def _refuses(*_: Any) -> None:
     raise CapacityError("was made to fail")
 
 
-def run(num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        BudgetLaws,
-        settings=settings(
-            max_examples=num_examples,
-            stateful_step_count=num_steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_the_laws_hold() -> None:
-    run(num_examples=60, num_steps=30)
+    run_laws(BudgetLaws, num_examples=60, num_steps=30)
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
 def test_the_laws_hold_at_length() -> None:
-    run(num_examples=at_length(4000), num_steps=50)
+    run_laws(BudgetLaws, num_examples=at_length(4000), num_steps=50)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 from laws.pin_rules import PinMachine
 from support.at_length import at_length
 from support.cache_case import BACKENDS
+from support.run_laws import run_laws
 
 
 class Machine(PinMachine):
@@ -16,23 +15,11 @@ class Machine(PinMachine):
     backends = tuple(BACKENDS)
 
 
-def run(num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=num_examples,
-            stateful_step_count=num_steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_the_laws_hold() -> None:
-    run(num_examples=80, num_steps=40)
+    run_laws(Machine, num_examples=80, num_steps=40)
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
 def test_the_laws_hold_at_length() -> None:
-    run(num_examples=at_length(2000), num_steps=50)
+    run_laws(Machine, num_examples=at_length(2000), num_steps=50)

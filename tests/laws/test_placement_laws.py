@@ -10,7 +10,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,9 +17,9 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from support.at_length import at_length
+from support.run_laws import run_laws
 from support.simulated_heap import SimulatedBackend
 
 from quire.errors import ArgumentError, CapacityError
@@ -262,22 +261,10 @@ class HeapMachine(RuleBasedStateMachine):
                         )
 
 
-def run(num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        HeapMachine,
-        settings=settings(
-            max_examples=num_examples,
-            stateful_step_count=num_steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_the_laws_hold() -> None:
-    run(num_examples=60, num_steps=40)
+    run_laws(HeapMachine, num_examples=60, num_steps=40)
 
 
 @pytest.mark.ci
 def test_the_laws_hold_at_length() -> None:
-    run(num_examples=at_length(1500), num_steps=60)
+    run_laws(HeapMachine, num_examples=at_length(1500), num_steps=60)

@@ -1,0 +1,18 @@
+"""A state machine of hypothesis, run as a test: slow examples and large machines are no fault of theirs."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+
+def run_laws(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=num_steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
