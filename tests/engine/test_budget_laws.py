@@ -446,7 +446,7 @@ def _refuses(*_: Any) -> None:
 
 
 def test_the_laws_hold() -> None:
-    run_laws(BudgetLaws, num_examples=60, num_steps=30)
+    run_laws(BudgetLaws, num_examples=25, num_steps=30)
 
 
 @pytest.mark.ci

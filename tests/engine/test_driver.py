@@ -5,11 +5,14 @@ from __future__ import annotations
 import _thread
 import asyncio
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,9 +244,8 @@ ENDS = (
 # end is that of a process of its own, which opens an LLM of its own.
 PROGRAM = """
 import contextlib, gc, os, sys, threading, time
-import transformers.generation.utils, transformers.models.qwen3.modeling_qwen3
-import quire.model.load
-from quire import LLM, SamplingParams
+from quire import SamplingParams
+from support import tiny_llm
 with contextlib.suppress(ImportError):
     import quire._native, quire.model.fused
 gc.collect()
@@ -257,7 +259,7 @@ for end in ends:
     print("exit status", status, flush=True)
 else:
     sys.exit()
-llm = LLM(kv_memory="16MiB")
+llm = tiny_llm.llm()
 params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 exec(end)
 print("end", flush=True)
@@ -265,6 +267,7 @@ print("end", flush=True)
 
 
 def test_a_program_that_closes_nothing_ends() -> None:
-    done = run_program(PROGRAM, *ENDS)
+    tests = str(Path(__file__).parents[1])
+    done = run_program(PROGRAM, *ENDS, env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])})
     assert (done.returncode, done.stdout) == (0, "end\nexit status 0\n" * len(ENDS)), done.stderr
     assert "Fatal" not in done.stderr
