@@ -82,7 +82,7 @@ def test_key_file(tmp_path: Path) -> None:
     [
         ("[server]\nprot = 1", "prot"),
         ("[sever]\nport = 1", "sever"),
-        ("[server]\nport = '1'", "int"),
+        ("[server]\nport = '1'", "a port of 0 to 65535, got '1'"),
         ("[server]\nport = 70000", "65535"),
         ("[server]\nmax_n = 0", "max_n"),
         ("[server]\nmax_n = true", "bool"),
