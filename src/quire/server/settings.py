@@ -376,8 +376,10 @@ def _check(name: str, value: Any, where: str | None = None) -> None:
         if value < 1:
             raise ArgumentError(f"expected 1 or more, got {value} - as {where}")
         return
-    if name == "port" and not (type(value) is int and 0 <= value <= 65535):
-        raise ArgumentError(f"expected a port of 0 to 65535, got {value!r} - as {where}")
+    if name == "port":
+        if type(value) is not int or not 0 <= value <= 65535:
+            raise ArgumentError(f"expected a port of 0 to 65535, got {value!r} - as {where}")
+        return
     _typed(value, _SERVER_FIELDS.get(name, str), where)
     if name == "drain_seconds" and not 0 <= value < math.inf:
         raise ArgumentError(f"expected seconds, 0 or more, got {value} - as {where}")
