@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
@@ -90,18 +91,24 @@ def toml_of(value: Any) -> str:
     return repr(value)
 
 
-def given(*words: str) -> dict[str, Any]:
-    """What a verb's function gets of a command line."""
+@cache
+def command_of_options() -> tuple[Any, list[dict[str, Any]]]:
+    """A command with all flags of the engine, and what its calls were given, the newest last."""
     seen: list[dict[str, Any]] = []
 
     def verb(**engine: Any) -> None:
         seen.append(engine)
 
-    command = typer.Typer()
-    command.command()(options.engine_flags()(verb))
-    done = CliRunner().invoke(command, list(words))
-    assert done.exit_code == 0, done.output
-    return seen[0]
+    app = typer.Typer()
+    app.command()(options.engine_flags()(verb))
+    return typer.main.get_command(app), seen
+
+
+def given(*words: str) -> dict[str, Any]:
+    """What a verb's function gets of a command line."""
+    command, seen = command_of_options()
+    command.main(args=list(words), standalone_mode=False)
+    return seen.pop()
 
 
 def by_toml(table: str, name: str, value: Any) -> tuple[ServerSettings, dict[str, Any]]:
