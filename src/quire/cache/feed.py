@@ -16,7 +16,7 @@ from quire.cache.protocol import PrefixKVCache
 __all__ = ["DROPPED", "LOSS_REASONS", "EventFeed", "Forgotten", "Listener"]
 
 LOSS_REASONS = ("space", "idle", "dropped", "resize")
-"""Why content left memory: a request needed its blocks, the system was short while the engine was idle, somebody asked
+"""Why content left memory: a request needed its blocks, the system was short while the engine was idle, a caller asked
 for it (`drop`, `trim`, `reset`), or the cache got fewer blocks (`resize`)."""
 
 

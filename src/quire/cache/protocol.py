@@ -473,10 +473,10 @@ class PrefixKVCache(KVCache, Protocol):
         ...
 
     def trim(self, share_kept: float = 0.0) -> Int32Array:
-        """Forget the content that nobody holds, floors or not, but for a share of it, 0 .. 1, the most recently used.
+        """Forget unheld content, floors or not, but for a share of it, 0 .. 1: the most recently used.
 
-        The ids that nobody uses then, int32 in order, those given up by `resize` before among them: their memory may be
-        given back. With a share of 1 nothing is forgotten. O(blocks)."""
+        Returns the ids that are unused then, int32 in order, those given up by `resize` before among them: their
+        memory may be given back. With a share of 1 nothing is forgotten. O(blocks)."""
         ...
 
     def reset(self) -> None:

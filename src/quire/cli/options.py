@@ -50,7 +50,7 @@ def flag(name: str) -> str:
 
 
 def number(kind: type[int] | type[float]) -> Callable[[str], Any]:
-    """What reads a flag's text: the number, or the text, which the option refuses in its own words."""
+    """A reader of a flag's text. It gives the number, or the text itself, which the option then refuses."""
 
     def parse(text: str) -> Any:
         try:

@@ -363,7 +363,7 @@ class Engine:
         return self._given_up(lambda: cache.resize(num_blocks), reason)
 
     def trim(self, share_kept: float = 0.0, *, reason: str = "dropped") -> np.ndarray:
-        """Has the cache forget what nobody holds, but for a share of it; int32, the ids that nobody uses then."""
+        """The cache forgets unheld content, but for a share of it. Returns the ids that are unused then, int32."""
         cache = self._elastic("trim")
         return self._given_up(lambda: cache.trim(share_kept), reason)
 
@@ -376,7 +376,10 @@ class Engine:
         return self._cache
 
     def _given_up(self, give_up: Callable[[], np.ndarray], reason: str) -> np.ndarray:
-        """What a call gives up, and why (`feed.LOSS_REASONS`): tiers keep it, but not what was dropped before."""
+        """Runs a call that gives content up, for a reason of `feed.LOSS_REASONS`.
+
+        Tiers keep that content, and none that was dropped before the call.
+        """
         self.collect()
         block_ids = give_up()
         forgotten = Forgotten(reason, is_kept=True)

@@ -180,7 +180,7 @@ class Metrics:
             yield family
 
     def _of_evictions(self, stats: Mapping[str, Any]) -> Iterator[Any]:
-        """What memory gave up, and the times of the same blocks, by reason."""
+        """Counts of blocks that memory gave up, and histograms of the same blocks, by reason."""
         labels = ["model_name", "reason"]
         by_reason = stats.get("evictions_by_reason", {})
         if "evicted_blocks" in stats:
