@@ -1,9 +1,12 @@
 """A model and its tokenizer out of one GGUF file, its weights as the file's codes, or widened.
 
-transformers knows which architecture of a GGUF file is which of its models, how the tensors are called there, and what
-the file's writer did to them; here they only pass through one at a time. Its own way (`gguf_file=`) reads the whole
-vocabulary three times and holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
-Where transformers itself reads a file lazily (its newer architectures) its way is taken, which widens.
+`quire.model.gguf` says what the header's keys and the tensors of each architecture mean; transformers says how the
+parameters of its models are called in a file. Its own way (`gguf_file=`) reads the whole vocabulary three times and
+holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M. Where transformers itself reads a
+file's tensors lazily (its newer architectures) its way is taken, which widens.
+
+Invariants:
+    L1  A key of the header or a tensor that nothing here reads refuses the file by its name.
 
 Codes are kept of linear layers, heads, embeddings and experts whose type has a reader (`quire.quantized.readers`), each
 in its own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
@@ -29,6 +32,8 @@ from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
 from quire.model.coded_experts import ExpertForms
+from quire.model.gguf import ARCHITECTURES, GGUFHeader
+from quire.model.gguf.names import tensor_names
 from quire.model.gguf_experts import gguf_experts
 from quire.model.kept_codes import can_keep
 from quire.model.linear import is_transposed
@@ -93,7 +98,7 @@ class WidenedWeights:
 def gguf_config(source: GGUFSource) -> Any:
     """The config of the file's model.
 
-    *raises:* LoadError: transformers does not map its architecture.
+    *raises:* LoadError: the architecture is not known, or a key of the header is not read.
     """
     return _config(source)[0]
 
@@ -120,7 +125,7 @@ def load_gguf_model(
 
     weights = WidenedWeights(source)
     kept: tuple[KeptWeights, ...] = ()
-    config, fields = _config(source)
+    config, fields, header = _config(source)
     if is_gguf_arch_supported(source.architecture):
         if not widened:
             _log.warning(
@@ -130,7 +135,8 @@ def load_gguf_model(
                 transformers_version,
                 source.architecture,
             )
-        model, report = _load_lazily(source, dtype)
+        model, report = _load_lazily(source, config, dtype)
+        _refuse_unread(header, sorted(report["unexpected_keys"]))
     else:
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -139,7 +145,7 @@ def load_gguf_model(
             planned_forms(shape, rounded)  # a pattern that fits nothing is refused
             forms = expert_forms(shape, rounded) or None
         unread = UnreadWeights(backend)
-        tensors = _tensors(source, shape, fields, dtype, weights, unread, widened, forms)
+        tensors = _tensors(header, shape, fields, dtype, weights, unread, widened, forms)
         loaded: Any = type(shape).from_pretrained(
             None,
             config=config,
@@ -173,8 +179,8 @@ def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, 
 
     if is_gguf_arch_supported(source.architecture):
         return {}
-    fields = _config(source)[1]
-    processor, names = _processing(source, shape, fields)
+    _, fields, header = _config(source)
+    processor, names = _processing(header, shape, fields)
     process, mapped = partial(_process, processor, names, fields), MappedWeights(str(source.path.resolve()))
     of_codes = [tensor for tensor in source if tensor.stored in GGUF_TYPES]
     found = gguf_experts(of_codes, shape, process, names, mapped)
@@ -206,31 +212,28 @@ def end_ids(source: GGUFSource) -> tuple[int, ...]:
     return tuple(int(token) for token in found if token is not None)
 
 
-def _config(source: GGUFSource) -> tuple[Any, dict[str, Any]]:
-    """The config, and its fields as transformers reads them of the file."""
-    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    try:
-        with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-            if source.architecture in GGUF_CONFIG_ARCHS:
-                with _alone(source) as (where, name):
-                    return AutoConfig.from_pretrained(where, gguf_file=name), {}
-            header = Path(folder) / "header.gguf"
-            source.write_header(header)
-            fields = load_gguf_checkpoint(str(header))["config"]
-    except Exception as error:
+def _config(source: GGUFSource) -> tuple[Any, dict[str, Any], GGUFHeader]:
+    """The config, the fields that it was made of, and the header that they were taken from."""
+    architecture = ARCHITECTURES.get(source.architecture)
+    if architecture is None:
         raise LoadError(
-            f"expected a model that transformers {transformers_version} can read from GGUF, {source.path} is of "
-            f"architecture {source.architecture!r}: {' '.join(str(error).split())} Take the model as safetensors."
+            f"expected a GGUF file of a known architecture ({', '.join(sorted(ARCHITECTURES))}), {source.path} is of "
+            f"architecture {source.architecture!r}. Take the model as safetensors."
+        )
+    header = GGUFHeader(source)
+    fields = architecture.config(header)
+    header.refuse_rest(architecture.no_effect)
+    try:
+        return AutoConfig.for_model(**fields), fields, header
+    except Exception as error:  # configs check their fields in many ways
+        raise LoadError(
+            f"expected a header that fits a {fields['model_type']} of transformers {transformers_version}, "
+            f"{source.path} has one that does not: {' '.join(str(error).split())}"
         ) from error
-    if source.num_words:
-        fields.setdefault("vocab_size", source.num_words)
-    return AutoConfig.for_model(**fields), fields
 
 
 def _tensors(
-    source: GGUFSource,
+    header: GGUFHeader,
     shape: PreTrainedModel,
     fields: dict[str, Any],
     dtype: torch.dtype,
@@ -244,7 +247,8 @@ def _tensors(
     widened: of linear layers, heads and embeddings no codes are kept. forms: as what experts are rounded; none: they
     are as the file has them; None: no codes are kept of them.
     """
-    processor, names = _processing(source, shape, fields)
+    source = header.source
+    processor, names = _processing(header, shape, fields)
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
     mapped = MappedWeights(str(source.path.resolve()))
@@ -259,7 +263,7 @@ def _tensors(
                 tensors[place] = unread.experts_stand_in(place, of_model, dtype, experts, forms.get(place))
                 read_later |= of_place
     for tensor in source:
-        if tensor.name in read_later:
+        if tensor.name in read_later or tensor.name in header.taken_tensors:
             continue
         place = names.get(tensor.name)
         rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
@@ -275,7 +279,12 @@ def _tensors(
             unread.widen(
                 tensor.name, f"{tensor.stored} is not read as codes, or not for what the model has there"
             )
-        result = process(tensor, widen(tensor).numpy(), tensors)
+        try:
+            result = process(tensor, widen(tensor).numpy(), tensors)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise LoadError(
+                f"expected tensors that fit the header, {tensor.name} of {source.path} is {list(tensor.shape)}: {error}"
+            ) from error
         if result.name in names:
             # What was not widened may lie in the file's mapping still.
             weight = torch.from_numpy(np.ascontiguousarray(result.weights))
@@ -284,30 +293,28 @@ def _tensors(
             weights.add(weight, tensor.offset or 0)
         elif result.name is not None:
             unknown.append(tensor.name)
-    if unknown:
-        _log.warning(
-            "%s has %d tensors that transformers %s does not read, the first %s: answers may differ from those of the "
-            "model it was made of",
-            source.path.name,
-            len(unknown),
-            transformers_version,
-            unknown[0],
-        )
+    _refuse_unread(header, unknown)
     return tensors
 
 
-def _processing(
-    source: GGUFSource, shape: PreTrainedModel, fields: dict[str, Any]
-) -> tuple[Any, dict[str, str]]:
-    """transformers' processor of the file's tensors, and which parameter of the model each tensor becomes."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+def _refuse_unread(header: GGUFHeader, names: Sequence[str]) -> None:
+    """Refuse the file if the model has no place for the tensors `names`, unless they are known to change no answer."""
+    no_effect = ARCHITECTURES[header.architecture].no_effect_tensors
+    rest = [name for name in names if not any(part in name for part in no_effect)]
+    if rest:
+        raise LoadError(
+            f"expected tensors of the architecture {header.architecture} that are read here, got {rest[0]}"
+            f"{f' and {len(rest) - 1} more' if len(rest) > 1 else ''} - in {header.source.path}; answers would differ "
+            "from the model's. Take the model as safetensors."
+        )
 
-    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=fields)
-    return processor, get_gguf_hf_weights_map(shape, processor)
+
+def _processing(
+    header: GGUFHeader, shape: PreTrainedModel, fields: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
+    """The processor of the file's tensors, and which parameter of the model each tensor becomes."""
+    processor = ARCHITECTURES[header.architecture].tensors(config=fields)
+    return processor, tensor_names(header.architecture, shape, processor)
 
 
 def _process(
@@ -383,13 +390,14 @@ def _read(
         mapped.release(data)
 
 
-def _load_lazily(source: GGUFSource, dtype: torch.dtype) -> Any:
+def _load_lazily(source: GGUFSource, config: Any, dtype: torch.dtype) -> Any:
     from transformers import GgufConfig
 
     with _alone(source) as (folder, name):
         return AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
+            config=config,
             quantization_config=GgufConfig(dequantize=True),
             dtype=dtype,
             output_loading_info=True,

@@ -83,6 +83,19 @@ class GGUFSource:
         return None if field is None or len(field.data) != 1 else field.contents()
 
     @property
+    def field_names(self) -> tuple[str, ...]:
+        """The keys of the file's header, in its order."""
+        return tuple(name for name in self._reader.fields if not name.startswith("GGUF."))
+
+    def value(self, name: str) -> Any:
+        """A value of the file's header, lists of numbers and truth values too; a list of texts as its length.
+
+        *raises:* KeyError: there is no such key.
+        """
+        field = self._reader.fields[name]
+        return _list(field.parts[-1]) if not field.data else field.contents()
+
+    @property
     def num_words(self) -> int:
         """Words of the file's vocabulary; 0 where it has none."""
         field = self._reader.get_field("tokenizer.ggml.tokens")
@@ -101,22 +114,6 @@ class GGUFSource:
                 tensor.data_offset,
             )
 
-    def write_header(self, path: Path) -> None:
-        """Write a GGUF file with this one's header, less its vocabulary, and a hole for its weights.
-
-        For readers that take long over a vocabulary and do not look at the weights.
-        """
-        reader = self._reader
-        fields = [field for name, field in reader.fields.items() if not name.startswith("GGUF.")]
-        fields = [field for field in fields if field.data or not field.name.startswith("tokenizer.")]
-        with path.open("wb") as file:
-            file.write(reader.data[:16])  # magic, version, number of tensors
-            file.write(struct.pack("<Q", len(fields)))
-            for field in [*fields, *(tensor.field for tensor in reader.tensors)]:
-                file.write(b"".join(part.tobytes() for part in field.parts))
-            start = -(-file.tell() // reader.alignment) * reader.alignment
-            file.truncate(start + self.path.stat().st_size - reader.data_offset)
-
 
 def widen(tensor: StoredTensor) -> torch.Tensor:
     """The values of a tensor of a GGUF file in float32, as the package `gguf` reckons them."""
@@ -132,6 +129,17 @@ def widen(tensor: StoredTensor) -> torch.Tensor:
     for start in range(0, rows.shape[0], step):
         widened[start : start + step] = dequantize(rows[start : start + step], kind)
     return torch.from_numpy(widened).reshape(tensor.shape)
+
+
+def _list(data: Any) -> Any:
+    """The list whose kind, length and values lie in `data`; of texts their number."""
+    from gguf import GGUFReader, GGUFValueType
+
+    kind, count = struct.unpack_from("<IQ", data)
+    if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+        return int(count)
+    number = np.dtype(GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)]).newbyteorder("<")
+    return np.frombuffer(data[12:], number, count).tolist()
 
 
 def reckoned_by() -> str:

@@ -1,0 +1,35 @@
+"""GGUF files as models: what each key of a header and each tensor means, one module a family of architectures.
+
+    header        the keys of a file: taken, of no effect, or refused
+    rope          rotary positions: base, scaling, tensors of factors
+    windows       which layers attend within a window
+    names         which parameter each tensor becomes
+    architecture  what a module of a family gives for each architecture, and the fields that all decoders share
+    the others    the families
+
+A new architecture is an entry of its family's `ARCHITECTURES`, or a new module that `_FAMILIES` names.
+"""
+
+from quire.model.gguf import (
+    by_transformers,
+    gemma,
+    gemma4,
+    granite,
+    layer_norm,
+    llama,
+    mamba,
+    mixtures,
+    phi,
+    qwen,
+)
+from quire.model.gguf.architecture import Architecture
+from quire.model.gguf.header import NO_EFFECT, GGUFHeader
+
+__all__ = ["ARCHITECTURES", "NO_EFFECT", "Architecture", "GGUFHeader"]
+
+_FAMILIES = (llama, qwen, gemma, gemma4, granite, phi, layer_norm, mamba, mixtures, by_transformers)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    name: architecture for family in _FAMILIES for name, architecture in family.ARCHITECTURES.items()
+}
+"""By what files call them."""

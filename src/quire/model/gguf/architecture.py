@@ -1,0 +1,116 @@
+"""What a reader of one GGUF architecture gives: a config's fields, and what its tensors become.
+
+A new architecture is one entry of a module's `ARCHITECTURES` (see `quire.model.gguf`): a function from the header to
+the fields of a config, and where the file's writer changed tensors, a processor that undoes it.
+
+Source of what each key means: llama.cpp's `load_hparams` and `load_arch_hparams`; of what its converter writes: its
+folder `conversion`. Where the header lacks a fact of the config, the value that llama.cpp computes with is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
+
+from quire.model.gguf.header import GGUFHeader
+from quire.model.gguf.rope import rotary_width, scaled_rope
+
+__all__ = [
+    "Architecture",
+    "decoder",
+    "expect_no_experts",
+    "experts",
+    "has_tensor",
+    "head_dim",
+    "placed",
+    "with_partial_rope",
+    "with_whole_rope",
+]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """config: the fields of a transformers config, `model_type` among them. tensors: transformers' processor, or one
+    like it. no_effect: keys, and tensors by the end of their name, that change no answer, and why."""
+
+    config: Callable[[GGUFHeader], dict[str, Any]]
+    tensors: type[TensorProcessor] = TensorProcessor
+    no_effect: Mapping[str, str] = field(default_factory=dict)
+    no_effect_tensors: Mapping[str, str] = field(default_factory=dict)
+
+
+def decoder(header: GGUFHeader, *, feed_forward: bool = True, kv_heads: int | None = None) -> dict[str, Any]:
+    """The fields that every decoder's config has, under the names that most of transformers' configs give them.
+
+    feed_forward: the model has one width of feed-forward layers, and `feed_forward_length` is it. kv_heads: where the
+    reader has read them already.
+    """
+    heads = header.one("attention.head_count")
+    hidden = header.take("embedding_length")
+    fields = {
+        "vocab_size": header.num_words,
+        "max_position_embeddings": header.take("context_length"),
+        "hidden_size": hidden,
+        "num_hidden_layers": header.take("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or header.one("attention.head_count_kv", heads),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **header.special_ids(),
+    }
+    if feed_forward:
+        fields["intermediate_size"] = header.one("feed_forward_length")
+    header.expect("embedding_length_out", hidden)
+    header.expect("attention.causal", True)
+    return fields
+
+
+def head_dim(header: GGUFHeader, fields: Mapping[str, Any]) -> int:
+    """The width of a head. *raises:* LoadError: values are of another width than keys."""
+    width = header.take("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    header.expect("attention.value_length", width)
+    return width
+
+
+def with_whole_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields`, a head's width, and the rotary positions of a model that turns the whole head."""
+    width = head_dim(header, fields)
+    rotary_width(header, width, whole=True)
+    rope = scaled_rope(header, fields["max_position_embeddings"], width=width, head_dim=width)
+    return fields | {"head_dim": width, "rope_parameters": rope}
+
+
+def with_partial_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """As `with_whole_rope`, of a model that may turn a part of the head."""
+    width = head_dim(header, fields)
+    turned = rotary_width(header, width, whole=False)
+    rope = scaled_rope(header, fields["max_position_embeddings"], width=turned, head_dim=width)
+    return fields | {"head_dim": width, "rope_parameters": rope}
+
+
+def experts(header: GGUFHeader) -> tuple[int, int]:
+    """How many experts a layer has, and how many each token takes. *raises:* LoadError: more than there are."""
+    count, used = header.take("expert_count"), header.one("expert_used_count")
+    if not 0 < used <= count:
+        raise header.refusal("expert_used_count", used, f"1 to {count}, the number of experts")
+    return count, used
+
+
+def expect_no_experts(header: GGUFHeader) -> None:
+    """Refuse a file whose model has experts, which its architecture's reader does not expect."""
+    for key in ("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"):
+        header.expect(key, 0)
+
+
+def has_tensor(header: GGUFHeader, name: str) -> bool:
+    """Whether any layer has the tensor `blk.N.{name}`."""
+    return any(found.startswith("blk.") and found.split(".", 2)[2] == name for found in header.tensors)
+
+
+def placed(weights: np.ndarray) -> Any:
+    """What a processor gives for a tensor whose values it has put in the model's tensors itself."""
+    named: Any = GGUFTensor
+    return named(weights, None, {})

@@ -1,0 +1,133 @@
+"""Rotary positions out of a GGUF header: its keys `rope.*` and its tensors of factors, as transformers' parameters.
+
+    none, absent    the frequencies of `rope.freq_base` (10 000 where it is absent)
+    linear          positions divided by `rope.scaling.factor`
+    yarn            transformers' yarn; a factor of attention is theirs unless the header has one
+    rope_factors_*  longrope: short and long factors
+    rope_freqs      one factor a frequency (Llama 3.1's scaling, which the file's writer reckoned): longrope, short and
+                    long alike, and no factor of attention
+
+Source of what each key means: llama.cpp's `load_hparams` and `llama_context`; of what its converter writes:
+`TextModel.set_gguf_parameters`. Yarn's factor of attention and range are obeyed, as the model that was converted obeys
+them; llama.cpp computes with its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.model.gguf.header import GGUFHeader
+
+__all__ = ["default_rope", "rotary_width", "scaled_rope"]
+
+_DEFAULT_BASE = 10000.0
+_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+def rotary_width(header: GGUFHeader, head_dim: int, *, whole: bool) -> int:
+    """How many values of a head turn. whole: the model turns all of them: *raises:* LoadError: the header says else."""
+    width = header.take("rope.dimension_count", head_dim)
+    if whole and width != head_dim:
+        raise header.refusal("rope.dimension_count", width, f"the width of a head, {head_dim}")
+    if not 0 < width <= head_dim or width % 2:
+        raise header.refusal(
+            "rope.dimension_count", width, f"an even number up to the width of a head, {head_dim}"
+        )
+    return width
+
+
+def default_rope(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def scaled_rope(
+    header: GGUFHeader, max_positions: int, *, width: int, head_dim: int, truncate: bool = True
+) -> dict[str, Any]:
+    """`rope_parameters` of a config.
+
+    max_positions: the header's `context_length`. width: as of `rotary_width`. truncate: whether yarn's range of
+    frequencies is rounded to whole ones.
+
+    *raises:* LoadError: a value or a pair of values that transformers' rotary embeddings do not have.
+    """
+    rope = default_rope(float(header.take("rope.freq_base", _DEFAULT_BASE)))
+    if width != head_dim:
+        rope["partial_rotary_factor"] = _part(width, head_dim)
+    kind = header.take("rope.scaling.type", None)
+    factor = float(header.take("rope.scaling.factor", None) or header.take("rope.scale_linear", None) or 1.0)
+    original = header.take("rope.scaling.original_context_length", None)
+    attention = float(header.take("rope.scaling.attn_factor", 1.0))
+    if not 0.0 < factor < math.inf:
+        raise header.refusal("rope.scaling.factor", factor, "a number above 0")
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise header.refusal("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    freqs, long, short = (header.tensor(name) for name in (_FREQS, _LONG, _SHORT))
+    if (long is None) != (short is None):
+        raise header.refusal("rope.scaling.type", kind, f"given with both {_LONG} and {_SHORT}")
+    if kind == "yarn":
+        if freqs is not None or long is not None:
+            raise header.refusal("rope.scaling.type", kind, "another beside a tensor of factors")
+        return rope | _yarn(header, factor, original or max_positions, attention, truncate)
+    factor = factor if kind != "none" else 1.0
+    if long is not None and short is not None:
+        if freqs is not None or factor != 1.0:
+            raise header.refusal("rope.scaling.factor", factor, f"absent beside {_LONG}")
+        first = original or max_positions
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": _factors(header, _SHORT, short, width),
+            "long_factor": _factors(header, _LONG, long, width),
+            "original_max_position_embeddings": first,
+            "factor": max_positions / first,
+            "attention_factor": attention,
+        }
+    if kind == "longrope":
+        raise header.refusal("rope.scaling.type", kind, f"given with {_LONG} and {_SHORT}")
+    if attention != 1.0:
+        raise header.refusal("rope.scaling.attn_factor", attention, "1 where there are no long factors")
+    if freqs is not None:
+        factors = [one * factor for one in _factors(header, _FREQS, freqs, width)]
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "original_max_position_embeddings": max_positions,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+        }
+    if factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": factor}
+    return rope
+
+
+def _yarn(
+    header: GGUFHeader, factor: float, original: int, attention: float, truncate: bool
+) -> dict[str, Any]:
+    said = header.take("rope.scaling.yarn_attn_factor", None)
+    yarn = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": float(header.take("rope.scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": float(header.take("rope.scaling.yarn_beta_slow", 1.0)),
+    }
+    header.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    if not truncate:
+        yarn["truncate"] = False
+    if said is not None or attention != 1.0:
+        usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        yarn["attention_factor"] = float(usual if said is None else said) * attention
+    return yarn
+
+
+def _part(width: int, head_dim: int) -> float:
+    """The factor of which transformers makes `width` again: it cuts head_dim * factor to a whole number."""
+    factor = width / head_dim
+    return factor if int(head_dim * factor) == width else math.nextafter(factor, 1.0)
+
+
+def _factors(header: GGUFHeader, name: str, values: Any, width: int) -> list[float]:
+    if values.numel() != width // 2:
+        raise header.refusal("rope.dimension_count", width, f"twice the {values.numel()} values of {name}")
+    return [float(value) for value in values.flatten()]

@@ -1,0 +1,163 @@
+"""Every architecture that a GGUF file opens as: the file computes what the model does that it was made of.
+
+Each key of the header is off its default in some case. A key that is changed in the file changes the answer, or
+refuses the file, or stands in the lists of keys that change none.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import gguf_writer
+from support.gguf_models import CASES, made
+from transformers import PreTrainedModel
+
+from quire.errors import LoadError
+from quire.model import load
+from quire.model.gguf import ARCHITECTURES, NO_EFFECT
+from quire.model.load import without_weights
+from quire.model.sources import GGUFSource
+
+LENGTHS = (5, 40, 200)
+CLOSE = (
+    1e-4  # of the logits' spread: attention and experts may add in another order, and nothing else differs
+)
+
+
+@functools.cache
+def source_of(name: str) -> PreTrainedModel:
+    return made(CASES[name])
+
+
+def written(name: str, path: Path, header: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
+    case = CASES[name]
+    return gguf_writer.write(path / "m.gguf", source_of(name), case.header | (header or {}), **tensors)
+
+
+def logits_of(model: PreTrainedModel, length: int) -> torch.Tensor:
+    tokens = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(length))
+    with torch.inference_mode():
+        return model.eval()(tokens).logits[0]
+
+
+def distance(model: PreTrainedModel, other: PreTrainedModel, length: int) -> float:
+    """Largest difference of the logits, in their spread."""
+    logits, others = logits_of(model, length), logits_of(other, length)
+    return float((logits - others).abs().max() / others.std())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
+    source = source_of(name)
+    loaded = load(written(name, tmp_path), dtype="float32").model
+    for length in LENGTHS:
+        assert distance(loaded, source, length) < CLOSE, length
+    # What a plan is made of has the same shapes.
+    planned = without_weights(tmp_path / "m.gguf").model
+    assert {key: value.shape for key, value in planned.state_dict().items()} == {
+        key: value.shape for key, value in loaded.state_dict().items()
+    }
+
+
+def test_every_architecture_has_a_case() -> None:
+    named = {gguf_writer.ARCHITECTURES.get(case.model_type, case.model_type) for case in CASES.values()}
+    assert named == ARCHITECTURES.keys() - {"qwen35moe"}  # its header is read as qwen35's
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "mamba", "lfm2", "qwen35", "granitehybrid"])
+def test_a_key_or_a_tensor_that_nothing_reads_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    architecture = GGUFSource(written(name, tmp_path)).architecture
+    for key, value in {
+        "attention.new_kind": 3,
+        "rope.scaling.alpha": 2.0,
+        "attention.clamp_kqv": 8.0,
+    }.items():
+        with pytest.raises(LoadError, match=rf"{architecture}\.{key} = {value}.*in the header of .*m\.gguf"):
+            load(written(name, tmp_path, {key: value}))
+    with pytest.raises(LoadError, match=r"tensors .* read here, got .*attn_gate_of_another_kind"):
+        load(written(name, tmp_path, blk__0__attn_gate_of_another_kind__weight=torch.ones(8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "attention.causal", False),
+        ("llama", "rope.dimension_count", 8),
+        ("llama", "attention.value_length", 8),
+        ("llama", "rope.scaling.type", "su"),
+        ("llama", "rope.scaling.type", "longrope"),
+        ("llama", "rope.scaling.attn_factor", 1.5),
+        ("qwen3moe yarn", "expert_gating_func", 2),
+        ("qwen3moe yarn", "expert_weights_scale", 2.5),
+        ("minimax-m2", "expert_gating_func", 1),
+        ("bloom", "attention.head_count_kv", 2),
+        ("granite", "rope.scaling.finetuned", False),
+        ("stablelm", "use_parallel_residual", True),
+        ("gemma4", "rope.dimension_count_swa", 8),
+        ("mamba", "feed_forward_length", 64),
+        ("qwen35", "rope.scaling.type", "yarn"),
+    ],
+)
+def test_a_value_that_the_model_cannot_have_is_refused_by_its_key(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(LoadError, match=key):
+        load(written(name, tmp_path, {key: value}))
+
+
+def _other(key: str, value: Any) -> Any:
+    if key.endswith("epsilon"):
+        return 0.5
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return value[1:] + value[:1]
+    if isinstance(value, str):
+        return "yarn" if value != "yarn" else "linear"
+    return value * 2 + 1 if isinstance(value, int) else value * 2
+
+
+# Keys whose other value a small model cannot show: it ends before the length, or counts no tokens of it.
+_OF_LENGTHS = {"context_length", "rope.scaling.original_context_length"}
+# Keys that are read, and change nothing of these cases: a width of layers that they have none of, positions in
+# pictures, the base of positions that do not turn.
+_OF_OTHERS = {
+    ("qwen2moe", "feed_forward_length"),
+    ("qwen3moe yarn", "feed_forward_length"),
+    ("qwen35", "rope.dimension_sections"),
+    ("qwen35 recurrent_layers", "rope.dimension_sections"),
+    ("qwen35 recurrent_layers", "full_attention_interval"),
+    ("granitehybrid", "rope.freq_base"),
+}
+# Granite's hybrids take this key for whether there are rotary positions.
+_SWITCHES = {("granitehybrid", "rope.scaling.finetuned")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_key_changes_the_answer_or_is_refused(name: str, tmp_path: Path) -> None:
+    path = written(name, tmp_path)
+    header = GGUFSource(path)
+    (tmp_path / "changed").mkdir()
+    architecture = header.architecture
+    no_effect = NO_EFFECT.keys() | ARCHITECTURES[architecture].no_effect.keys()
+    base = load(path, dtype="float32").model
+    for key in header.field_names:
+        if not key.startswith(architecture + "."):
+            continue
+        short = key.removeprefix(architecture + ".")
+        try:
+            path = written(name, tmp_path / "changed", {short: _other(key, header.value(key))})
+            changed = load(path, dtype="float32").model
+        except LoadError:
+            assert short not in NO_EFFECT
+            continue
+        moved = distance(changed, base, 200)
+        unread = short in no_effect and (architecture, short) not in _SWITCHES
+        if unread or (name, short) in _OF_OTHERS:
+            assert moved == 0, key
+        elif short not in _OF_LENGTHS:
+            assert moved > 10 * CLOSE, key
