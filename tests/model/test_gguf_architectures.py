@@ -20,12 +20,13 @@ from quire.errors import LoadError
 from quire.model import load
 from quire.model.gguf import ARCHITECTURES, NO_EFFECT
 from quire.model.load import without_weights
+from quire.model.quantized import coded_weights
 from quire.model.sources import GGUFSource
 
 LENGTHS = (5, 40, 200)
-CLOSE = (
-    1e-4  # of the logits' spread: attention and experts may add in another order, and nothing else differs
-)
+# Of the logits' spread. Factors of frequencies are rounded once more in the file; nothing else differs.
+CLOSE = 2e-5
+MOVED = 1e-3
 
 
 @functools.cache
@@ -36,6 +37,11 @@ def source_of(name: str) -> PreTrainedModel:
 def written(name: str, path: Path, header: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
     case = CASES[name]
     return gguf_writer.write(path / "m.gguf", source_of(name), case.header | (header or {}), **tensors)
+
+
+# Changes of every key of every case take a minute.
+_SHORT = ("llama yarn", "phi3 longrope", "gpt-oss", "granitehybrid experts", "qwen35moe")
+SOME = [pytest.param(name, marks=() if name in _SHORT else pytest.mark.ci) for name in CASES]
 
 
 def logits_of(model: PreTrainedModel, length: int) -> torch.Tensor:
@@ -63,9 +69,35 @@ def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "27b" not in name])
+def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = gguf_writer.write(tmp_path / "m.gguf", source_of(name), case.header, coded="Q8_0")
+    coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", widened=True).model
+    for key, value in widened.state_dict().items():
+        assert torch.equal(value, coded.state_dict()[key]), key
+    held = coded_weights(coded)
+    assert held
+    assert not coded_weights(widened)
+    assert distance(coded, widened, 40) < 1e-4
+    for place in without_weights(path).codes:
+        assert place in held or place.removesuffix(".weight") in held, place
+
+
+def test_layers_that_guess_further_tokens_are_left(tmp_path: Path) -> None:
+    further = {
+        "blk__4__nextn__eh_proj__weight": torch.ones(64, 128),
+        "blk__4__attn_norm__weight": torch.ones(64),
+    }
+    path = written("qwen35", tmp_path, {"block_count": 5, "nextn_predict_layers": 1}, **further)
+    assert distance(load(path, dtype="float32").model, source_of("qwen35"), 40) < CLOSE
+    with pytest.raises(LoadError, match=r"read here, got blk\.4\.nextn\.eh_proj\.weight and 1 more"):
+        load(written("qwen35", tmp_path, **further))
+
+
 def test_every_architecture_has_a_case() -> None:
     named = {gguf_writer.ARCHITECTURES.get(case.model_type, case.model_type) for case in CASES.values()}
-    assert named == ARCHITECTURES.keys() - {"qwen35moe"}  # its header is read as qwen35's
+    assert named == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "mamba", "lfm2", "qwen35", "granitehybrid"])
@@ -129,6 +161,8 @@ _OF_OTHERS = {
     ("qwen2moe", "feed_forward_length"),
     ("qwen3moe yarn", "feed_forward_length"),
     ("qwen35", "rope.dimension_sections"),
+    ("qwen35 heads", "rope.dimension_sections"),
+    ("qwen35moe", "rope.dimension_sections"),
     ("qwen35 recurrent_layers", "rope.dimension_sections"),
     ("qwen35 recurrent_layers", "full_attention_interval"),
     ("granitehybrid", "rope.freq_base"),
@@ -137,7 +171,7 @@ _OF_OTHERS = {
 _SWITCHES = {("granitehybrid", "rope.scaling.finetuned")}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_changed_key_changes_the_answer_or_is_refused(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
     header = GGUFSource(path)
@@ -160,4 +194,4 @@ def test_a_changed_key_changes_the_answer_or_is_refused(name: str, tmp_path: Pat
         if unread or (name, short) in _OF_OTHERS:
             assert moved == 0, key
         elif short not in _OF_LENGTHS:
-            assert moved > 10 * CLOSE, key
+            assert moved > MOVED, key

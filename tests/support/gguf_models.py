@@ -201,6 +201,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen35": Case("qwen3_5_text", _QWEN35),
+    "qwen35 heads": Case("qwen3_5_text", {**_QWEN35, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen35moe": Case(
+        "qwen3_5_moe_text",
+        {**_QWEN35, **_EXPERTS, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 48},
+    ),
     "qwen35 recurrent_layers": Case(
         "qwen3_5_text",
         {**_QWEN35, "layer_types": ["linear_attention", "full_attention"] * 2},

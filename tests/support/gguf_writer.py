@@ -20,19 +20,26 @@ ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
     "falcon_mamba": "mamba", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "minimax_m2": "minimax-m2",
     "granitemoeshared": "granitemoe", "granitemoehybrid": "granitehybrid", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 """By model type where a file calls it otherwise."""
 
 _LIKE_LLAMA = ("llama", "granite", "granitemoe", "granitehybrid")
-_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 _Stored = Iterator[tuple[str, torch.Tensor]]
 
 
 def write(
-    path: Path, model: PreTrainedModel, header: dict[str, Any] | None = None, **tensors: torch.Tensor
+    path: Path,
+    model: PreTrainedModel,
+    header: dict[str, Any] | None = None,
+    *,
+    coded: str | None = None,
+    **tensors: torch.Tensor,
 ) -> Path:
     """header: keys of the architecture beside or instead of those that follow from the config; None leaves one out.
-    tensors: further ones, a double underscore in a name for a dot."""
+    coded: the type of matrices and experts whose rows it can code. tensors: further ones, a double underscore in a name
+    for a dot."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -42,7 +49,18 @@ def write(
             _add(writer, f"{architecture}.{key}", value)
     made = dict(_tensors(model, architecture)) | dict(_rope_tensors(config))
     for name, values in (made | {name.replace("__", "."): value for name, value in tensors.items()}).items():
-        writer.add_tensor(name, np.ascontiguousarray(values.float().numpy()))
+        data = np.ascontiguousarray(values.float().numpy())
+        if (
+            coded
+            and data.ndim >= 2
+            and data.shape[-1] % 32 == 0
+            and name.endswith("weight")
+            and "norm" not in name
+        ):
+            kind = gguf.GGMLQuantizationType[coded]
+            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -279,6 +297,9 @@ def _qwen35_keys(config: Any, said: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_qwen35moe_keys = _qwen35_keys
+
+
 def _rope_tensors(config: Any) -> _Stored:
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope)
@@ -350,6 +371,8 @@ def _changed(name: str, weight: torch.Tensor, config: Any, architecture: str) ->
         yield name, weight + 1
     elif architecture == "gpt-oss" and ".mlp.experts." in name:
         yield from _gpt_oss_experts(name, weight, layer)
+    elif ".linear_attn." in name and not name.endswith("norm.weight"):
+        yield from _delta_net(name, weight, config, layer)
     elif name.endswith("sinks") or name.endswith("layer_scalar"):
         yield name + ".weight", weight
     elif architecture == "gemma4" and re.search(r"router\.(scale|per_expert_scale)$", name):
@@ -403,6 +426,31 @@ def _gpt_oss_experts(name: str, weight: torch.Tensor, layer: str) -> _Stored:
         return
     for first, half in enumerate(("gate", "up")):
         yield f"blk.{layer}.ffn_{half}_exps.{suffix}", values[:, first::2]
+
+
+def _delta_net(name: str, weight: torch.Tensor, config: Any, layer: str) -> _Stored:
+    """The first value head of each key head, then the second of each, where the model has each key head's together."""
+    keys, values, width = (
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim,
+    )  # fmt: skip
+
+    def tiled(rows: torch.Tensor, width: int = 1) -> torch.Tensor:
+        return rows.view(keys, values // keys, width, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    first = 2 * keys * config.linear_key_head_dim
+    if name.endswith("A_log"):
+        yield name, tiled(-torch.exp(weight))
+    elif name.endswith("dt_bias"):
+        yield f"blk.{layer}.ssm_dt.bias", tiled(weight)
+    elif name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+        yield name, tiled(weight)
+    elif name.endswith("in_proj_z.weight"):
+        yield name, tiled(weight, width)
+    elif name.endswith("out_proj.weight"):
+        yield name, tiled(weight.T.contiguous(), width).T
+    else:
+        rows = weight.squeeze(1) if name.endswith("conv1d.weight") else weight
+        yield name, torch.cat([rows[:first], tiled(rows[first:], width)])
 
 
 def _queries_keys_values(weight: torch.Tensor, config: Any, architecture: str) -> torch.Tensor:

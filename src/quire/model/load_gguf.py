@@ -2,8 +2,7 @@
 
 `quire.model.gguf` says what the header's keys and the tensors of each architecture mean; transformers says how the
 parameters of its models are called in a file. Its own way (`gguf_file=`) reads the whole vocabulary three times and
-holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M. Where transformers itself reads a
-file's tensors lazily (its newer architectures) its way is taken, which widens.
+holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
 
 Invariants:
     L1  A key of the header or a tensor that nothing here reads refuses the file by its name.
@@ -121,53 +120,36 @@ def load_gguf_model(
     *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
     raises them.
     """
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
-
     weights = WidenedWeights(source)
-    kept: tuple[KeptWeights, ...] = ()
     config, fields, header = _config(source)
-    if is_gguf_arch_supported(source.architecture):
-        if not widened:
-            _log.warning(
-                "%s: its weights are widened to %s, as transformers %s reads files of architecture %s",
-                source.path.name,
-                str(dtype).removeprefix("torch."),
-                transformers_version,
-                source.architecture,
-            )
-        model, report = _load_lazily(source, config, dtype)
-        _refuse_unread(header, sorted(report["unexpected_keys"]))
-    else:
-        with torch.device("meta"):
-            shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        forms = None if widened else {}
-        if rounded is not None:
-            planned_forms(shape, rounded)  # a pattern that fits nothing is refused
-            forms = expert_forms(shape, rounded) or None
-        unread = UnreadWeights(backend)
-        tensors = _tensors(header, shape, fields, dtype, weights, unread, widened, forms)
-        loaded: Any = type(shape).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    forms = None if widened else {}
+    if rounded is not None:
+        planned_forms(shape, rounded)  # a pattern that fits nothing is refused
+        forms = expert_forms(shape, rounded) or None
+    unread = UnreadWeights(backend)
+    tensors = _tensors(header, shape, fields, dtype, weights, unread, widened, forms)
+    loaded: Any = type(shape).from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model, report = loaded
+    if wrong := sorted(report["mismatched_keys"]):
+        name, stored, expected = wrong[0]
+        raise LoadError(
+            f"cannot load the model {source.path}: {len(wrong)} of its tensors have other shapes than the config "
+            f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
+            f"of {list(expected)}"
         )
-        model, report = loaded
-        if wrong := sorted(report["mismatched_keys"]):
-            name, stored, expected = wrong[0]
-            raise LoadError(
-                f"cannot load the model {source.path}: {len(wrong)} of its tensors have other shapes than the config "
-                f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
-                f"of {list(expected)}"
-            )
-        # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
-        MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
-        by = f"readers {readers.VERSION}"
-        kept = unread.read_into(
-            model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None
-        )
+    # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
+    MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
+    by = f"readers {readers.VERSION}"
+    kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None)
     model.config.name_or_path = str(source.path)
     return model, report, weights, kept
 
@@ -175,17 +157,13 @@ def load_gguf_model(
 def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, CodeForm | ExpertForms]:
     """Which parameters of `shape`, the model on torch's meta device, `load_gguf_model` would leave as codes, and of
     what form. The header is read."""
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
-
-    if is_gguf_arch_supported(source.architecture):
-        return {}
     _, fields, header = _config(source)
     processor, names = _processing(header, shape, fields)
     process, mapped = partial(_process, processor, names, fields), MappedWeights(str(source.path.resolve()))
-    of_codes = [tensor for tensor in source if tensor.stored in GGUF_TYPES]
+    of_codes = [tensor for tensor in header.weights if tensor.stored in GGUF_TYPES]
     found = gguf_experts(of_codes, shape, process, names, mapped)
     forms = {}
-    for tensor in source:
+    for tensor in header.weights:
         place = names.get(tensor.name)
         if place is not None and _rows(tensor, place, shape, processor, names) is not None:
             forms[place] = gguf_form(str(tensor.stored), tensor.shape[1])
@@ -255,15 +233,15 @@ def _tensors(
     process = partial(_process, processor, names, fields)
     read_later: set[str] = set()
     if forms is not None:
-        of_codes = [tensor for tensor in source if forms or tensor.stored in GGUF_TYPES]
+        of_codes = [tensor for tensor in header.weights if forms or tensor.stored in GGUF_TYPES]
         found = gguf_experts(of_codes, shape, process, names, mapped, weights.origin)
         for place, (of_place, experts) in found.items():
             if not forms or place in forms:
                 of_model = shape.get_parameter(place).shape
                 tensors[place] = unread.experts_stand_in(place, of_model, dtype, experts, forms.get(place))
                 read_later |= of_place
-    for tensor in source:
-        if tensor.name in read_later or tensor.name in header.taken_tensors:
+    for tensor in header.weights:
+        if tensor.name in read_later:
             continue
         place = names.get(tensor.name)
         rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
@@ -298,14 +276,12 @@ def _tensors(
 
 
 def _refuse_unread(header: GGUFHeader, names: Sequence[str]) -> None:
-    """Refuse the file if the model has no place for the tensors `names`, unless they are known to change no answer."""
-    no_effect = ARCHITECTURES[header.architecture].no_effect_tensors
-    rest = [name for name in names if not any(part in name for part in no_effect)]
-    if rest:
+    """Refuse the file if there are any tensors that the model has no place for."""
+    if names:
         raise LoadError(
-            f"expected tensors of the architecture {header.architecture} that are read here, got {rest[0]}"
-            f"{f' and {len(rest) - 1} more' if len(rest) > 1 else ''} - in {header.source.path}; answers would differ "
-            "from the model's. Take the model as safetensors."
+            f"expected tensors of the architecture {header.architecture} that are read here, got {names[0]}"
+            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''} - in {header.source.path}; answers would "
+            "differ from the model's. Take the model as safetensors."
         )
 
 
@@ -388,20 +364,6 @@ def _read(
                 mapped.release(part)
     finally:  # who has the whole weight asks for no more
         mapped.release(data)
-
-
-def _load_lazily(source: GGUFSource, config: Any, dtype: torch.dtype) -> Any:
-    from transformers import GgufConfig
-
-    with _alone(source) as (folder, name):
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=name,
-            config=config,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=dtype,
-            output_loading_info=True,
-        )
 
 
 @contextmanager

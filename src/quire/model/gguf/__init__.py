@@ -11,23 +11,24 @@ A new architecture is an entry of its family's `ARCHITECTURES`, or a new module 
 """
 
 from quire.model.gguf import (
-    by_transformers,
     gemma,
     gemma4,
     granite,
     layer_norm,
+    lfm2,
     llama,
     mamba,
     mixtures,
     phi,
     qwen,
+    qwen35,
 )
 from quire.model.gguf.architecture import Architecture
 from quire.model.gguf.header import NO_EFFECT, GGUFHeader
 
 __all__ = ["ARCHITECTURES", "NO_EFFECT", "Architecture", "GGUFHeader"]
 
-_FAMILIES = (llama, qwen, gemma, gemma4, granite, phi, layer_norm, mamba, mixtures, by_transformers)
+_FAMILIES = (llama, qwen, gemma, gemma4, granite, phi, layer_norm, mamba, mixtures, qwen35, lfm2)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in _FAMILIES for name, architecture in family.ARCHITECTURES.items()

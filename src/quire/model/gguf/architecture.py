@@ -20,27 +20,34 @@ from quire.model.gguf.header import GGUFHeader
 from quire.model.gguf.rope import rotary_width, scaled_rope
 
 __all__ = [
+    "NO_DENSE_LAYERS",
     "Architecture",
     "decoder",
     "expect_no_experts",
     "experts",
     "has_tensor",
     "head_dim",
+    "kv_heads_of_some",
     "placed",
     "with_partial_rope",
     "with_whole_rope",
 ]
 
 
+NO_DENSE_LAYERS: Mapping[str, str] = {
+    "feed_forward_length": "of layers without experts, which the model has none of"
+}
+"""What changes no answer of a model with experts in every layer."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """config: the fields of a transformers config, `model_type` among them. tensors: transformers' processor, or one
-    like it. no_effect: keys, and tensors by the end of their name, that change no answer, and why."""
+    like it. no_effect: keys that change no answer, and why."""
 
     config: Callable[[GGUFHeader], dict[str, Any]]
     tensors: type[TensorProcessor] = TensorProcessor
     no_effect: Mapping[str, str] = field(default_factory=dict)
-    no_effect_tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 def decoder(header: GGUFHeader, *, feed_forward: bool = True, kv_heads: int | None = None) -> dict[str, Any]:
@@ -89,6 +96,18 @@ def with_partial_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, A
     turned = rotary_width(header, width, whole=False)
     rope = scaled_rope(header, fields["max_position_embeddings"], width=turned, head_dim=width)
     return fields | {"head_dim": width, "rope_parameters": rope}
+
+
+def kv_heads_of_some(header: GGUFHeader) -> tuple[list[bool], int]:
+    """Which layers attend, of a model some of whose layers do, and the number of heads of their keys: the file has 0
+    for the others. *raises:* LoadError: layers that attend have different numbers."""
+    groups = header.each("attention.head_count_kv", header.take("block_count"))
+    found = {one for one in groups if one}
+    if len(found) != 1:
+        raise header.refusal(
+            "attention.head_count_kv", groups, "one number for all layers that attend, else 0"
+        )
+    return [one > 0 for one in groups], found.pop()
 
 
 def experts(header: GGUFHeader) -> tuple[int, int]:

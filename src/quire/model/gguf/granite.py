@@ -18,6 +18,7 @@ from quire.model.gguf.architecture import (
     expect_no_experts,
     experts,
     has_tensor,
+    kv_heads_of_some,
     placed,
     with_whole_rope,
 )
@@ -45,23 +46,19 @@ def _granite_moe(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _granite_hybrid(header: GGUFHeader) -> dict[str, Any]:
-    num_layers = header.take("block_count")
-    groups = header.each("attention.head_count_kv", num_layers)
-    attending = [one for one in groups if one]
-    if len(set(attending)) != 1:
-        raise header.refusal("attention.head_count_kv", groups, "0 or one number for all layers that attend")
-    fields = with_whole_rope(header, decoder(header, kv_heads=attending[0]))
+    attending, heads = kv_heads_of_some(header)
+    fields = with_whole_rope(header, decoder(header, kv_heads=heads))
     fields = _with_experts(header, _scaled(header, fields))
-    inner, heads = header.take("ssm.inner_size"), header.take("ssm.time_step_rank")
+    inner, state_heads = header.take("ssm.inner_size"), header.take("ssm.time_step_rank")
     if not fields["num_local_experts"]:
         header.expect("expert_shared_feed_forward_length", fields["intermediate_size"], 0)
         fields["shared_intermediate_size"] = fields["intermediate_size"]
     return fields | {
         "model_type": "granitemoehybrid",
-        "layer_types": ["attention" if one else "mamba" for one in groups],
+        "layer_types": ["attention" if one else "mamba" for one in attending],
         "position_embedding_type": "rope" if header.take("rope.scaling.finetuned", True) else None,
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_n_heads": state_heads,
+        "mamba_d_head": inner // state_heads,
         "mamba_expand": inner // fields["hidden_size"],
         "mamba_d_state": header.take("ssm.state_size"),
         "mamba_d_conv": header.take("ssm.conv_kernel"),

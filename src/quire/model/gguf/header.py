@@ -40,13 +40,12 @@ class GGUFHeader:
         self.source = source
         self.architecture = source.architecture
         self.tensors: dict[str, StoredTensor] = {tensor.name: tensor for tensor in source}
-        self.taken_tensors: set[str] = set()
-        """Tensors that became a part of the config."""
         prefix = self.architecture + "."
         self._values = {
             name.removeprefix(prefix): name for name in source.field_names if name.startswith(prefix)
         }
         self._taken: set[str] = set()
+        self._placeless: set[str] = set()  # tensors that are in the config, or of layers that are not run
 
     @property
     def num_words(self) -> int:
@@ -100,8 +99,19 @@ class GGUFHeader:
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        self.taken_tensors.add(name)
+        self._placeless.add(name)
         return widen(tensor)
+
+    @property
+    def weights(self) -> list[StoredTensor]:
+        """The tensors that the model must have places for, in the file's order."""
+        return [tensor for name, tensor in self.tensors.items() if name not in self._placeless]
+
+    def leave_layers(self, count: int) -> None:
+        """Tensors of layers from number `count` on are not of the model."""
+        for name in self.tensors:
+            if name.startswith("blk.") and int(name.split(".")[1]) >= count:
+                self._placeless.add(name)
 
     def special_ids(self) -> dict[str, Any]:
         """The ids of special tokens as a config names them; None for one that the vocabulary does not have."""

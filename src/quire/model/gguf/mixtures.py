@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, MiniMaxM2TensorProcessor, TensorProcessor
 
-from quire.model.gguf.architecture import Architecture, decoder, experts, head_dim, placed, with_partial_rope
+from quire.model.gguf.architecture import (
+    NO_DENSE_LAYERS,
+    Architecture,
+    decoder,
+    experts,
+    head_dim,
+    placed,
+    with_partial_rope,
+)
 from quire.model.gguf.header import GGUFHeader
 from quire.model.gguf.rope import rotary_width, scaled_rope
 from quire.model.gguf.windows import layer_types
@@ -77,9 +85,7 @@ class _GptOssTensors(TensorProcessor):
         return placed(weights)
 
 
-_UNUSED_WIDTH = {"feed_forward_length": "of layers without experts, which the model has none of"}
-
 ARCHITECTURES = {
-    "gpt-oss": Architecture(_gpt_oss, _GptOssTensors, no_effect=_UNUSED_WIDTH),
-    "minimax-m2": Architecture(_minimax_m2, MiniMaxM2TensorProcessor, no_effect=_UNUSED_WIDTH),
+    "gpt-oss": Architecture(_gpt_oss, _GptOssTensors, no_effect=NO_DENSE_LAYERS),
+    "minimax-m2": Architecture(_minimax_m2, MiniMaxM2TensorProcessor, no_effect=NO_DENSE_LAYERS),
 }

@@ -33,6 +33,7 @@ def tensor_names(architecture: str, shape: PreTrainedModel, processor: Any) -> d
             processor.perform_fallback_tensor_mapping(names, suffix, "", place)
             continue
         names[stored + suffix] = place
-        if not suffix:  # such a parameter has the suffix in a file, or has none
+        if not suffix:  # a file has it with the suffix or without, and experts' gate and up apart or merged
             names.setdefault(f"{stored}.weight", place)
+            processor.perform_fallback_tensor_mapping(names, suffix, "", place)
     return names

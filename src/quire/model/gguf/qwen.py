@@ -17,7 +17,7 @@ from quire.model.gguf.architecture import (
 )
 from quire.model.gguf.header import GGUFHeader
 
-__all__ = ["ARCHITECTURES"]
+__all__ = ["ARCHITECTURES", "MoeTensors"]
 
 _NO_EFFECT = {"rope.dimension_sections": "of positions in pictures; in a text all of them are the token's"}
 
@@ -80,7 +80,7 @@ def _expect_usual_heads(header: GGUFHeader, fields: dict[str, Any]) -> None:
     del fields["head_dim"]
 
 
-class _MoeTensors(Qwen2MoeTensorProcessor):
+class MoeTensors(Qwen2MoeTensorProcessor):
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a file may have it as a vector
             return GGUFTensor(weights.reshape(1, -1), name, {})
@@ -89,7 +89,7 @@ class _MoeTensors(Qwen2MoeTensorProcessor):
 
 ARCHITECTURES = {
     "qwen2": Architecture(_qwen2, no_effect=_NO_EFFECT),
-    "qwen2moe": Architecture(_qwen2_moe, _MoeTensors),
+    "qwen2moe": Architecture(_qwen2_moe, MoeTensors),
     "qwen3": Architecture(_qwen3, no_effect=_NO_EFFECT),
-    "qwen3moe": Architecture(_qwen3_moe, _MoeTensors, no_effect=_NO_EFFECT),
+    "qwen3moe": Architecture(_qwen3_moe, MoeTensors, no_effect=_NO_EFFECT),
 }

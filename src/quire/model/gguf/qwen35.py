@@ -1,0 +1,127 @@
+"""Qwen 3.5, dense and with experts: layers of gated delta nets, and every so many one that attends.
+
+The writer adds one to the weights of the norms except the delta nets' own, and puts the value heads of a delta net in
+another order: the first of each key head's, then the second of each, and so on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor
+
+from quire.model.gguf.architecture import (
+    NO_DENSE_LAYERS,
+    Architecture,
+    decoder,
+    expect_no_experts,
+    experts,
+    head_dim,
+)
+from quire.model.gguf.header import GGUFHeader
+from quire.model.gguf.qwen import MoeTensors
+from quire.model.gguf.rope import rotary_width, scaled_rope
+
+__all__ = ["ARCHITECTURES"]
+
+
+def _qwen35(header: GGUFHeader) -> dict[str, Any]:
+    expect_no_experts(header)
+    return _hybrid(header, decoder(header)) | {"model_type": "qwen3_5_text"}
+
+
+def _qwen35_moe(header: GGUFHeader) -> dict[str, Any]:
+    count, used = experts(header)
+    header.expect("expert_weights_norm", True)
+    header.expect("expert_weights_scale", 1.0, 0.0)
+    header.expect("expert_gating_func", 1)  # a softmax
+    return _hybrid(header, decoder(header, feed_forward=False)) | {
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": header.one("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": header.take("expert_shared_feed_forward_length"),
+        "num_experts": count,
+        "num_experts_per_tok": used,
+    }
+
+
+def _hybrid(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    further = header.take("nextn_predict_layers", 0)
+    num_layers = fields["num_hidden_layers"] - further
+    if further:  # layers that guess further tokens are not run
+        header.leave_layers(num_layers)
+    width = head_dim(header, fields)
+    rope = scaled_rope(
+        header,
+        fields["max_position_embeddings"],
+        width=rotary_width(header, width, whole=False),
+        head_dim=width,
+    )
+    sections = header.take("rope.dimension_sections", None)
+    if sections:
+        rope |= {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
+    every = header.take("full_attention_interval", 4)
+    usual = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    said = header.take("attention.recurrent_layers", None)
+    recurrent = usual if said is None else header.each("attention.recurrent_layers", num_layers)
+    inner, value_heads = header.take("ssm.inner_size"), header.take("ssm.time_step_rank")
+    key_heads = header.take("ssm.group_count")
+    if value_heads % key_heads:
+        raise header.refusal("ssm.time_step_rank", value_heads, f"a multiple of ssm.group_count, {key_heads}")
+    return fields | {
+        "num_hidden_layers": num_layers,
+        "head_dim": width,
+        "rope_parameters": rope,
+        "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
+        "linear_conv_kernel_dim": header.take("ssm.conv_kernel"),
+        "linear_key_head_dim": header.take("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": inner // value_heads,
+    }
+
+
+class _Qwen35Tensors(MoeTensors):
+    def perform_fallback_tensor_mapping(
+        self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
+    ) -> None:
+        if hf_name.endswith(".linear_attn.dt_bias"):
+            gguf_to_hf_name_map[f"blk.{hf_name.split('.')[2]}.ssm_dt.bias"] = qual_name + hf_name
+        else:
+            super().perform_fallback_tensor_mapping(gguf_to_hf_name_map, suffix, qual_name, hf_name)
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        keys, values = self.config["linear_num_key_heads"], self.config["linear_num_value_heads"]
+        width = self.config["linear_value_head_dim"]
+        first = 2 * keys * self.config["linear_key_head_dim"]  # rows of queries and keys
+        kind = name.split(".", 2)[-1]
+        if name.endswith("norm.weight") and kind != "ssm_norm.weight":
+            weights = weights - 1
+        elif kind == "ssm_a":
+            weights = _grouped(np.log(-weights), keys, values)
+        elif kind in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
+            weights = _grouped(weights, keys, values)
+        elif kind == "attn_gate.weight":
+            weights = _grouped(weights, keys, values, width)
+        elif kind in ("attn_qkv.weight", "ssm_conv1d.weight"):
+            weights = np.concatenate([weights[:first], _grouped(weights[first:], keys, values, width)])
+            weights = weights[:, None] if kind == "ssm_conv1d.weight" else weights
+        elif kind == "ssm_out.weight":
+            weights = _grouped(weights.T, keys, values, width).T
+        else:
+            return super().process(weights, name, **kwargs)
+        return GGUFTensor(weights, name, {})
+
+
+def _grouped(rows: np.ndarray, keys: int, values: int, width: int = 1) -> np.ndarray:
+    """Rows of each key head's value heads together, where the file has the first of each key head's, then the second.
+    width: rows of a value head."""
+    tiled = rows.reshape(values // keys, keys, width, *rows.shape[1:])
+    return tiled.swapaxes(0, 1).reshape(rows.shape)
+
+
+ARCHITECTURES = {
+    "qwen35": Architecture(_qwen35, _Qwen35Tensors),
+    "qwen35moe": Architecture(_qwen35_moe, _Qwen35Tensors, no_effect=NO_DENSE_LAYERS),
+}
