@@ -131,7 +131,7 @@ def test_a_key_or_a_tensor_that_nothing_reads_is_refused_by_name(name: str, tmp_
         ("stablelm", "use_parallel_residual", True),
         ("gemma4", "rope.dimension_count_swa", 8),
         ("mamba", "feed_forward_length", 64),
-        ("qwen35", "rope.scaling.type", "yarn"),
+        ("qwen35", "ssm.time_step_rank", 3),
     ],
 )
 def test_a_value_that_the_model_cannot_have_is_refused_by_its_key(
@@ -162,6 +162,7 @@ _OF_OTHERS = {
     ("qwen3moe yarn", "feed_forward_length"),
     ("qwen35", "rope.dimension_sections"),
     ("qwen35 heads", "rope.dimension_sections"),
+    ("qwen35 yarn", "rope.dimension_sections"),
     ("qwen35moe", "rope.dimension_sections"),
     ("qwen35 recurrent_layers", "rope.dimension_sections"),
     ("qwen35 recurrent_layers", "full_attention_interval"),

@@ -201,6 +201,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen35": Case("qwen3_5_text", _QWEN35),
+    "qwen35 yarn": Case(
+        "qwen3_5_text",
+        {
+            **_QWEN35,
+            **_rope(**_YARN, partial_rotary_factor=0.5, mrope_section=[4, 2, 2], mrope_interleaved=True),
+        },
+    ),
     "qwen35 heads": Case("qwen3_5_text", {**_QWEN35, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
     "qwen35moe": Case(
         "qwen3_5_moe_text",
