@@ -59,9 +59,12 @@ def distance(model: PreTrainedModel, other: PreTrainedModel, length: int) -> flo
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
     source = source_of(name)
-    loaded = load(written(name, tmp_path), dtype="float32").model
+    opened = load(written(name, tmp_path), dtype="float32")
+    loaded = opened.model
     for length in LENGTHS:
         assert distance(loaded, source, length) < CLOSE, length
+    assert opened.tokenizer.convert_tokens_to_ids(["</s>", "a", "z"]) == [2, 5, 30]
+    assert (opened.tokenizer.bos_token_id, opened.eos_token_ids[:1]) == (1, (2,)) or "gemma4" in name
     # What a plan is made of has the same shapes.
     planned = without_weights(tmp_path / "m.gguf").model
     assert {key: value.shape for key, value in planned.state_dict().items()} == {

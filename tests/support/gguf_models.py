@@ -161,6 +161,8 @@ CASES: dict[str, Case] = {
         "stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True}
     ),
     "nemotron": Case("nemotron", {"head_dim": 16, "norm_eps": 1e-3, **_rope(partial_rotary_factor=0.5)}),
+    "nemotron whole": Case("nemotron", {"head_dim": 16, **_rope(partial_rotary_factor=1.0)}),
+    "stablelm whole": Case("stablelm", _rope(partial_rotary_factor=1.0)),
     "nemotron linear": Case("nemotron", {"head_dim": 16, **_rope(**_LINEAR, partial_rotary_factor=0.5)}),
     "mamba": Case("mamba", _MAMBA),
     "falcon mamba": Case("falcon_mamba", {**_MAMBA, "mixer_rms_eps": 1e-3}),

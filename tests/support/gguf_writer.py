@@ -43,6 +43,7 @@ def write(
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
+    _add_words(writer, config.vocab_size)
     keys = header_of(config, architecture) | (header or {})
     for key, value in keys.items():
         if value is not None:
@@ -66,6 +67,21 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_words(writer: gguf.GGUFWriter, count: int) -> None:
+    """A vocabulary as sentencepiece makes them."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", "\u2581", *map(chr, range(97, 123))]
+    words += [f"[PAD{number}]" for number in range(count - len(words))]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_scores([float(-number) for number in range(count)])
+    writer.add_token_types([3, 3, 3, 2] + [1] * (count - 4))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
@@ -172,14 +172,17 @@ def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, 
 
 def load_gguf_tokenizer(source: GGUFSource, config: Any) -> Any:
     """The tokenizer and its chat template; None where the file has no vocabulary."""
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     if not source.num_words:
         return None
-    kind = config.model_type if config.model_type in TOKENIZER_MAPPING_NAMES else None
+    # The class is chosen here: `AutoTokenizer` would make a config of the file in its own way.
+    named = TOKENIZER_MAPPING_NAMES.get(config.model_type)
+    kind: Any = tokenizer_class_from_name(named) if named else None
+    if kind is None or not issubclass(kind, PreTrainedTokenizerFast):
+        kind = PreTrainedTokenizerFast
     with _alone(source) as (folder, name):
-        # The kind is said so that the file is not asked for it: see the module's text.
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type=kind)
+        tokenizer: Any = kind.from_pretrained(folder, gguf_file=name)
     tokenizer.name_or_path = str(source.path)
     return tokenizer
 
