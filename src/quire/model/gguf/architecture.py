@@ -95,6 +95,7 @@ def with_partial_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, A
     width = head_dim(header, fields)
     turned = rotary_width(header, width, whole=False)
     rope = scaled_rope(header, fields["max_position_embeddings"], width=turned, head_dim=width)
+    rope.setdefault("partial_rotary_factor", 1.0)  # the configs' default is a part
     return fields | {"head_dim": width, "rope_parameters": rope}
 
 

@@ -17,11 +17,10 @@ from quire.model.gguf.architecture import (
     decoder,
     expect_no_experts,
     experts,
-    head_dim,
+    with_partial_rope,
 )
 from quire.model.gguf.header import GGUFHeader
 from quire.model.gguf.qwen import MoeTensors
-from quire.model.gguf.rope import rotary_width, scaled_rope
 
 __all__ = ["ARCHITECTURES"]
 
@@ -50,16 +49,13 @@ def _hybrid(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
     num_layers = fields["num_hidden_layers"] - further
     if further:  # layers that guess further tokens are not run
         header.leave_layers(num_layers)
-    width = head_dim(header, fields)
-    rope = scaled_rope(
-        header,
-        fields["max_position_embeddings"],
-        width=rotary_width(header, width, whole=False),
-        head_dim=width,
-    )
+    fields = with_partial_rope(header, fields)
     sections = header.take("rope.dimension_sections", None)
     if sections:
-        rope |= {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
+        fields["rope_parameters"] |= {
+            "mrope_section": [one for one in sections if one],
+            "mrope_interleaved": True,
+        }
     every = header.take("full_attention_interval", 4)
     usual = [(layer + 1) % every != 0 for layer in range(num_layers)]
     said = header.take("attention.recurrent_layers", None)
@@ -70,8 +66,6 @@ def _hybrid(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
         raise header.refusal("ssm.time_step_rank", value_heads, f"a multiple of ssm.group_count, {key_heads}")
     return fields | {
         "num_hidden_layers": num_layers,
-        "head_dim": width,
-        "rope_parameters": rope,
         "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
         "linear_conv_kernel_dim": header.take("ssm.conv_kernel"),

@@ -52,9 +52,8 @@ def scaled_rope(
     *raises:* LoadError: a value or a pair of values that transformers' rotary embeddings do not have.
     """
     rope = default_rope(float(header.take("rope.freq_base", _DEFAULT_BASE)))
-    rope["partial_rotary_factor"] = _part(
-        width, head_dim
-    )  # said where all turns too: some configs' default is less
+    if width != head_dim:
+        rope["partial_rotary_factor"] = _part(width, head_dim)
     kind = header.take("rope.scaling.type", None)
     factor = float(header.take("rope.scaling.factor", None) or header.take("rope.scale_linear", None) or 1.0)
     original = header.take("rope.scaling.original_context_length", None)
