@@ -18,6 +18,7 @@ from quire import LLM, SamplingParams
 from quire.errors import LoadError
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
+from quire.model.load import without_weights
 from quire.model.quantized import coded_weights, quantize_model
 from quire.quantized import readers
 from quire.spec.weight_formats import parse_weights
@@ -74,6 +75,51 @@ def test_options_that_widen(tmp_path: Path) -> None:
     for options, formats in asked:
         with LLM(tmp_path, kv_memory="1MiB", **options) as llm:
             assert llm.stats()["weight_bytes"].keys() == formats, options
+
+
+def schemes(**groups: dict[str, Any]) -> dict[str, Any]:
+    """A scheme for each list of targets."""
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def group(bits: int, size: int, *targets: str) -> dict[str, Any]:
+    args = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
+    return {"targets": list(targets), "weights": args, "format": "pack-quantized"}
+
+
+def packed(bits: int, size: int) -> Any:
+    return quantized_checkpoints.packed(
+        lambda made: packing.compressed_packed(made, symmetric=True), bits, size
+    )
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["Embedding", f"re:{QUERY[:-1]}.*$"],
+        [r"re:.*embed_.*", QUERY],
+        ["model.embed_tokens", r"re:.*layers\.0\..*q_proj"],
+    ],
+)
+def test_schemes_of_classes_patterns_and_names(targets: list[str], tmp_path: Path) -> None:
+    config = schemes(a=group(4, 32, "Linear"), b=group(8, 64, *targets))
+    expected = quantized_checkpoints.save(
+        tmp_path,
+        quantized_checkpoints.tiny(),
+        config,
+        packed(4, 32),
+        {"model.embed_tokens.weight": packed(8, 64), f"{QUERY}.weight": packed(8, 64)},
+    )
+    loaded = load(tmp_path)
+    labels = {name: coded.label for name, coded in coded_weights(loaded.model).items()}
+    assert (labels[QUERY], labels["model.embed_tokens"]) == ("int8:64", "int8:64")
+    assert labels["model.layers.1.self_attn.q_proj"] == "int4:32"
+    same_weights(loaded.model, expected, torch.float32)
+    planned = without_weights(tmp_path).codes
+    assert {name.removesuffix(".weight"): form.label for name, form in planned.items()} == labels  # pyright: ignore
 
 
 @pytest.mark.parametrize("widened", [False, True])

@@ -14,7 +14,7 @@ from support import packing
 
 from quire.errors import LoadError
 from quire.quantized import QuantizedWeight, form_of
-from quire.quantized.readers import StoredWeights, stored_weights
+from quire.quantized.readers import StoredModule, StoredWeights, stored_weights
 
 
 @dataclass
@@ -71,6 +71,7 @@ def test_gptq(bits: int, symmetric: bool) -> None:
     v1.pop("g_idx")
     same_bits(one(config, v1), weight.values)
     same_bits(one(config | AUTO_ROUND, v1), weight.values)
+    same_bits(one(config | AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"}, v2), weight.values)
 
 
 def test_gptq_by_activation_order() -> None:
@@ -99,7 +100,7 @@ def test_gptq_settings_of_single_modules() -> None:
     tensors = packing.gptq(weight, minus_one=False)
     tensors.pop("g_idx")
     config = {"quant_method": "gptq", "sym": True, "group_size": 16, "dynamic": {r"-:.*down": {}}}
-    with pytest.raises(LoadError, match=r"mlp.up.weight: expected groups of 16 in 64 inputs 4, got 2"):
+    with pytest.raises(LoadError, match=r"mlp.up.weight: .*group_size says, 16, got scales of 2 groups"):
         one(config, tensors)
     config["dynamic"] = {r"+:mlp\.u": {"group_size": 32}}
     same_bits(one(config, tensors), weight.values)
@@ -148,7 +149,15 @@ def test_compressed_tensors_in_bytes() -> None:
     same_bits(one(scheme(num_bits=8, type="float") | {"format": "float-quantized"}, tensors), values)
     tensors, values = packing.fp8_blocks(random(160, 200), 128)
     tensors["weight_scale"] = tensors.pop("weight_scale_inv")
-    same_bits(one(scheme(num_bits=8, type="float", block_structure=[128, 128]), tensors), values)
+    for block in ([128, 128], "128x128", "128X128"):
+        same_bits(
+            one(scheme(num_bits=8, type="float", strategy="block", block_structure=block), tensors), values
+        )
+    for block in ([128], "128", "128x", "128x-1", [128.0, 128], [True, 128], [0, 128], {"rows": 128}, 128):
+        with pytest.raises(LoadError, match=r"weights\.block_structure: expected two whole numbers above 0"):
+            read(scheme(num_bits=8, type="float", block_structure=block), tensors)
+    with pytest.raises(LoadError, match=r"block_structure says, \[64, 64\], got scales of \[2, 2\]"):
+        one(scheme(num_bits=8, type="float", block_structure="64x64"), tensors)
 
 
 def test_compressed_tensors_schemes_by_module() -> None:
@@ -170,6 +179,49 @@ def test_compressed_tensors_schemes_by_module() -> None:
         group["targets"] = ["mlp.gate"]
     with pytest.raises(LoadError, match=r"mlp.down.weight: expected a scheme .* got targets \['mlp.gate'\]"):
         read(config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("targets", "fits"),
+    [
+        (["Linear", "Module", "re:.*up", "mlp.up"], "mlp.up"),
+        (["Linear", "re:mlp.*", "re:.*up"], "re:.*up"),
+        (["Module", "Linear"], "Linear"),
+        (["Module", "re:up"], "Module"),
+        (["re:model.mlp.*"], "re:model.mlp.*"),
+    ],
+)
+def test_the_target_that_fits_best_has_the_scheme(targets: list[str], fits: str) -> None:
+    """Whatever the order of the groups. Patterns begin at the name's begin; two fit by the order of their text."""
+    weight = packing.round_weight(random(32, 96), 4, 32)
+    tensors = {
+        f"mlp.up.{name}": part for name, part in packing.compressed_packed(weight, symmetric=True).items()
+    }
+    groups = {
+        str(number): {"targets": [target], "weights": {"num_bits": 4 if target == fits else 5}}
+        for number, target in enumerate(targets)
+    }
+    headers = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def module_of(name: str) -> StoredModule:
+        return StoredModule("model." + name, ("Linear", "Module"))
+
+    def read_it(config: dict[str, Any]) -> StoredWeights:
+        config = {"quant_method": "compressed-tensors", **config}
+        return stored_weights(config, headers, tensors.__getitem__, module_of)
+
+    (found,) = read_it({"config_groups": groups}).weights
+    same_bits(*found.read(tensors.__getitem__), weight.values)  # pyright: ignore
+    same = {"config_groups": {"W4A16": [fits]}}  # a preset
+    (found,) = read_it(same).weights
+    same_bits(*found.read(tensors.__getitem__), weight.values)  # pyright: ignore
+    for ignored in (["Linear"], [r"re:.*\.up"], ["model.mlp.up"], ["mlp.up"]):
+        with pytest.raises(LoadError, match=r"weight mlp\.up\.weight: .*quantization_config\.ignore"):
+            read_it({**same, "ignore": ignored})
+    with pytest.raises(
+        LoadError, match=r"expected a scheme of config_groups that fits the module, got targets"
+    ):
+        read_it({"config_groups": {"W4A16": ["Embedding", "re:up"]}})
 
 
 @pytest.mark.skipif(
@@ -209,6 +261,12 @@ def test_fp8_in_blocks(outputs: int, inputs: int) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     got = one(config, tensors)
     same_bits(got, values)
+    same_bits(one({**config, "weight_block_size": "128x128"}, tensors), values)
+    same_bits(one({"quant_method": "fp8"}, tensors), values)  # transformers' default
+    with pytest.raises(LoadError, match=r"weight_block_size: expected two whole numbers above 0"):
+        one({**config, "weight_block_size": "128 by 128"}, tensors)
+    with pytest.raises(LoadError, match=r"weight_block_size says, \[64, 128\], got scales of"):
+        one({**config, "weight_block_size": [64, 128]}, tensors)
     assert got.group == (128 if inputs % 128 == 0 else 64)
 
 
@@ -267,7 +325,7 @@ PLAIN = {"a.weight": torch.ones(8, 8)}
         (
             {"quant_method": "awq", "version": "gemv"},
             PLAIN,
-            "version gemm with 4 bits, got version gemv with 4",
+            r"quantization_config.version: expected gemm, got 'gemv'; take the checkpoint in the version",
         ),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, PLAIN, "gptq or gptq_v2, got 'marlin'"),
         (
@@ -278,12 +336,12 @@ PLAIN = {"a.weight": torch.ones(8, 8)}
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
             PLAIN,
-            "without sparsity, got 'sparse-24-bitmask'",
+            r"sparsity_config.format: expected dense, got 'sparse-24-bitmask'",
         ),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
             PLAIN,
-            "without transforms",
+            "transform_config: expected no transforms",
         ),
         (
             {"quant_method": "fp8"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def tiny(kind: str = "qwen3", **more: Any) -> PreTrainedModel:
     return made
 
 
-def _packed(write: Callable[[packing.Rounded], dict[str, torch.Tensor]], *rounding: Any, **more: Any) -> Any:
+def packed(write: Callable[[packing.Rounded], dict[str, torch.Tensor]], *rounding: Any, **more: Any) -> Any:
     def pack(weight: np.ndarray) -> Module:
         rounded = packing.round_weight(weight, *rounding, **more)
         return write(rounded), rounded.values
@@ -52,11 +52,11 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "che
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Module]]] = {
     "gptq": (
         _GPTQ,
-        _packed(lambda made: packing.gptq(made, minus_one=True), 4, 64, symmetric=False, half=True),
+        packed(lambda made: packing.gptq(made, minus_one=True), 4, 64, symmetric=False, half=True),
     ),
     "gptq by activation order": (
         {**_GPTQ, "sym": True, "desc_act": True},
-        _packed(
+        packed(
             lambda made: packing.gptq(made, minus_one=False),
             4,
             64,
@@ -66,13 +66,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Module]]] = {
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
-        _packed(packing.awq, 4, 64, symmetric=False, half=True),
+        packed(packing.awq, 4, 64, symmetric=False, half=True),
     ),
     "w4a16": (
         _compressed(num_bits=4, group_size=32),
-        _packed(lambda made: packing.compressed_packed(made, symmetric=False), 4, 32, symmetric=False),
+        packed(lambda made: packing.compressed_packed(made, symmetric=False), 4, 32, symmetric=False),
     ),
-    "w8a8": (_compressed(num_bits=8), _packed(packing.compressed_int8, 8, 1 << 20)),
+    "w8a8": (_compressed(num_bits=8), packed(packing.compressed_int8, 8, 1 << 20)),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         lambda weight: packing.fp8_blocks(weight, 128),
@@ -85,9 +85,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Module]]] = {
 
 
 def save(
-    folder: Path, plain: PreTrainedModel, quantization: dict[str, Any], pack: Callable[[np.ndarray], Module]
+    folder: Path,
+    plain: PreTrainedModel,
+    quantization: dict[str, Any],
+    pack: Callable[[np.ndarray], Module],
+    others: Mapping[str, Callable[[np.ndarray], Module]] | None = None,
 ) -> PreTrainedModel:
-    """Save `plain` in two files with its linear layers packed, the head not; it becomes what the codes stand for."""
+    """Save `plain` in two files with its linear layers packed, the head not; it becomes what the codes stand for.
+
+    others: weights that are packed in another way, by name."""
     plain.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     names = _checkpoint_names(plain)
@@ -95,10 +101,11 @@ def save(
     for index, (name, tensor) in enumerate(sorted(names.items())):
         values = tensor.detach()
         is_linear = values.dim() == 2 and "proj" in name
-        if not is_linear:
+        pack_it = (others or {}).get(name, pack if is_linear else None)
+        if pack_it is None:
             files[index % 2][name] = values.clone()
             continue
-        tensors, widened = pack(values.numpy())
+        tensors, widened = pack_it(values.numpy())
         prefix = name.removesuffix("weight")
         # The parts of a weight may lie in different files.
         for part, (key, packed) in enumerate(tensors.items()):

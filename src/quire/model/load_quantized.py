@@ -52,18 +52,25 @@ from quire.model.stored_experts import (
 )
 from quire.model.unread_weights import Keep, StoredLinear, UnreadWeights, held_forms, may_hold
 from quire.quantized import CodeForm, QuantizedWeight, readers
-from quire.quantized.readers import StoredWeight, StoredWeights, method_of, stored_weights
+from quire.quantized.readers import StoredModule, StoredWeight, StoredWeights, method_of, stored_weights
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of"]
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """What a model's config says of its quantized weights; None where they are plain."""
+    """What a model's config says of its quantized weights; None where they are plain.
+
+    *raises:* LoadError: it is no object of fields.
+    """
     said = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if said is None:
         return None
-    return dict(said) if isinstance(said, Mapping) else said.to_dict()
+    if not isinstance(said, Mapping) and callable(to_dict := getattr(said, "to_dict", None)):
+        said = to_dict()
+    if not isinstance(said, Mapping):
+        raise LoadError(f"expected quantization_config as an object of fields, got {said!r}; in config.json")
+    return dict(said)
 
 
 def load_quantized(
@@ -100,9 +107,11 @@ def load_quantized(
     tensors = {tensor.name: tensor for tensor in source}
     with ExitStack() as files:
         reading = _Reading(files, source)
-        found = stored_weights(quantization, tensors, reading.tensor) if quantization else StoredWeights(())
-        plain = tensors.keys() - found.names
         names = CheckpointNames(shape, options.get("key_mapping"))
+        found = StoredWeights(())
+        if quantization:
+            found = stored_weights(quantization, tensors, reading.tensor, partial(_module_of, names))
+        plain = tensors.keys() - found.names
         places = _places(names, found.weights)
         unread = UnreadWeights(backend)
         forms = None if rounded is None else _forms(shape, rounded)
@@ -168,8 +177,9 @@ def planned_codes(
     tensors = {tensor.name: tensor for tensor in source}
     with ExitStack() as files:
         reading = _Reading(files, source)
-        found = stored_weights(quantization_of(config) or {}, tensors, reading.tensor)
         names = CheckpointNames(shape, key_mapping)
+        quantization, module_of = quantization_of(config) or {}, partial(_module_of, names)
+        found = stored_weights(quantization, tensors, reading.tensor, module_of)
         places = _places(names, found.weights)
         experts = _experts(names, found, places, {}, reading)
         read_later = {name for stored, _ in experts.values() for name in stored}
@@ -179,6 +189,16 @@ def planned_codes(
             if weight.name in places and weight.name not in read_later
         }
         return held_forms(shape, forms, {place: of_place for place, (_, of_place) in experts.items()})
+
+
+def _module_of(names: CheckpointNames, module: str) -> StoredModule:
+    """Whose weights a checkpoint has under `module`. Experts are linear layers there, one by one."""
+    place, pattern = names.place_of(module + ".weight")
+    if pattern is not None or place not in names.parameters:
+        return StoredModule(module)
+    name = place.rpartition(".")[0]
+    kinds = type(names.shape.get_submodule(name)).__mro__
+    return StoredModule(name, tuple(kind.__name__ for kind in kinds if issubclass(kind, torch.nn.Module)))
 
 
 def _required(source: SafetensorsSource | None, where: str, config: Any) -> SafetensorsSource:

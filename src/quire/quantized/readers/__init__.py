@@ -6,13 +6,14 @@ checkpoints   safetensors files with a quantization_config: which reader, which 
 
 from quire.quantized.readers.checkpoints import METHODS, method_of, stored_weights
 from quire.quantized.readers.gguf import GGUF_TYPES, gguf_form, read_gguf
-from quire.quantized.readers.stored import Stored, StoredWeight, StoredWeights
+from quire.quantized.readers.stored import Stored, StoredModule, StoredWeight, StoredWeights
 
 __all__ = [
     "GGUF_TYPES",
     "METHODS",
     "VERSION",
     "Stored",
+    "StoredModule",
     "StoredWeight",
     "StoredWeights",
     "gguf_form",
@@ -21,4 +22,4 @@ __all__ = [
     "stored_weights",
 ]
 
-VERSION = 1  # raised when the same tensors become other codes, scales or values
+VERSION = 2  # raised when the same tensors become other codes, scales or values

@@ -15,13 +15,28 @@ from typing import Any
 
 import torch
 
-from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
 from quire.quantized.readers.packed import even_groups, sizes_of_groups
+from quire.quantized.readers.settings import (
+    AUTO_ROUND_CHANGES_NOTHING,
+    TOOLS_CHANGE_NOTHING,
+    Check,
+    contradiction,
+    flag,
+    read_settings,
+    refused,
+    renamed,
+    settings_by_pattern,
+    whole,
+    word,
+)
 from quire.quantized.readers.stored import (
+    FLOATS,
+    Checkpoint,
     Headers,
     StoredWeight,
     StoredWeights,
+    matrix,
     mismatch,
     prefixes_of,
     require_parts,
@@ -29,47 +44,71 @@ from quire.quantized.readers.stored import (
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["awq"]
+__all__ = ["CHANGES_NOTHING", "READS", "awq"]
 
 # Output i of 8 is nibble _NIBBLE_OF[i] of its word.
 _NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def awq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]) -> StoredWeights:
+def _not_llm_awq(field: str, value: Any) -> Any:
+    """What a tool would run it with changes nothing; but this one says a layout."""
+    if value == "llm-awq":
+        raise refused(field, "codes in the version gemm", value)
+    return value
+
+
+_GEMM = word("gemm", instead="take the checkpoint in the version gemm, or the model in 16 bits")
+
+# zero_point and sym say what the zeros say themselves.
+CHANGES_NOTHING = (TOOLS_CHANGE_NOTHING | AUTO_ROUND_CHANGES_NOTHING) - {"backend"}
+READS: dict[str, Check] = {
+    "bits": whole(4),
+    "group_size": whole(-1, at_least=1),
+    "version": _GEMM,
+    "format": _GEMM,
+    "checkpoint_format": _GEMM,
+    "method": word("awq"),
+    "backend": _not_llm_awq,
+    "zero_point": flag(),
+    "sym": flag(),
+    "desc_act": flag(False),
+    "pack_dtype": word("int32"),
+    "data_type": word("int"),
+    "extra_config": settings_by_pattern({"bits": whole(4, 16, 32)}, CHANGES_NOTHING | {"data_type"}),
+}
+_SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
+
+
+def awq(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in an AWQ checkpoint.
 
-    *raises:* LoadError: another version, or shapes that do not fit each other.
+    *raises:* LoadError: another version, a field that is not understood, or shapes that do not fit each other.
     """
-    version, bits = str(config.get("version") or "gemm").lower(), config.get("bits", config.get("w_bit", 4))
-    if version != "gemm" or bits != 4:
-        raise LoadError(
-            f"expected an AWQ checkpoint of version gemm with 4 bits, got version {version} with {bits}; take one of "
-            "gemm, or the model in 16 bits"
-        )
+    config = read_settings(renamed(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
+    headers = checkpoint.headers
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
+        name = prefix + "weight"
         parts = {key: prefix + key for key in ("qweight", "qzeros", "scales")}
-        require_parts(prefix + "weight", parts.values(), headers)
-        inputs, words = headers[parts["qweight"]].shape
-        groups, outputs = headers[parts["scales"]].shape
-        zeros = headers[parts["qzeros"]].shape
-        if words * 8 != outputs or tuple(zeros) != (groups, words):
+        require_parts(name, parts.values(), headers)
+        inputs, words = matrix(name, parts["qweight"], headers, torch.int32)
+        groups, outputs = matrix(name, parts["scales"], headers, *FLOATS)
+        zeros = matrix(name, parts["qzeros"], headers, torch.int32)
+        if words * 8 != outputs or zeros != (groups, words):
             raise mismatch(
-                prefix + "weight", "qweight and qzeros", [(inputs, outputs // 8), (groups, outputs // 8)],
+                name, "qweight and qzeros", [(inputs, outputs // 8), (groups, outputs // 8)],
                 [(inputs, words), zeros],
             )  # fmt: skip
-        group_size = config.get("group_size", config.get("q_group_size", 128))
+        group_size = config.get("group_size", 128)
         group_size = inputs if group_size < 0 else group_size
         if -(-inputs // group_size) != groups:
-            raise mismatch(
-                prefix + "weight",
-                f"groups of {group_size} in {inputs} inputs",
-                -(-inputs // group_size),
-                groups,
+            stored = (
+                f"scales of {groups} groups in {inputs} inputs, where it makes {-(-inputs // group_size)}"
             )
+            raise contradiction(name, "group_size", group_size, stored)
         unpack_it = partial(_unpack, group_size=group_size)
         form = partial(_form, scales=parts["scales"], inputs=inputs, group_size=group_size, headers=headers)
-        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, form, unpack_it))
+        weights.append(StoredWeight(name, (outputs, inputs), parts, form, unpack_it))
     return StoredWeights(tuple(weights))
 
 

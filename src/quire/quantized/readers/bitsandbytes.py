@@ -22,55 +22,139 @@ from typing import Any
 import torch
 
 from quire.quantized.code_form import CodeForm, FactorForm
+from quire.quantized.readers.settings import (
+    TOOLS_CHANGE_NOTHING,
+    Check,
+    contradiction,
+    flag,
+    read_settings,
+    refused,
+    whole,
+    word,
+)
 from quire.quantized.readers.stored import (
+    Checkpoint,
     Headers,
     StoredWeight,
     StoredWeights,
+    matrix,
     mismatch,
     prefixes_of,
     require_parts,
+    require_type,
     scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["bitsandbytes"]
+__all__ = ["CHANGES_NOTHING", "READS", "bitsandbytes"]
 
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-def bitsandbytes(
-    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
-) -> StoredWeights:
+# The types of 4 bits and of their scales are in each weight's own quant_state, and its bytes say how they are stored.
+CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | {
+    "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+    "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage",
+}  # fmt: skip
+READS: dict[str, Check] = dict.fromkeys(
+    ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit"), flag()
+)
+
+
+def _offset(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise refused(field, "a number", value)
+    return float(value)
+
+
+def _shape(field: str, value: Any) -> tuple[int, int]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(one) is int and one > 0 for one in value)
+    ):
+        raise refused(field, "two whole numbers above 0", value)
+    return value[0], value[1]
+
+
+_STATE_READS: dict[str, Check] = {
+    "shape": _shape,
+    "blocksize": whole(at_least=1),
+    "nested_blocksize": whole(at_least=1),
+    "nested_offset": _offset,
+    "quant_type": word("nf4", "fp4"),
+}
+_STATE_CHANGES_NOTHING = ("dtype", "nested_dtype")  # of what the package would widen to
+
+
+def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in a checkpoint of bitsandbytes.
 
-    *raises:* LoadError: tensors that are missing or do not fit each other.
+    *raises:* LoadError: tensors that are missing or do not fit each other, or a field that is not understood.
     """
+    config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
     weights = []
     for state_name in sorted(name for name in headers if f".{_STATE}" in name):
         prefix, _, kind = state_name.partition(_STATE)
-        state = json.loads(bytes(tensor(state_name).tolist()))
-        parts = {key: prefix + "weight." + key for key in ("absmax", "quant_map")} | {
-            "weight": prefix + "weight"
-        }
+        name = prefix + "weight"
+        _require_bits(name, config, "load_in_4bit", "4")
+        state = _read_state(state_name, checkpoint)
+        if state.get("quant_type", kind) != kind:
+            raise mismatch(name, f"the quant_type of {state_name},", kind, state["quant_type"])
+        parts = {key: f"{name}.{key}" for key in ("absmax", "quant_map")} | {"weight": name}
         if "nested_blocksize" in state:
-            parts |= {key: prefix + "weight." + key for key in ("nested_absmax", "nested_quant_map")}
-        require_parts(prefix + "weight", parts.values(), headers)
-        outputs, inputs = state["shape"]
-        unpack_it = partial(_unpack_4bit, name=prefix + "weight", kind=kind, state=state)
+            parts |= {key: f"{name}.{key}" for key in ("nested_absmax", "nested_quant_map")}
+        require_parts(name, parts.values(), headers)
+        of_scales = torch.uint8 if "nested_blocksize" in state else torch.float32
+        require_type(name, parts["absmax"], headers, of_scales)
+        for key in parts.keys() - {"absmax", "weight"}:
+            require_type(name, parts[key], headers, torch.float32)
+        if tuple(headers[parts["quant_map"]].shape) != (16,):
+            raise mismatch(name, parts["quant_map"] + " of", [16], list(headers[parts["quant_map"]].shape))
+        unpack_it = partial(_unpack_4bit, name=name, kind=kind, state=state)
         form = partial(
-            _form_4bit, kind=kind, state=state, inputs=inputs, absmax=parts["absmax"], headers=headers
+            _form_4bit,
+            kind=kind,
+            state=state,
+            inputs=state["shape"][1],
+            absmax=parts["absmax"],
+            headers=headers,
         )
-        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, form, unpack_it))
+        weights.append(StoredWeight(name, state["shape"], parts, form, unpack_it))
     dropped = {name for name in headers if f".{_STATE}" in name}
     for prefix in prefixes_of(headers, "SCB"):
-        outputs, inputs = headers[prefix + "weight"].shape
+        name = prefix + "weight"
+        _require_bits(name, config, "load_in_8bit", "8")
         parts = {key: prefix + key for key in ("weight", "SCB")}
+        require_parts(name, parts.values(), headers)
+        outputs, inputs = matrix(name, name, headers, torch.int8)
+        require_type(name, parts["SCB"], headers, torch.float32, torch.float16)
+        if math.prod(headers[parts["SCB"]].shape) != outputs:
+            raise mismatch(name, "SCB of", [outputs], list(headers[parts["SCB"]].shape))
         form = CodeForm("int8", 8, inputs, FactorForm(torch.float32))
-        weights.append(
-            StoredWeight(prefix + "weight", (outputs, inputs), parts, partial(_given, form), _unpack_int8)
-        )
+        weights.append(StoredWeight(name, (outputs, inputs), parts, partial(_given, form), _unpack_int8))
         dropped |= {prefix + "weight_format"} & set(headers)
     return StoredWeights(tuple(weights), frozenset(dropped))
+
+
+def _require_bits(name: str, config: Mapping[str, Any], field: str, bits: str) -> None:
+    for key in (field, "_" + field):
+        if config.get(key) is False:
+            raise contradiction(name, key, "false", f"codes of {bits} bits")
+
+
+def _read_state(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    require_type(name, name, checkpoint.headers, torch.uint8)
+    try:
+        said = json.loads(bytes(checkpoint.tensor(name).flatten().tolist()))
+    except ValueError as error:
+        raise mismatch(name, "JSON,", "", error) from error
+    state = read_settings(said, _STATE_READS, _STATE_CHANGES_NOTHING, name)
+    needed = ["shape", "blocksize"] + ["nested_offset"] * ("nested_blocksize" in state)
+    for key in needed:
+        if key not in state:
+            raise mismatch(name, f"its field {key},", "", "none")
+    return state
 
 
 def _given(form: CodeForm, tensor: Callable[[str], torch.Tensor]) -> CodeForm:
@@ -110,8 +194,11 @@ def _unpack_4bit(
     scales = parts["absmax"].flatten()
     if "nested_blocksize" in state:
         of_block = torch.arange(num_blocks) // int(state["nested_blocksize"])
-        scales = parts["nested_quant_map"].float()[scales.long()] * parts["nested_absmax"].float()[of_block]
-        scales = scales + float(state.get("nested_offset", 0.0))
+        table, largest = parts["nested_quant_map"], parts["nested_absmax"]
+        if table.numel() != 256 or largest.numel() != int(of_block[-1]) + 1:
+            expected = [256, int(of_block[-1]) + 1]
+            raise mismatch(name, "nested values and scales", expected, [table.numel(), largest.numel()])
+        scales = table[scales.long()] * largest[of_block] + state["nested_offset"]
     # Blocks count along the flattened weight, so one may begin within a row.
     group = math.gcd(inputs, block)
     block_of = torch.arange(0, outputs * inputs, group) // block

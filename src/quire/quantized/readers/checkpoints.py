@@ -1,7 +1,8 @@
 """Which reader understands a checkpoint: by what its config.json says, with no tensor left unexplained.
 
-What is quantized is what is stored so. Lists of modules that are left out (`ignore`, `modules_to_not_convert`) only
-say in the config what the tensors say already; a tensor of codes that no reader takes is refused by its name.
+What is quantized is what is stored so. Lists of modules that are left out (`modules_to_not_convert`) only say in the
+config what the tensors say already; a tensor of codes that no reader takes is refused by its name, and so is a field of
+the config that its reader does not know (`settings`).
 
     add a format: one file with a `Reader`, and its line in `METHODS`
 
@@ -22,7 +23,7 @@ from quire.quantized.readers.compressed_tensors import compressed_tensors
 from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8
 from quire.quantized.readers.gptq import gptq
 from quire.quantized.readers.mxfp4 import mxfp4
-from quire.quantized.readers.stored import Headers, Reader, StoredWeights
+from quire.quantized.readers.stored import Checkpoint, Headers, Reader, StoredModule, StoredWeights
 
 __all__ = ["METHODS", "method_of", "stored_weights"]
 
@@ -41,6 +42,13 @@ METHODS: dict[str, Reader] = {
 _CODES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
 
 
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round": "gptq", "auto_round:gptqmodel": "gptq",
+    "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
+}  # fmt: skip
+_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")  # zeros are stored as they are
+
+
 def method_of(config: Mapping[str, Any]) -> str:
     """The quant_method of a quantization_config, as this module's registry has it; "" where there is none."""
     method = str(config.get("quant_method") or "")
@@ -48,22 +56,24 @@ def method_of(config: Mapping[str, Any]) -> str:
     if method in ("auto-round", "intel/auto-round"):
         # AutoRound writes other tools' layouts and says whose.
         packing = str(config.get("packing_format") or "")
-        return {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}.get(
-            packing, f"{method} {packing}".strip()
-        )
+        return _AUTO_ROUND.get(packing, f"{method} with packing_format {packing}")
     if not method and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         return "bitsandbytes"
     return method
 
 
 def stored_weights(
-    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
+    config: Mapping[str, Any],
+    headers: Headers,
+    tensor: Callable[[str], torch.Tensor],
+    module_of: Callable[[str], StoredModule] = StoredModule,
 ) -> StoredWeights:
     """The quantized weights of a checkpoint.
 
     config: the quantization_config of its config.json. headers: of all its tensors, by name. tensor: gives one.
+    module_of: the model's module that a module's weights become, by its name in the checkpoint.
 
-    *raises:* LoadError: a method, a layout or a tensor that is not understood; says which, and what would run.
+    *raises:* LoadError: a method, a layout, a field or a tensor that is not understood; says which, and what would run.
     """
     method = method_of(config)
     if (reader := METHODS.get(method)) is None:
@@ -71,7 +81,9 @@ def stored_weights(
             f"expected weights in 16 or 32 bits or quantized by {', '.join(METHODS)}, got quant_method {method!r}; "
             "take the model as one of these, or as a GGUF file"
         )
-    found = reader(config, headers, tensor)
+    if config.get("packing_format") in _AUTO_ROUND_V2 and method == "gptq":
+        config = {"checkpoint_format": "gptq_v2", **config}
+    found = reader(Checkpoint(config, headers, tensor, module_of))
     taken = found.names
     for name in sorted(headers):
         stored, end = headers[name].stored, name.rpartition(".")[2]

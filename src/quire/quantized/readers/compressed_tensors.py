@@ -8,13 +8,11 @@
 
 Stored integers are signed; packed ones have 2**(bits - 1) added, and so has a code. A value is (code - zero) * scale.
 Schemes that quantize activations too (W8A8, FP8) are read as weights alone: activations stay as they are.
-
-Refused by name: NVFP4, 2:4 sparsity, and transforms, which would need rotations of activations.
+Which scheme is whose: `compressed_schemes`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,25 +21,35 @@ import torch
 
 from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
-from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, unpack_fp8
+from quire.quantized.readers.compressed_schemes import (
+    CHANGES_NOTHING,
+    READS,
+    require_groups,
+    require_symmetric,
+    require_type_of_codes,
+    scheme_of,
+)
+from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, require_scales, unpack_fp8
 from quire.quantized.readers.mxfp4 import E2M1, MXFP4_FORM, low_nibble_first, powers_of_two
 from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
+from quire.quantized.readers.settings import contradiction, read_settings
 from quire.quantized.readers.stored import (
+    FLOATS,
+    Checkpoint,
     Headers,
     StoredWeight,
     StoredWeights,
+    matrix,
     mismatch,
     prefixes_of,
+    require_parts,
+    require_type,
     scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["compressed_tensors"]
 
-_FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
-    "dense", "mixed-precision",
-)  # fmt: skip
 _DROPPED = (
     "input_scale",
     "input_zero_point",
@@ -53,104 +61,115 @@ _DROPPED = (
 )
 
 
-def compressed_tensors(
-    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
-) -> StoredWeights:
+def compressed_tensors(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in a checkpoint of compressed-tensors.
 
-    *raises:* LoadError: a format or a scheme that is not read, or shapes that do not fit each other.
+    *raises:* LoadError: a format, a scheme or a field that is not read, or shapes that do not fit each other.
     """
-    _refuse_what_is_not_weights(config)
+    config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
     weights = []
     for prefix in prefixes_of(headers, "weight_scale"):
         name, key = prefix + "weight", "weight_packed"
         if prefix + key not in headers:
             key = "weight"
-        names = ("weight_scale", "weight_zero_point", "weight_g_idx")
-        parts = {part: prefix + part for part in (key, *names) if prefix + part in headers}
+        keys = ("weight_scale", "weight_zero_point", "weight_g_idx")
+        parts = {part: prefix + part for part in (key, *keys) if prefix + part in headers}
         if key not in parts:
             raise LoadError(f"cannot read the weight {name}: the checkpoint has {prefix}weight_scale alone")
-        scheme = _scheme_of(config, prefix.removesuffix("."))
-        outputs, columns = headers[parts[key]].shape[-2:]
+        scheme = scheme_of(config, prefix.removesuffix("."), checkpoint.module_of)
         stored = headers[parts[key]].stored
         form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
         if stored == torch.int32:
-            shape = tensor(prefix + "weight_shape").tolist()
+            shape, bits = _packed_shape(name, prefix, scheme, checkpoint)
+            group_size = _check_integers(name, scheme, shape, parts, headers)
             form = partial(
-                _form_of_integers,
-                bits=_bits(scheme, columns, shape[-1]),
-                shape=shape,
-                parts=parts,
-                headers=headers,
+                _form_of_integers, bits=bits, shape=shape, group_size=group_size, parts=parts, headers=headers
             )
-            unpack_it = partial(_unpack_packed, name=name, shape=shape, scheme=scheme)
+            unpack_it = partial(
+                _unpack_packed, name=name, shape=shape, bits=bits, scheme=scheme, group_size=group_size
+            )
         elif stored == torch.int8:
-            shape = [outputs, columns]
-            form = partial(_form_of_integers, bits=8, shape=shape, parts=parts, headers=headers)
-            unpack_it = partial(_unpack_int8, name=name)
+            shape = matrix(name, parts[key], headers, torch.int8)
+            require_type_of_codes(name, scheme, "int", None)
+            group_size = _check_integers(name, scheme, shape, parts, headers)
+            form = partial(
+                _form_of_integers, bits=8, shape=shape, group_size=group_size, parts=parts, headers=headers
+            )
+            unpack_it = partial(_unpack_int8, name=name, scheme=scheme, group_size=group_size)
         elif stored in FLOATS_OF_8:
-            shape = [outputs, columns]
-            block = scheme.get("block_structure")
-            block = tuple(block) if block else None
-            form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=block, headers=headers)
-            unpack_it = partial(_unpack_floats, name=name, block=block)
+            shape = matrix(name, parts[key], headers, *FLOATS_OF_8)
+            require_type_of_codes(name, scheme, "float", 8)
+            require_scales(name, parts["weight_scale"], headers)
+            require_symmetric(name, scheme, parts)
+            require_groups(name, scheme, shape, headers[parts["weight_scale"]].shape)
+            of_block = scheme.get("block_structure")
+            form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=of_block, headers=headers)
+            unpack_it = partial(_unpack_floats, name=name, block=of_block)
         elif stored == torch.uint8 and headers[parts["weight_scale"]].stored == torch.uint8:
-            shape = [outputs, columns * 2]
+            rows, columns = matrix(name, parts[key], headers, torch.uint8)
+            shape = (rows, columns * 2)
+            require_type_of_codes(name, scheme, "float", 4)
+            require_symmetric(name, scheme, parts)
+            of_scales = tuple(headers[parts["weight_scale"]].shape)
+            if of_scales != (rows, columns // 16) or columns % 16:
+                raise mismatch(name, "weight_scale of", [rows, columns // 16], list(of_scales))
+            require_groups(name, scheme, shape, of_scales)
             form = _form_of_mxfp4
             unpack_it = partial(_unpack_mxfp4)
         else:
             raise mismatch(name, "its codes as int32, int8, float8 or (MXFP4) uint8", "", stored)
-        if len(headers[parts[key]].shape) != 2 or len(shape) != 2 or shape[0] != outputs:
-            raise mismatch(name, "codes of", "[N, K]", [list(headers[parts[key]].shape), shape])
-        weights.append(StoredWeight(name, (shape[0], shape[1]), parts, form, unpack_it))
+        weights.append(StoredWeight(name, shape, parts, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _DROPPED}
     return StoredWeights(tuple(weights), frozenset(dropped))
 
 
-def _refuse_what_is_not_weights(config: Mapping[str, Any]) -> None:
-    instead = "take a checkpoint of the model in W8A16, W4A16, W8A8 or FP8, or in 16 bits"
-    formats = {config.get("format")} | {group.get("format") for group in _groups(config).values()}
-    for stored_as in sorted(str(each) for each in formats if each is not None):
-        if stored_as not in _FORMATS:
-            raise LoadError(
-                f"expected a compressed-tensors format of {', '.join(_FORMATS)}, got {stored_as!r}; {instead}"
-            )
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise LoadError(f"expected compressed-tensors without sparsity, got {sparsity!r}; {instead}")
-    if (config.get("transform_config") or {}).get("config_groups"):
-        raise LoadError(f"expected compressed-tensors without transforms, got a transform_config; {instead}")
+def _packed_shape(
+    name: str, prefix: str, scheme: Mapping[str, Any], checkpoint: Checkpoint
+) -> tuple[tuple[int, int], int]:
+    """Outputs and inputs of packed integers, and their bits."""
+    headers, shape_name = checkpoint.headers, prefix + "weight_shape"
+    rows, words = matrix(name, prefix + "weight_packed", headers, torch.int32)
+    require_parts(name, [shape_name], headers)
+    require_type(name, shape_name, headers, torch.int64, torch.int32)
+    shape = checkpoint.tensor(shape_name).flatten().tolist()
+    if len(shape) != 2 or min(shape) < 1 or shape[0] != rows:
+        raise mismatch(name, f"{shape_name} of", [rows, "inputs"], shape)
+    inputs = shape[1]
+    bits = scheme.get("num_bits") or words * 32 // inputs
+    require_type_of_codes(name, scheme, "int", None)
+    if not 2 <= bits <= 8 or words != -(-inputs * bits // 32):
+        expected = [rows, -(-inputs * bits // 32)]
+        if "num_bits" in scheme:
+            stored = f"words of {[rows, words]}, where it makes {expected}"
+            raise contradiction(name, "config_groups: num_bits", bits, stored)
+        raise mismatch(name, f"words of {bits} bits a code", expected, [rows, words])
+    return (rows, inputs), bits
 
 
-def _groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The schemes that are written out; a preset's name with its targets alone says nothing that shapes do not."""
-    return {
-        name: group
-        for name, group in (config.get("config_groups") or {}).items()
-        if isinstance(group, Mapping)
-    }
+def _check_integers(
+    name: str, scheme: Mapping[str, Any], shape: tuple[int, int], parts: Mapping[str, str], headers: Headers
+) -> int | None:
+    """The inputs of a group, where the scheme says them.
 
-
-def _scheme_of(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """How the weights of the module are quantized: by its name, else by a pattern, else by the class it may be of."""
-    groups = [
-        (group, str(target)) for group in _groups(config).values() for target in group.get("targets") or []
-    ]
-    fits: tuple[Callable[[str], bool], ...] = (
-        lambda target: target == module,
-        lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None,
-        lambda target: target.isidentifier() and target[0].isupper(),
-    )
-    for fit in fits:
-        for group, target in groups:
-            if fit(target):
-                return group.get("weights") or {}
-    if len(schemes := {id(group): group for group, _ in groups}) == 1:
-        return next(iter(schemes.values())).get("weights") or {}
-    raise LoadError(
-        f"cannot read the weight {module}.weight: expected a scheme of config_groups that fits the module, got targets "
-        f"{sorted({target for _, target in groups})}"
-    )
+    *raises:* LoadError: scales and zeros of other types and shapes than the scheme has them.
+    """
+    require_type(name, parts["weight_scale"], headers, *FLOATS)
+    of_scales = tuple(headers[parts["weight_scale"]].shape)
+    groups = of_scales[1] if len(of_scales) == 2 else 1
+    if len(of_scales) > 2 or of_scales[:1] not in ((), (1,), shape[:1]) or not 1 <= groups <= shape[1]:
+        raise mismatch(name, "weight_scale of", [shape[0], "groups"], list(of_scales))
+    if groups > 1 and of_scales[0] != shape[0]:
+        raise mismatch(name, "weight_scale of", [shape[0], groups], list(of_scales))
+    if "weight_zero_point" in parts:
+        require_type(name, parts["weight_zero_point"], headers, torch.int8, torch.int32)
+    elif not scheme.get("symmetric", True):
+        raise contradiction(name, "config_groups: symmetric", "false", "no weight_zero_point")
+    if "weight_g_idx" in parts:
+        require_type(name, parts["weight_g_idx"], headers, torch.int32, torch.int64)
+    elif scheme.get("actorder") in ("group", "dynamic") and groups > 1:
+        raise contradiction(name, "config_groups: actorder", scheme["actorder"], "no weight_g_idx")
+    require_groups(name, scheme, shape, of_scales)
+    return scheme.get("group_size") if scheme.get("group_size", -1) > 0 else None
 
 
 def _form_of_mxfp4(tensor: Callable[[str], torch.Tensor]) -> CodeForm:
@@ -161,13 +180,14 @@ def _form_of_integers(
     tensor: Callable[[str], torch.Tensor],
     *,
     bits: int,
-    shape: list[int],
+    shape: tuple[int, int],
+    group_size: int | None,
     parts: Mapping[str, str],
     headers: Headers,
 ) -> CodeForm:
     inputs, of_scales = shape[1], headers[parts["weight_scale"]].shape
     groups = 1 if len(of_scales) < 2 else of_scales[1]
-    size = -(-inputs // groups)
+    size = min(group_size or -(-inputs // groups), inputs)
     group, _ = even_groups(sizes_of_groups(inputs, size))
     return CodeForm(
         _label(bits, groups, size),
@@ -183,44 +203,64 @@ def _label(bits: int, groups: int, size: int) -> str:
     return f"int{bits}" if groups == 1 else f"int{bits}:{size}"
 
 
-def _bits(scheme: Mapping[str, Any], words: int, inputs: int) -> int:
-    return int(scheme.get("num_bits") or words * 32 // inputs)
-
-
 def _unpack_packed(
-    parts: Mapping[str, torch.Tensor], *, name: str, shape: list[int], scheme: Mapping[str, Any]
+    parts: Mapping[str, torch.Tensor],
+    *,
+    name: str,
+    shape: tuple[int, int],
+    bits: int,
+    scheme: Mapping[str, Any],
+    group_size: int | None,
 ) -> list[QuantizedWeight]:
     outputs, inputs = shape
-    words = parts["weight_packed"].shape[1]
-    bits = _bits(scheme, words, inputs)
-    if not 2 <= bits <= 8 or words != -(-inputs * bits // 32):
-        raise mismatch(
-            name, f"words of {bits} bits a code", [outputs, -(-inputs * bits // 32)], [outputs, words]
-        )
     codes = unpack(parts["weight_packed"], bits, inputs)
-    scales = parts["weight_scale"].reshape(outputs, -1)
+    scales = _scales_of(parts, outputs)
     zeros: torch.Tensor | float = float(1 << bits - 1)
     if (stored := parts.get("weight_zero_point")) is not None:
         if stored.dtype == torch.int32:
+            words = -(-outputs * bits // 32)
+            if stored.shape != (words, scales.shape[1]):
+                raise mismatch(name, "zero points", [words, scales.shape[1]], list(stored.shape))
             zeros = unpack(stored.T, bits, outputs).T.contiguous()
         else:
-            zeros = (stored.reshape(outputs, -1).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
-    return [_integers(name, codes, bits, scales, zeros, parts.get("weight_g_idx"))]
+            zeros = _zeros_of(name, stored, scales, 1 << bits - 1)
+        _check_zeros(name, zeros, bits, scheme)
+    return [_integers(name, codes, bits, scales, zeros, parts.get("weight_g_idx"), group_size)]
 
 
-def _unpack_int8(parts: Mapping[str, torch.Tensor], *, name: str) -> list[QuantizedWeight]:
+def _unpack_int8(
+    parts: Mapping[str, torch.Tensor], *, name: str, scheme: Mapping[str, Any], group_size: int | None
+) -> list[QuantizedWeight]:
     codes = parts["weight"].view(torch.uint8) ^ 128
-    outputs = codes.shape[0]
-    scales = (
-        parts["weight_scale"].reshape(-1, 1) if parts["weight_scale"].dim() < 2 else parts["weight_scale"]
-    )
-    if scales.shape[0] == 1:
-        scales = scales.expand(outputs, -1)
+    scales = _scales_of(parts, codes.shape[0])
     zeros: torch.Tensor | float = 128.0
     if (stored := parts.get("weight_zero_point")) is not None:
-        zeros = (stored.to(torch.int16) + 128).to(torch.uint8).reshape(-1, scales.shape[1])
-        zeros = zeros.expand(scales.shape).contiguous()
-    return [_integers(name, codes, 8, scales.contiguous(), zeros, None)]
+        zeros = _zeros_of(name, stored, scales, 128)
+        _check_zeros(name, zeros, 8, scheme)
+    return [_integers(name, codes, 8, scales, zeros, parts.get("weight_g_idx"), group_size)]
+
+
+def _scales_of(parts: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
+    """[N, groups]; one for all outputs becomes one for each."""
+    scales = parts["weight_scale"]
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    return scales.expand(outputs, -1).contiguous()
+
+
+def _zeros_of(name: str, stored: torch.Tensor, scales: torch.Tensor, middle: int) -> torch.Tensor:
+    """Signed zero points, which are not packed -> zeros of codes."""
+    zeros = stored.reshape(-1, 1) if stored.dim() < 2 else stored
+    if zeros.dim() != 2 or zeros.shape not in (scales.shape, (1, scales.shape[1])):
+        raise mismatch(name, "zeros", list(scales.shape), list(stored.shape))
+    zeros = zeros.to(torch.int64) + middle
+    if int(zeros.min()) < 0 or int(zeros.max()) >= 2 * middle:
+        raise mismatch(name, "zero points from", [-middle, middle - 1], int(zeros.max()) - middle)
+    return zeros.to(torch.uint8).expand(scales.shape).contiguous()
+
+
+def _check_zeros(name: str, zeros: torch.Tensor, bits: int, scheme: Mapping[str, Any]) -> None:
+    if scheme.get("symmetric") and not bool((zeros == 1 << bits - 1).all()):
+        raise contradiction(name, "config_groups: symmetric", "true", "zero points that are not 0")
 
 
 def _integers(
@@ -230,15 +270,15 @@ def _integers(
     scales: torch.Tensor,
     zeros: torch.Tensor | float,
     group_of: torch.Tensor | None,
+    group_size: int | None,
 ) -> QuantizedWeight:
     inputs, groups = codes.shape[1], scales.shape[1]
     order = None
-    if group_of is not None and int(group_of.min()) >= 0:
+    if group_of is not None and bool((group_of != -1).any()):  # -1: the order was not changed
         sizes, order = groups_by_index(name, group_of, inputs, groups)
         codes = codes if order is None else codes[:, order]
     else:
-        size = -(-inputs // groups)
-        sizes = sizes_of_groups(inputs, size)
+        sizes = sizes_of_groups(inputs, group_size or -(-inputs // groups))
     if scales.shape[0] != codes.shape[0] or len(sizes) != groups:
         raise mismatch(name, "scales", [codes.shape[0], len(sizes)], list(scales.shape))
     if isinstance(zeros, torch.Tensor):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,28 +21,66 @@ from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
 from quire.quantized.readers.mxfp4 import powers_of_two
 from quire.quantized.readers.packed import even_groups, sizes_of_groups
+from quire.quantized.readers.settings import (
+    TOOLS_CHANGE_NOTHING,
+    Check,
+    block,
+    contradiction,
+    read_settings,
+    word,
+)
 from quire.quantized.readers.stored import (
+    FLOATS,
+    Checkpoint,
     Headers,
     StoredWeight,
     StoredWeights,
+    matrix,
     mismatch,
     prefixes_of,
+    require_type,
     scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["FLOATS_OF_8", "fp8", "fp8_form", "unpack_fp8"]
+__all__ = [
+    "CHANGES_NOTHING",
+    "FLOATS_OF_8",
+    "READS",
+    "blocks_of",
+    "fp8",
+    "fp8_form",
+    "kind_of",
+    "require_scales",
+    "unpack_fp8",
+]
 
 FLOATS_OF_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale", "output_scale")
 
 
-def fp8(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]) -> StoredWeights:
+# Scales of activations, and formats of keys and values, which are not quantized here.
+CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | {"activation_scale_ub", "kv_cache_scheme", "kv_cache_quant_method"}
+READS: dict[str, Check] = {
+    "weight_block_size": block,
+    "activation_scheme": word("dynamic", "static"),
+    "fmt": word("e4m3", "e5m2"),
+    "scale_fmt": word("float", "ue8m0"),
+    "expert_dtype": word("fp8"),
+}
+_DEFAULT_BLOCK = (128, 128)  # transformers', of quant_method "fp8"
+
+
+def fp8(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in a checkpoint of 8-bit floats.
 
-    *raises:* LoadError: a weight without scales, or scales of another shape.
+    *raises:* LoadError: a weight without scales, scales of another shape, or a field that is not understood.
     """
+    config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
     block = config.get("weight_block_size")
+    says_block = block is not None
+    if "weight_block_size" not in checkpoint.config and checkpoint.config.get("quant_method") == "fp8":
+        block = _DEFAULT_BLOCK
     weights = []
     for prefix in prefixes_of(headers, "weight"):
         name = prefix + "weight"
@@ -52,17 +89,29 @@ def fp8(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], tor
         scale = next((name + end for end in ("_scale_inv", "_scale") if name + end in headers), None)
         if scale is None:
             raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {name}_scale_inv")
-        shape = headers[name].shape
-        if len(shape) != 2:
-            raise mismatch(name, "[N, K]", "", list(shape))
-        of_block = tuple(block) if block else None
-        form = partial(fp8_form, name=name, scale=scale, block=of_block, headers=headers)
-        unpack_it = partial(_unpack, name=name, block=of_block)
-        weights.append(
-            StoredWeight(name, (shape[0], shape[1]), {"weight": name, "scale": scale}, form, unpack_it)
-        )
+        shape = matrix(name, name, headers, *FLOATS_OF_8)
+        require_scales(name, scale, headers)
+        if (kind := kind_of(headers[name].stored)) != config.get("fmt", kind):
+            raise contradiction(name, "fmt", config["fmt"], kind)
+        of_scale = tuple(headers[scale].shape)
+        if says_block and of_scale != blocks_of(shape, block):
+            stored = f"scales of {list(of_scale)}, where it makes {list(blocks_of(shape, block))}"
+            raise contradiction(name, "weight_block_size", list(block), stored)
+        form = partial(fp8_form, name=name, scale=scale, block=block, headers=headers)
+        unpack_it = partial(_unpack, name=name, block=block)
+        weights.append(StoredWeight(name, shape, {"weight": name, "scale": scale}, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _OF_ACTIVATIONS}
     return StoredWeights(tuple(weights), frozenset(dropped))
+
+
+def require_scales(name: str, scale: str, headers: Headers) -> None:
+    """*raises:* LoadError: the tensor `scale` of the weight `name` is of a type that scales do not have."""
+    require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
+
+
+def blocks_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks a weight has, each way."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def _unpack(
@@ -81,19 +130,20 @@ def fp8_form(
 ) -> CodeForm:
     """Of the weight of the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
     shape, stored = headers[name].shape, headers[name].stored
-    sizes, kind, _ = _scale_groups(name, shape, headers[scale].shape, block)
+    sizes, kind, _ = _scale_groups(name, (shape[0], shape[1]), tuple(headers[scale].shape), block)
     group, _ = even_groups(sizes)
     return CodeForm(
-        f"fp8 {_kind(stored)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
+        f"fp8 {kind_of(stored)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
     )
 
 
-def _kind(stored: object) -> str:
+def kind_of(stored: object) -> str:
+    """The name of a type of 8-bit floats, as "e4m3"."""
     return str(stored).rpartition("_")[2].removesuffix("fn")
 
 
 def _scale_groups(
-    name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
+    name: str, shape: tuple[int, int], scale: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[list[int], str, int]:
     """The inputs of each group of a weight [N, K] whose scales are of shape `scale`, what its label says of them, and
     the outputs of each row of scales (0: all have one).
@@ -101,7 +151,7 @@ def _scale_groups(
     *raises:* LoadError: `scale` is of no known shape.
     """
     outputs, inputs = shape
-    if block is not None and tuple(scale) == (-(-outputs // block[0]), -(-inputs // block[1])):
+    if block is not None and tuple(scale) == blocks_of((outputs, inputs), block):
         return sizes_of_groups(inputs, block[1]), f":{block[0]}x{block[1]}", block[0]
     if len(scale) == 2 and scale[0] == outputs and scale[1] > 1 and inputs % scale[1] == 0:
         size = inputs // scale[1]
@@ -126,5 +176,5 @@ def unpack_fp8(
     scales = scales.repeat_interleave(of_row or outputs, dim=0)[:outputs]
     group, (scales,) = even_groups(sizes, scales)
     table = torch.arange(256, dtype=torch.uint8).view(weight.dtype).float()
-    label = f"fp8 {_kind(weight.dtype)}{kind}"
+    label = f"fp8 {kind_of(weight.dtype)}{kind}"
     return QuantizedWeight(weight.view(torch.uint8), 8, group, Factor(scales), label, table=table)

@@ -9,7 +9,8 @@ A value is (code - zero) * scale. `checkpoint_format` says how zeros are stored:
 are. GPTQModel 5 and later has written v2 zeros under "gptq". A symmetric weight tells for itself, since its zeros are
 all 2**(bits - 1): what is stored decides there, and the label only for others.
 
-Number of bits and groups are those of the shapes, which per-pattern settings (`dynamic`) cannot contradict.
+The config's bits and groups, those of single modules included (`dynamic`, AutoRound's `extra_config`), must be those of
+the shapes. `desc_act` and `sym` say what g_idx and the zeros say themselves.
 """
 
 from __future__ import annotations
@@ -21,90 +22,155 @@ from typing import Any
 
 import torch
 
-from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
 from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
+from quire.quantized.readers.settings import (
+    AUTO_ROUND_CHANGES_NOTHING,
+    TOOLS_CHANGE_NOTHING,
+    Check,
+    contradiction,
+    flag,
+    read_settings,
+    renamed,
+    settings_by_pattern,
+    whole,
+    word,
+)
 from quire.quantized.readers.stored import (
+    FLOATS,
+    Checkpoint,
     Headers,
     StoredWeight,
     StoredWeights,
+    matrix,
     mismatch,
     prefixes_of,
     require_parts,
+    require_type,
     scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["gptq"]
+__all__ = ["CHANGES_NOTHING", "READS", "gptq"]
 
 _BITS = (2, 3, 4, 8)
-_FORMATS = ("gptq", "gptq_v2")
+_INDEX = (torch.int32, torch.int64)
+_INSTEAD = "take the checkpoint in gptq or gptq_v2, or in 16 bits"
+_BITS_OF_ANY = whole(*_BITS, 16, 32)  # a module in 16 or 32 bits has no codes
+
+CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | AUTO_ROUND_CHANGES_NOTHING
+_OF_MODULES: dict[str, Check] = {
+    "bits": _BITS_OF_ANY,
+    "group_size": whole(-1, at_least=1),
+    "sym": flag(),
+    "desc_act": flag(),
+}
+READS: dict[str, Check] = {
+    **_OF_MODULES,
+    "bits": whole(*_BITS),
+    "checkpoint_format": word("gptq", "gptq_v2", instead=_INSTEAD),
+    "format": word("gptq", "gptq_v2", instead=_INSTEAD),
+    "method": word("gptq"),
+    "is_marlin_format": flag(False),
+    "pack_dtype": word("int32"),
+    "data_type": word("int"),
+    "dynamic": settings_by_pattern(_OF_MODULES, CHANGES_NOTHING),
+    "extra_config": settings_by_pattern(_OF_MODULES, CHANGES_NOTHING | {"data_type"}),
+}
+_SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
-def gptq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]) -> StoredWeights:
+def gptq(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in a GPTQ checkpoint.
 
-    *raises:* LoadError: another layout, or shapes that do not fit each other.
+    *raises:* LoadError: another layout, a field that is not understood, or shapes that do not fit each other.
     """
+    config = read_settings(renamed(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
+    headers = checkpoint.headers
     stored_as = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if stored_as not in _FORMATS:
-        raise LoadError(
-            f"expected a GPTQ checkpoint_format of {' or '.join(_FORMATS)}, got {stored_as!r}, which is made for one "
-            "kernel; take the checkpoint in one of the two, or in 16 bits"
-        )
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
+        name = prefix + "weight"
         parts = {key: prefix + key for key in ("qweight", "qzeros", "scales")}
-        require_parts(prefix + "weight", parts.values(), headers)
-        if prefix + "g_idx" in headers:
-            parts["g_idx"] = prefix + "g_idx"
-        rows, outputs = headers[parts["qweight"]].shape
-        bits, rest = divmod(32 * headers[parts["qzeros"]].shape[1], outputs)
+        require_parts(name, parts.values(), headers)
+        rows, outputs = matrix(name, parts["qweight"], headers, torch.int32)
+        groups, words = matrix(name, parts["qzeros"], headers, torch.int32)
+        of_scales = matrix(name, parts["scales"], headers, *FLOATS)
+        bits, rest = divmod(32 * words, outputs)
         if rest or bits not in _BITS or rows * 32 % bits:
             got = [tuple(headers[parts[key]].shape) for key in ("qweight", "qzeros")]
-            raise mismatch(
-                prefix + "weight", "2, 3, 4 or 8 bits as", "[K * bits / 32, N], [groups, N * bits / 32]", got
+            raise mismatch(name, "2, 3, 4 or 8 bits as", "[K * bits / 32, N], [groups, N * bits / 32]", got)
+        if of_scales != (groups, outputs):
+            raise mismatch(name, "scales", [groups, outputs], list(of_scales))
+        inputs = rows * 32 // bits
+        own = config | _overrides(config, prefix.removesuffix("."))
+        if own.get("bits", bits) != bits:
+            raise contradiction(name, "bits", own["bits"], f"codes of {bits} bits")
+        group_size = _group_size(own, inputs)
+        if -(-inputs // group_size) != groups and "group_size" in own:
+            expected = -(-inputs // group_size)
+            stored = f"scales of {groups} groups in {inputs} inputs, where it makes {expected}"
+            raise contradiction(name, "group_size", own["group_size"], stored)
+        if prefix + "g_idx" in headers:
+            parts["g_idx"] = prefix + "g_idx"
+            require_type(name, parts["g_idx"], headers, *_INDEX)
+        elif groups > 1 and own.get("desc_act"):
+            raise contradiction(
+                name, "desc_act", True, f"no {prefix}g_idx, which says the group of each input"
             )
-        shape = (outputs, rows * 32 // bits)
-        own = {**config, **_overrides(config, prefix.removesuffix("."))}
         unpack_it = partial(
-            _unpack, name=prefix + "weight", bits=bits, group_size=own.get("group_size") or -1,
-            symmetric=bool(own.get("sym", True)), stored_as=stored_as,
+            _unpack, name=name, bits=bits, group_size=group_size, symmetric=own.get("sym", True),
+            stored_as=stored_as,
         )  # fmt: skip
-        form = partial(_form, bits=bits, own=own, inputs=shape[1], parts=parts, headers=headers)
-        weights.append(StoredWeight(prefix + "weight", shape, parts, form, unpack_it))
+        form = partial(
+            _form, name=name, bits=bits, own=own, group_size=group_size, inputs=inputs, parts=parts,
+            headers=headers,
+        )  # fmt: skip
+        weights.append(StoredWeight(name, (outputs, inputs), parts, form, unpack_it))
     return StoredWeights(tuple(weights))
 
 
+def _group_size(own: Mapping[str, Any], inputs: int) -> int:
+    """-1 and no size at all: one group."""
+    size = own.get("group_size", -1)
+    return inputs if size < 0 else size
+
+
 def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """GPTQModel's settings for modules whose names match a pattern; "-:" before one leaves them plain."""
-    for pattern, settings in (config.get("dynamic") or {}).items():
+    """The settings of the module alone. GPTQModel's `dynamic`: the first pattern that its name begins with; "-:" before
+    one leaves modules plain. AutoRound's `extra_config`: its name, else the first pattern within it."""
+    for pattern, settings in config.get("dynamic", {}).items():
         if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
-            return settings or {}
-    return {}
+            return settings
+    extra = config.get("extra_config", {})
+    if module in extra:
+        return extra[module]
+    return next((settings for pattern, settings in extra.items() if re.search(pattern, module)), {})
 
 
 def _form(
     tensor: Callable[[str], torch.Tensor],
     *,
+    name: str,
     bits: int,
     own: Mapping[str, Any],
+    group_size: int,
     inputs: int,
     parts: Mapping[str, str],
     headers: Headers,
 ) -> CodeForm:
     """own: the settings of this module. Zeros of a symmetric weight are one for all."""
-    groups, size = headers[parts["scales"]].shape[0], own.get("group_size") or -1
-    if size < 0 or -(-inputs // size) != groups:
-        size = -(-inputs // groups)
-    group, _ = even_groups(sizes_of_groups(inputs, size))
+    group_of = tensor(parts["g_idx"]) if "g_idx" in parts else None
+    groups = headers[parts["scales"]].shape[0]
+    sizes, order = _groups(name, group_of, inputs, groups, group_size)
+    group, _ = even_groups(sizes)
     return CodeForm(
-        _label(bits, min(size, inputs)),
+        _label(bits, max(sizes)),
         bits,
         group,
         scales_form(parts["scales"], headers, tensor),
         None if own.get("sym", True) else torch.uint8,
-        has_order="g_idx" in parts and bool(own.get("desc_act")),
+        has_order=order is not None,
     )
 
 
@@ -126,8 +192,6 @@ def _unpack(
     inputs = parts["qweight"].shape[0] * 32 // bits
     codes = unpack(parts["qweight"].T, bits, inputs)
     stored = unpack(parts["qzeros"], bits, outputs).T
-    if codes.shape[0] != outputs or stored.shape[1] != groups:
-        raise mismatch(name, "scales", [stored.shape[1], codes.shape[0]], [groups, outputs])
     zeros = _zeros(stored, bits, symmetric, stored_as)
     sizes, order = _groups(name, parts.get("g_idx"), inputs, groups, group_size)
     if order is not None:
@@ -161,7 +225,8 @@ def _groups(
     """The size of each group, and the order of inputs that makes groups of neighbours; None where they are already."""
     if group_of is not None:
         return groups_by_index(name, group_of, inputs, groups)
-    size = inputs if group_size < 0 else group_size
-    if -(-inputs // size) != groups:
-        raise mismatch(name, f"groups of {size} in {inputs} inputs", -(-inputs // size), groups)
-    return sizes_of_groups(inputs, size), None
+    if -(-inputs // group_size) != groups:  # the config says none
+        group_size = -(-inputs // groups)
+    if -(-inputs // group_size) != groups:
+        raise mismatch(name, f"groups of {group_size} in {inputs} inputs", -(-inputs // group_size), groups)
+    return sizes_of_groups(inputs, group_size), None

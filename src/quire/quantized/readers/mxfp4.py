@@ -9,34 +9,47 @@ float4 * 2**exponent. Values have the bits of transformers' own dequantization, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from quire.quantized.code_form import CodeForm, FactorForm
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, require_parts
+from quire.quantized.readers.settings import TOOLS_CHANGE_NOTHING, Check, read_settings
+from quire.quantized.readers.stored import (
+    Checkpoint,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    require_parts,
+    require_type,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["E2M1", "MXFP4_FORM", "low_nibble_first", "mxfp4", "powers_of_two"]
+__all__ = ["CHANGES_NOTHING", "E2M1", "MXFP4_FORM", "READS", "low_nibble_first", "mxfp4", "powers_of_two"]
 
 MXFP4_FORM = CodeForm("mxfp4", 4, 32, FactorForm(torch.bfloat16), has_table=True)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def mxfp4(
-    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
-) -> StoredWeights:
+CHANGES_NOTHING = TOOLS_CHANGE_NOTHING
+READS: dict[str, Check] = {}
+
+
+def mxfp4(checkpoint: Checkpoint) -> StoredWeights:
     """What is quantized in gpt-oss's checkpoint.
 
-    *raises:* LoadError: shapes that do not fit each other.
+    *raises:* LoadError: shapes that do not fit each other, or a field that is not understood.
     """
+    read_settings(checkpoint.config, READS, CHANGES_NOTHING)
+    headers = checkpoint.headers
     weights = []
     for blocks in sorted(name for name in headers if name.endswith("_blocks")):
         name = blocks.removesuffix("_blocks")
         scales = name + "_scales"
         require_parts(name, [scales], headers)
+        for part in (blocks, scales):
+            require_type(name, part, headers, torch.uint8)
         shape, of_scales = tuple(headers[blocks].shape), tuple(headers[scales].shape)
         if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
             raise mismatch(

@@ -21,16 +21,23 @@ from quire.quantized.code_form import CodeForm, FactorForm, held_dtype
 from quire.quantized.weight import QuantizedWeight
 
 __all__ = [
+    "FLOATS",
+    "Checkpoint",
     "Headers",
     "Reader",
     "Stored",
+    "StoredModule",
     "StoredWeight",
     "StoredWeights",
+    "matrix",
     "mismatch",
     "prefixes_of",
     "require_parts",
+    "require_type",
     "scales_form",
 ]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of scales
 
 _LOOKED_AT = 4096  # scales
 
@@ -111,9 +118,31 @@ class StoredWeights:
         return self.dropped | {part for weight in self.weights for part in weight.parts.values()}
 
 
-Reader = Callable[[Mapping[str, Any], Headers, Callable[[str], torch.Tensor]], StoredWeights]
-"""Makes it of config.json's `quantization_config`, the headers of all tensors, and what reads the few small tensors
-that say shapes."""
+@dataclass(frozen=True)
+class StoredModule:
+    """The module of a model that a tensor is of. name: the model's own. classes: the names of its class and of those
+    that it is derived from."""
+
+    name: str
+    classes: tuple[str, ...] = ("Linear",)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a reader is given.
+
+    config: the quantization_config of its config.json. headers: of all tensors, by name. tensor: gives one; only the
+    few small ones that say shapes are asked for. module_of: the module that has the weights of a name, by its name in
+    the checkpoint.
+    """
+
+    config: Mapping[str, Any]
+    headers: Headers
+    tensor: Callable[[str], torch.Tensor]
+    module_of: Callable[[str], StoredModule] = StoredModule
+
+
+Reader = Callable[[Checkpoint], StoredWeights]
 
 
 def prefixes_of(headers: Iterable[str], suffix: str) -> list[str]:
@@ -125,6 +154,25 @@ def require_parts(name: str, parts: Iterable[str], headers: Headers) -> None:
     """*raises:* LoadError: one of the tensors that make the weight `name` is not in the checkpoint."""
     if missing := [part for part in parts if part not in headers]:
         raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {missing[0]}")
+
+
+def matrix(name: str, part: str, headers: Headers, *types: torch.dtype) -> tuple[int, int]:
+    """The two sizes of the tensor `part` of the weight `name`.
+
+    *raises:* LoadError: it has another number of them, none of `types`, or no values.
+    """
+    require_type(name, part, headers, *types)
+    shape = tuple(headers[part].shape)
+    if len(shape) != 2 or 0 in shape:
+        raise mismatch(name, f"{part} of two sizes above 0,", "[rows, columns]", list(shape))
+    return shape[0], shape[1]
+
+
+def require_type(name: str, part: str, headers: Headers, *types: torch.dtype) -> None:
+    """*raises:* LoadError: the tensor `part` of the weight `name` is of none of these."""
+    if headers[part].stored not in types:
+        expected = " or ".join(str(one).removeprefix("torch.") for one in types)
+        raise mismatch(name, f"{part} of", expected, str(headers[part].stored).removeprefix("torch."))
 
 
 def scales_form(name: str, headers: Headers, tensor: Callable[[str], torch.Tensor]) -> FactorForm:
