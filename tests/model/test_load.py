@@ -131,14 +131,14 @@ def _broken_tokenizer(folder: Path) -> None:
     ("damage", "message"),
     [
         (_no_weights, "expected weights"),
-        (_cut_weights, "cannot load the model"),
-        (_garbage_weights, "cannot load the model"),
+        (_cut_weights, r"model\.safetensors is broken or cut short"),
+        (_garbage_weights, r"model\.safetensors is broken or cut short"),
         (
             _incomplete_weights,
             r"lack 1 tensors of Qwen3ForCausalLM, the first model\.layers\.1\.mlp\.up_proj",
         ),
         (_wrong_shape, "cannot load the model"),
-        (_missing_shard, "cannot load the model"),
+        (_missing_shard, r"expected model-00001-of-00002\.safetensors, which .*index\.json names"),
         (_no_config, r"has no config\.json"),
         (_broken_config, "cannot read"),
         (_unknown_type, "brand_new"),

@@ -33,6 +33,7 @@ from transformers import (
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.memory.heap import give_back_freed
+from quire.model.beside_config import refuse_adapter, weights_of
 from quire.model.coded_experts import ExpertForms
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
@@ -169,7 +170,10 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened, weights, keep, backend)
+        if not local:
+            refuse_adapter(where, revision, may_download=True)
+        stored = weights_of(config, where, None if local else revision, may_download=not local)
+        read = _from_pretrained(where, config, stored, widened, weights, keep, backend)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -181,6 +185,8 @@ def load(
     except (UnsupportedModelError, LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
+        if "config.json" in str(error) and not local:
+            refuse_adapter(where, revision, may_download=True)
         broken = "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
         raise LoadError(
             f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
@@ -192,7 +198,6 @@ def load(
     if weights is not None:
         kept = (*kept, *quantize_kept(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted)
-    stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(
         loaded_model,
         source=stored or loaded_model.source,
@@ -205,7 +210,7 @@ def load(
 def _from_pretrained(
     where: str,
     config: Any,
-    revision: str | None,
+    source: SafetensorsSource | None,
     widened: bool,
     rounded: WeightFormats | None,
     keep: Path | None,
@@ -218,9 +223,6 @@ def _from_pretrained(
     """
     rounds_experts = rounded is not None and rounded.rounds and _may_have_experts(config)
     is_quantized = quantization_of(config) is not None
-    source = None
-    if is_quantized or rounds_experts:
-        source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
     if not is_quantized and (source is None or not rounds_experts):
         return lambda kind, **options: (*kind.from_pretrained(where, **options), ())
 
@@ -509,6 +511,7 @@ def config_of(source: str | Path | None) -> Any:
         return config
     where, local = _locate(source)
     if local:
+        refuse_adapter(where)
         return Path(where)
     from transformers import AutoConfig
 
@@ -553,6 +556,7 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
 
 def _check_folder(folder: Path) -> None:
     """A clear line for what is wrong with a folder, before transformers tries its many ways to load it."""
+    refuse_adapter(str(folder))
     if not (folder / "config.json").is_file():
         raise LoadError(f"expected a model folder, {folder} has no config.json")
     try:
@@ -647,8 +651,10 @@ def without_weights(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     if not local:
         options["revision"] = revision
-    elif not (Path(where) / "config.json").is_file():
-        raise LoadError(f"expected a model folder, {where} has no config.json")
+    else:
+        refuse_adapter(where)
+        if not (Path(where) / "config.json").is_file():
+            raise LoadError(f"expected a model folder, {where} has no config.json")
     try:
         config = AutoConfig.from_pretrained(where, **options)
     except Exception as error:  # transformers and the Hub client raise many kinds
@@ -656,7 +662,7 @@ def without_weights(
         raise LoadError(
             f"cannot read the config of {_shown(source, where)}{hint}: {_one_line(error)}"
         ) from error
-    header = SafetensorsSource.of_checkpoint(where, None if local else revision)
+    header = weights_of(config, where, None if local else revision)
     tensors = [] if header is None else list(header)  # a damaged one is said here
     is_plain = quantization_of(config) is None
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)

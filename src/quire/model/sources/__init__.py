@@ -2,7 +2,7 @@
 
 from quire.model.sources.gguf import GGUFSource, is_gguf, reckoned_by, widen
 from quire.model.sources.live import LiveSource
-from quire.model.sources.safetensors import SafetensorsSource
+from quire.model.sources.safetensors import SafetensorsSource, checkpoint_file
 from quire.model.sources.source import StoredTensor, WeightSource
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "SafetensorsSource",
     "StoredTensor",
     "WeightSource",
+    "checkpoint_file",
     "is_gguf",
     "reckoned_by",
     "widen",

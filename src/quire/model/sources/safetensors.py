@@ -6,7 +6,7 @@ Cost: opening reads the files' headers; nothing is downloaded, unless that is as
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 from quire.errors import LoadError
 from quire.model.sources.source import StoredTensor
 
-__all__ = ["SafetensorsSource"]
+__all__ = ["SafetensorsSource", "checkpoint_file"]
 
 _TYPES: dict[str, torch.dtype | str] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -40,30 +40,59 @@ class SafetensorsSource:
 
     @classmethod
     def of_checkpoint(
-        cls, where: str, revision: str | None = None, *, may_download: bool = False
+        cls,
+        where: str,
+        revision: str | None = None,
+        *,
+        may_download: bool = False,
+        others: Sequence[str] = (),
     ) -> SafetensorsSource | None:
         """Of a folder, or of a Hub id in the local cache; None where its weights are no safetensors files.
 
-        may_download: what of a Hub id is not in the local cache.
+        may_download: what of a Hub id is not in the local cache. others: names that its file or index may have, without
+        their ends, where it has none of transformers' names.
+
+        *raises:* LoadError: an index or a file is broken.
         """
-        found = partial(
-            cached_file,
-            where,
-            revision=revision,
-            local_files_only=not may_download,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if (whole := found(SAFE_WEIGHTS_NAME)) is not None:
-            return cls((Path(whole),))
-        if (index := found(SAFE_WEIGHTS_INDEX_NAME)) is None:
-            return None
-        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [found(name) for name in names]
-        return cls(tuple(Path(path) for path in paths if path is not None))
+        found = partial(checkpoint_file, where, revision=revision, may_download=may_download)
+        names = [(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+        names += [(f"{name}.safetensors", f"{name}.safetensors.index.json") for name in others]
+        for whole_name, index_name in names:
+            if (whole := found(whole_name)) is not None:
+                return cls((whole,))
+            if (index := found(index_name)) is not None:
+                paths = {name: found(name) for name in _files_of(index)}
+                missing = [name for name, path in paths.items() if path is None]
+                if missing and Path(where).is_dir():
+                    raise LoadError(f"expected {missing[0]}, which {index} names, {where} has no such file")
+                return cls(tuple(path for path in paths.values() if path is not None))
+        return None
 
     def __iter__(self) -> Iterator[StoredTensor]:
         return iter(self._tensors)
+
+
+def checkpoint_file(
+    where: str, name: str, revision: str | None = None, *, may_download: bool = False
+) -> Path | None:
+    """A file of a folder, or of a Hub id in the local cache or where it `may_download`; None where it has none."""
+    found = cached_file(
+        where,
+        name,
+        revision=revision,
+        local_files_only=not may_download,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def _files_of(index: Path) -> list[str]:
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({name for name in files if isinstance(name, str)})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(f"expected {index} as an index with a weight_map, it is broken: {error!r}") from error
 
 
 def _tensors_of(path: Path) -> Iterator[StoredTensor]:

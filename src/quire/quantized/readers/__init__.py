@@ -4,7 +4,7 @@ gguf          blocks of a GGUF file; each tensor says its own type
 checkpoints   safetensors files with a quantization_config: which reader, which tensors
 """
 
-from quire.quantized.readers.checkpoints import METHODS, method_of, stored_weights
+from quire.quantized.readers.checkpoints import METHODS, codes_in, method_of, stored_weights
 from quire.quantized.readers.gguf import GGUF_TYPES, gguf_form, read_gguf
 from quire.quantized.readers.stored import Stored, StoredModule, StoredWeight, StoredWeights
 
@@ -16,6 +16,7 @@ __all__ = [
     "StoredModule",
     "StoredWeight",
     "StoredWeights",
+    "codes_in",
     "gguf_form",
     "method_of",
     "read_gguf",

@@ -25,7 +25,7 @@ from quire.quantized.readers.gptq import gptq
 from quire.quantized.readers.mxfp4 import mxfp4
 from quire.quantized.readers.stored import Checkpoint, Headers, Reader, StoredModule, StoredWeights
 
-__all__ = ["METHODS", "method_of", "stored_weights"]
+__all__ = ["METHODS", "codes_in", "method_of", "stored_weights"]
 
 METHODS: dict[str, Reader] = {
     "gptq": gptq,
@@ -40,6 +40,22 @@ METHODS: dict[str, Reader] = {
 
 # Ends of names of tensors that hold codes or belong to some, whatever their type.
 _CODES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
+
+
+def codes_in(headers: Headers) -> str | None:
+    """The first tensor that is a part of a quantized weight, by its name alone: what a config that says nothing of
+    quantized weights leaves unexplained. 8-bit floats and bytes may be plain."""
+    ends = (*_CODES, "SCB", "absmax")
+    integers = (torch.int8, torch.uint8)
+    return next(
+        (
+            name
+            for name in sorted(headers)
+            if (end := name.rpartition(".")[2]) in ends
+            or (end == "weight" and headers[name].stored in integers)
+        ),
+        None,
+    )
 
 
 _AUTO_ROUND = {

@@ -1,0 +1,116 @@
+"""Files beside a checkpoint's config.json that say what its weights are: settings of early tools, and adapters.
+
+    quantize_config.json    AutoGPTQ's, before config.json had a quantization_config: read as one, of GPTQ
+    quant_config.json       AutoAWQ's, the same: of AWQ
+    hf_quant_config.json    ModelOpt's: refused
+    adapter_config.json     PEFT's, of an adapter over a model elsewhere: refused, with what to do
+
+Weights in codes that neither config.json nor one of these explains are refused: transformers would take codes for
+values.
+
+Cost: headers of the weights' files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from quire.errors import LoadError
+from quire.model.load_quantized import quantization_of
+from quire.model.sources import SafetensorsSource, checkpoint_file
+from quire.quantized.readers import codes_in
+
+__all__ = ["refuse_adapter", "weights_of"]
+
+_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_log = logging.getLogger("quire")
+
+
+def weights_of(
+    config: Any, where: str, revision: str | None = None, *, may_download: bool = False
+) -> SafetensorsSource | None:
+    """The weights of the folder or Hub id `where`; None where they are no safetensors files. `config` gets the settings
+    that stand beside it, where it says nothing of its quantized weights itself.
+
+    *raises:* LoadError: a file is broken, or codes that nothing explains.
+    """
+    source = SafetensorsSource.of_checkpoint(where, revision, may_download=may_download)
+    if quantization_of(config) is not None:
+        return source
+    codes = None if source is None else codes_in({tensor.name: tensor for tensor in source})
+    if source is not None and codes is None:
+        return source
+    for name, method in _SETTINGS.items():
+        path = checkpoint_file(where, name, revision, may_download=may_download)
+        if path is None:
+            continue
+        settings = _read(path)
+        is_gemm = str(settings.get("version")).lower() == "gemm"
+        settings = {"quant_method": "awq" if is_gemm else method, **settings}
+        if source is None:
+            others = _names(settings, Path(where))
+            source = SafetensorsSource.of_checkpoint(
+                where, revision, may_download=may_download, others=others
+            )
+        if source is None:
+            raise LoadError(
+                f"expected the weights that {path} is of in model.safetensors or {', '.join(others)}.safetensors, "
+                f"{where} has none of them"
+            )
+        _log.warning("%s: its quantization_config is read from %s", where, name)
+        config.quantization_config = settings
+        return source
+    if codes is not None:
+        modelopt = checkpoint_file(where, "hf_quant_config.json", revision, may_download=may_download)
+        beside = f"; {modelopt} tells of it in ModelOpt's way, which is not read" if modelopt else ""
+        raise LoadError(
+            f"expected a quantization_config in config.json of {where}, which has {codes} of a quantized weight, got "
+            f"none{beside}; take the model as another checkpoint that says how its weights are quantized, or in 16 bits"
+        )
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read {path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise LoadError(f"cannot read {path}: expected an object of fields, got {type(settings).__name__}")
+    return settings
+
+
+def _names(settings: dict[str, Any], folder: Path) -> list[str]:
+    """What the weights' file may be called: as the settings say, as AutoGPTQ calls it, or as the only one there is."""
+    said = settings.get("model_file_base_name")
+    names = [said] if isinstance(said, str) and said and Path(said).name == said else []
+    names.append(f"gptq_model-{settings.get('bits')}bit-{settings.get('group_size')}g")
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return names + ([files[0].stem] if len(files) == 1 else [])
+
+
+def refuse_adapter(where: str, revision: str | None = None, *, may_download: bool = False) -> None:
+    """*raises:* LoadError: `where` has an adapter, alone or beside a model; names it and the model it is over."""
+    path = checkpoint_file(where, "adapter_config.json", revision, may_download=may_download)
+    if path is None:
+        return
+    settings = _read(path)
+    base, kind = settings.get("base_model_name_or_path"), settings.get("peft_type") or "PEFT"
+    missing = " (there is no such folder)" if _is_missing_path(base) else ""
+    over = f"the model {base!r}{missing}" if base else "a model that its adapter_config.json does not name"
+    has_config = checkpoint_file(where, "config.json", revision, may_download=may_download) is not None
+    alone = "; or remove adapter_config.json to serve the model beside it without the adapter" * has_config
+    raise LoadError(
+        f"expected a whole model, {where} has a {kind} adapter over {over}; merge the two and serve the folder that is "
+        f"saved: PeftModel.from_pretrained(base, {where!r}).merge_and_unload().save_pretrained(folder), and its "
+        f"tokenizer{alone}"
+    )
+
+
+def _is_missing_path(base: Any) -> bool:
+    """Whether it is a path, not the name of a model of the Hub, and leads nowhere."""
+    is_path = isinstance(base, str) and (base.startswith(("/", ".", "~")) or base.count("/") > 1)
+    return is_path and not Path(base).expanduser().exists()
