@@ -137,7 +137,10 @@ def _broken_tokenizer(folder: Path) -> None:
             _incomplete_weights,
             r"lack 1 tensors of Qwen3ForCausalLM, the first model\.layers\.1\.mlp\.up_proj",
         ),
-        (_wrong_shape, "cannot load the model"),
+        (
+            _wrong_shape,
+            r"expected model\.layers\.0\.mlp\.\w+\.weight of \[\d+, \d+\] by its config.json, got",
+        ),
         (_missing_shard, r"expected model-00001-of-00002\.safetensors, which .*index\.json names"),
         (_no_config, r"has no config\.json"),
         (_broken_config, "cannot read"),

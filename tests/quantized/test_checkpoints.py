@@ -341,7 +341,7 @@ PLAIN = {"a.weight": torch.ones(8, 8)}
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
             PLAIN,
-            "transform_config: expected no transforms",
+            r"transform_config.config_groups: expected no transforms",
         ),
         (
             {"quant_method": "fp8"},

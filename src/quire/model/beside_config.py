@@ -23,10 +23,25 @@ from quire.model.load_quantized import quantization_of
 from quire.model.sources import SafetensorsSource, checkpoint_file
 from quire.quantized.readers import codes_in
 
-__all__ = ["refuse_adapter", "weights_of"]
+__all__ = ["check_config", "refuse_adapter", "weights_of"]
 
 _SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _log = logging.getLogger("quire")
+
+
+def check_config(folder: Path) -> None:
+    """A clear line for what is wrong with the config.json of a folder, before transformers reads it.
+
+    *raises:* LoadError: there is none, it is broken, or it is beside an adapter.
+    """
+    refuse_adapter(str(folder))
+    path = folder / "config.json"
+    if not path.is_file():
+        raise LoadError(f"expected a model folder, {folder} has no config.json")
+    config = _read(path)
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            raise LoadError(f"cannot read {path}: expected {key} as an object of fields, got {config[key]!r}")
 
 
 def weights_of(
@@ -55,11 +70,11 @@ def weights_of(
             source = SafetensorsSource.of_checkpoint(
                 where, revision, may_download=may_download, others=others
             )
-        if source is None:
-            raise LoadError(
-                f"expected the weights that {path} is of in model.safetensors or {', '.join(others)}.safetensors, "
-                f"{where} has none of them"
-            )
+            if source is None:
+                raise LoadError(
+                    f"expected the weights that {path} is of in model.safetensors or "
+                    f"{', '.join(others)}.safetensors, {where} has none of them"
+                )
         _log.warning("%s: its quantization_config is read from %s", where, name)
         config.quantization_config = settings
         return source

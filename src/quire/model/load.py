@@ -9,7 +9,6 @@ Cost: reading the weights.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from transformers import (
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.memory.heap import give_back_freed
-from quire.model.beside_config import refuse_adapter, weights_of
+from quire.model.beside_config import check_config, refuse_adapter, weights_of
 from quire.model.coded_experts import ExpertForms
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
@@ -45,7 +44,13 @@ from quire.model.load_gguf import (
     load_gguf_tokenizer,
     planned_gguf_codes,
 )
-from quire.model.load_quantized import load_quantized, plain_config, planned_codes, quantization_of
+from quire.model.load_quantized import (
+    load_quantized,
+    plain_config,
+    planned_codes,
+    quantization_of,
+    refuse_other_shapes,
+)
 from quire.model.mapped_weights import MappedWeights, Origins
 from quire.model.packed_weights import KeptWeights
 from quire.model.sources import (
@@ -224,7 +229,13 @@ def _from_pretrained(
     rounds_experts = rounded is not None and rounded.rounds and _may_have_experts(config)
     is_quantized = quantization_of(config) is not None
     if not is_quantized and (source is None or not rounds_experts):
-        return lambda kind, **options: (*kind.from_pretrained(where, **options), ())
+
+        def read_plain(kind: Any, **options: Any) -> Any:
+            model, report = kind.from_pretrained(where, ignore_mismatched_sizes=True, **options)
+            refuse_other_shapes(report, where)
+            return model, report, ()
+
+        return read_plain
 
     def read(kind: Any, **options: Any) -> Any:
         whole = options.pop("config", config)
@@ -511,7 +522,7 @@ def config_of(source: str | Path | None) -> Any:
         return config
     where, local = _locate(source)
     if local:
-        refuse_adapter(where)
+        check_config(Path(where))
         return Path(where)
     from transformers import AutoConfig
 
@@ -556,13 +567,7 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
 
 def _check_folder(folder: Path) -> None:
     """A clear line for what is wrong with a folder, before transformers tries its many ways to load it."""
-    refuse_adapter(str(folder))
-    if not (folder / "config.json").is_file():
-        raise LoadError(f"expected a model folder, {folder} has no config.json")
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {folder / 'config.json'}: {_one_line(error)}") from error
+    check_config(folder)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         if files := sorted(folder.glob("*.gguf")):
             raise LoadError(
@@ -652,9 +657,7 @@ def without_weights(
     if not local:
         options["revision"] = revision
     else:
-        refuse_adapter(where)
-        if not (Path(where) / "config.json").is_file():
-            raise LoadError(f"expected a model folder, {where} has no config.json")
+        check_config(Path(where))
     try:
         config = AutoConfig.from_pretrained(where, **options)
     except Exception as error:  # transformers and the Hub client raise many kinds

@@ -55,7 +55,7 @@ from quire.quantized import CodeForm, QuantizedWeight, readers
 from quire.quantized.readers import StoredModule, StoredWeight, StoredWeights, method_of, stored_weights
 from quire.spec.weight_formats import Rounding, WeightFormats
 
-__all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of"]
+__all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of", "refuse_other_shapes"]
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -154,8 +154,10 @@ def load_quantized(
             state_dict=state,
             dtype=dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **_passed_on(options),
         )
+        refuse_other_shapes(report, where)
         by = f"readers {readers.VERSION}, {json.dumps(quantization, sort_keys=True, default=str)}"
         kept = unread.read_into(
             model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None
@@ -354,6 +356,17 @@ def _places(names: CheckpointNames, weights: Iterable[StoredWeight]) -> dict[str
         if fits:
             found[weight.name] = place
     return found
+
+
+def refuse_other_shapes(report: Mapping[str, Any], where: str) -> None:
+    """*raises:* LoadError: by transformers' report of the loading, which was told to go on, a tensor has another shape
+    than the model's."""
+    if others := sorted(report.get("mismatched_keys", ())):
+        name, stored, of_model = others[0]
+        raise LoadError(
+            f"cannot load the model {where!r}: expected {name} of {list(of_model)} by its config.json, got "
+            f"{list(stored)}, {len(others)} such tensors in all"
+        )
 
 
 def plain_config(config: Any) -> Any:

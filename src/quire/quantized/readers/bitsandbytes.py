@@ -97,7 +97,7 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
     for state_name in sorted(name for name in headers if f".{_STATE}" in name):
         prefix, _, kind = state_name.partition(_STATE)
         name = prefix + "weight"
-        _require_bits(name, config, "load_in_4bit", "4")
+        _require_bits(name, config, 4)
         state = _read_state(state_name, checkpoint)
         if state.get("quant_type", kind) != kind:
             raise mismatch(name, f"the quant_type of {state_name},", kind, state["quant_type"])
@@ -105,6 +105,9 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
         if "nested_blocksize" in state:
             parts |= {key: f"{name}.{key}" for key in ("nested_absmax", "nested_quant_map")}
         require_parts(name, parts.values(), headers)
+        require_type(
+            name, name, headers, torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32
+        )
         of_scales = torch.uint8 if "nested_blocksize" in state else torch.float32
         require_type(name, parts["absmax"], headers, of_scales)
         for key in parts.keys() - {"absmax", "weight"}:
@@ -124,7 +127,7 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
     dropped = {name for name in headers if f".{_STATE}" in name}
     for prefix in prefixes_of(headers, "SCB"):
         name = prefix + "weight"
-        _require_bits(name, config, "load_in_8bit", "8")
+        _require_bits(name, config, 8)
         parts = {key: prefix + key for key in ("weight", "SCB")}
         require_parts(name, parts.values(), headers)
         outputs, inputs = matrix(name, name, headers, torch.int8)
@@ -137,10 +140,12 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
     return StoredWeights(tuple(weights), frozenset(dropped))
 
 
-def _require_bits(name: str, config: Mapping[str, Any], field: str, bits: str) -> None:
-    for key in (field, "_" + field):
-        if config.get(key) is False:
-            raise contradiction(name, key, "false", f"codes of {bits} bits")
+def _require_bits(name: str, config: Mapping[str, Any], bits: int) -> None:
+    """*raises:* LoadError: the config says that weights have other bits."""
+    for of_field in (4, 8):
+        for key in (f"load_in_{of_field}bit", f"_load_in_{of_field}bit"):
+            if config.get(key, of_field == bits) != (of_field == bits):
+                raise contradiction(name, key, config[key], f"codes of {bits} bits")
 
 
 def _read_state(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -195,9 +200,9 @@ def _unpack_4bit(
     if "nested_blocksize" in state:
         of_block = torch.arange(num_blocks) // int(state["nested_blocksize"])
         table, largest = parts["nested_quant_map"], parts["nested_absmax"]
-        if table.numel() != 256 or largest.numel() != int(of_block[-1]) + 1:
-            expected = [256, int(of_block[-1]) + 1]
-            raise mismatch(name, "nested values and scales", expected, [table.numel(), largest.numel()])
+        expected, got = [(256,), (int(of_block[-1]) + 1,)], [tuple(table.shape), tuple(largest.shape)]
+        if got != expected:
+            raise mismatch(name, "nested values and scales of", expected, got)
         scales = table[scales.long()] * largest[of_block] + state["nested_offset"]
     # Blocks count along the flattened weight, so one may begin within a row.
     group = math.gcd(inputs, block)

@@ -52,7 +52,7 @@ def codes_in(headers: Headers) -> str | None:
             name
             for name in sorted(headers)
             if (end := name.rpartition(".")[2]) in ends
-            or (end == "weight" and headers[name].stored in integers)
+            or (end.endswith(("weight", "_blocks")) and headers[name].stored in integers)
         ),
         None,
     )

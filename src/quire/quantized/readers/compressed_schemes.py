@@ -33,8 +33,8 @@ from quire.quantized.readers.stored import StoredModule, mismatch
 __all__ = [
     "CHANGES_NOTHING",
     "READS",
+    "require_floats",
     "require_groups",
-    "require_symmetric",
     "require_type_of_codes",
     "scheme_of",
 ]
@@ -59,13 +59,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _weights(field: str, value: Any) -> dict[str, Any]:
-    return read_settings(value, _OF_WEIGHTS, _WEIGHTS_CHANGE_NOTHING, field)
+    return read_settings(value, OF_WEIGHTS, WEIGHTS_CHANGE_NOTHING, field)
 
 
 def _group(field: str, value: Any) -> dict[str, Any]:
     """A scheme, written out or as a preset's name with its targets."""
     if not isinstance(value, (list, tuple)):
-        return read_settings(value, _OF_GROUPS, _GROUPS_CHANGE_NOTHING, field)
+        return read_settings(value, OF_GROUPS, GROUPS_CHANGE_NOTHING, field)
     preset = field.rpartition(".")[2].upper()
     weights = _PRESETS.get(preset)
     if weights is None and (of_integers := _PRESET_OF_INTEGERS.fullmatch(preset)):
@@ -94,14 +94,17 @@ def _sparsity(field: str, value: Any) -> None:
 
 
 def _transforms(field: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or value.get("config_groups"):
-        raise refused(field, "no transforms of activations", value, _INSTEAD)
+    def none(group: str, transforms: Any) -> None:
+        if transforms:
+            raise refused(group, "no transforms of activations", transforms, _INSTEAD)
+
+    read_settings(value, {"config_groups": none}, (), field)
 
 
 _FORMAT = word(*_FORMATS, instead=_INSTEAD)
 # How scales were found, and the types of tensors, which say theirs.
-_WEIGHTS_CHANGE_NOTHING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-_OF_WEIGHTS: dict[str, Check] = {
+WEIGHTS_CHANGE_NOTHING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+OF_WEIGHTS: dict[str, Check] = {
     "num_bits": whole(2, 3, 4, 5, 6, 7, 8),
     "type": word("int", "float"),
     "symmetric": flag(),
@@ -111,8 +114,8 @@ _OF_WEIGHTS: dict[str, Check] = {
     "dynamic": flag(False),
     "actorder": _actorder,
 }
-_GROUPS_CHANGE_NOTHING = ("input_activations", "output_activations")  # not quantized here
-_OF_GROUPS: dict[str, Check] = {"targets": names, "weights": _weights, "format": _FORMAT}
+GROUPS_CHANGE_NOTHING = ("input_activations", "output_activations")  # not quantized here
+OF_GROUPS: dict[str, Check] = {"targets": names, "weights": _weights, "format": _FORMAT}
 # Keys and values have the engine's formats. The tensors say whether codes are there (quantization_status).
 CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | {
     "quantization_status", "kv_cache_scheme", "global_compression_ratio", "version",
@@ -170,37 +173,57 @@ def require_type_of_codes(name: str, scheme: Mapping[str, Any], kind: str, bits:
             raise contradiction(name, f"config_groups: {key}", scheme[key], f"codes of {stored}")
 
 
-def require_symmetric(name: str, scheme: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-    """Of codes that have no zeros. A stored zero point would go unread. *raises:* LoadError."""
+def require_floats(name: str, scheme: Mapping[str, Any], bits: int, parts: Mapping[str, str]) -> None:
+    """*raises:* LoadError: the scheme or the tensors give a weight of floats zeros, an order or other bits."""
+    require_type_of_codes(name, scheme, "float", bits)
     if not scheme.get("symmetric", True):
         raise contradiction(name, "config_groups: symmetric", "false", "floats, which have no zeros")
-    if "weight_zero_point" in parts:
-        raise mismatch(name, "floats without", "a zero point", parts["weight_zero_point"])
+    for part in ("weight_zero_point", "weight_g_idx"):
+        if part in parts:
+            raise mismatch(name, "floats without zeros and order,", "", parts[part])
 
 
 def require_groups(
-    name: str, scheme: Mapping[str, Any], shape: tuple[int, int], of_scales: tuple[int, ...]
+    name: str,
+    scheme: Mapping[str, Any],
+    shape: tuple[int, int],
+    of_scales: tuple[int, ...],
+    parts: Mapping[str, str],
+    *,
+    even: bool = False,
 ) -> None:
-    """*raises:* LoadError: scales of another shape than `strategy`, `group_size` and `block_structure` say."""
+    """even: all groups are of one size.
+
+    *raises:* LoadError: scales of another shape than `strategy`, `group_size` and `block_structure` say.
+    """
     outputs, inputs = shape
-    size, of_block = scheme.get("group_size", -1), scheme.get("block_structure")
-    strategy = scheme.get("strategy")
+    size, of_block, strategy = (
+        scheme.get("group_size", -1),
+        scheme.get("block_structure"),
+        scheme.get("strategy"),
+    )
     per_output = ((outputs, 1), (outputs,))
     expected: dict[str, tuple[tuple[int, ...], ...]] = {}
     if of_block is not None:
         expected["block_structure"] = (blocks_of(shape, of_block),)
-    elif size > 0:
+    if size > 0:
         expected["group_size"] = ((outputs, -(-inputs // size)), *(per_output if size >= inputs else ()))
+        if even and size < inputs and inputs % size:
+            raise contradiction(
+                name, "config_groups: group_size", size, f"{inputs} inputs in groups of one size"
+            )
     if strategy == "tensor":
         expected["strategy"] = ((), (1,), (1, 1))
     elif strategy == "channel":
         expected["strategy"] = (*per_output, *(((1,), (1, 1), ()) if outputs == 1 else ()))
-    elif strategy in ("group", "block"):
-        field = "group_size" if strategy == "group" else "block_structure"
-        if field not in expected:
-            raise contradiction(name, "config_groups: strategy", strategy, f"no {field} beside it")
     for field, shapes in expected.items():
         if tuple(of_scales) not in shapes:
             said = list(scheme[field]) if field == "block_structure" else scheme[field]
             stored = f"scales of {list(of_scales)}, where it makes {list(shapes[0])}"
             raise contradiction(name, f"config_groups: {field}", said, stored)
+    field = {"group": "group_size", "block": "block_structure"}.get(strategy or "")
+    if field is not None and field not in expected:
+        raise contradiction(name, "config_groups: strategy", strategy, f"no {field} beside it")
+    is_ordered = scheme.get("actorder") in ("group", "dynamic") and of_scales[1:] not in ((), (1,))
+    if is_ordered and "weight_g_idx" not in parts:
+        raise contradiction(name, "config_groups: actorder", scheme["actorder"], "no weight_g_idx")

@@ -24,12 +24,12 @@ from quire.quantized.code_form import CodeForm
 from quire.quantized.readers.compressed_schemes import (
     CHANGES_NOTHING,
     READS,
+    require_floats,
     require_groups,
-    require_symmetric,
     require_type_of_codes,
     scheme_of,
 )
-from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, require_scales, unpack_fp8
+from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, unpack_fp8
 from quire.quantized.readers.mxfp4 import E2M1, MXFP4_FORM, low_nibble_first, powers_of_two
 from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
 from quire.quantized.readers.settings import contradiction, read_settings
@@ -79,7 +79,7 @@ def compressed_tensors(checkpoint: Checkpoint) -> StoredWeights:
         scheme = scheme_of(config, prefix.removesuffix("."), checkpoint.module_of)
         stored = headers[parts[key]].stored
         form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
-        if stored == torch.int32:
+        if stored == torch.int32 and key == "weight_packed":
             shape, bits = _packed_shape(name, prefix, scheme, checkpoint)
             group_size = _check_integers(name, scheme, shape, parts, headers)
             form = partial(
@@ -98,22 +98,20 @@ def compressed_tensors(checkpoint: Checkpoint) -> StoredWeights:
             unpack_it = partial(_unpack_int8, name=name, scheme=scheme, group_size=group_size)
         elif stored in FLOATS_OF_8:
             shape = matrix(name, parts[key], headers, *FLOATS_OF_8)
-            require_type_of_codes(name, scheme, "float", 8)
-            require_scales(name, parts["weight_scale"], headers)
-            require_symmetric(name, scheme, parts)
-            require_groups(name, scheme, shape, headers[parts["weight_scale"]].shape)
+            require_floats(name, scheme, 8, parts)
+            _require_scales_of_floats(name, parts["weight_scale"], shape, headers)
+            require_groups(name, scheme, shape, headers[parts["weight_scale"]].shape, parts, even=True)
             of_block = scheme.get("block_structure")
             form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=of_block, headers=headers)
             unpack_it = partial(_unpack_floats, name=name, block=of_block)
         elif stored == torch.uint8 and headers[parts["weight_scale"]].stored == torch.uint8:
             rows, columns = matrix(name, parts[key], headers, torch.uint8)
             shape = (rows, columns * 2)
-            require_type_of_codes(name, scheme, "float", 4)
-            require_symmetric(name, scheme, parts)
+            require_floats(name, scheme, 4, parts)
             of_scales = tuple(headers[parts["weight_scale"]].shape)
             if of_scales != (rows, columns // 16) or columns % 16:
                 raise mismatch(name, "weight_scale of", [rows, columns // 16], list(of_scales))
-            require_groups(name, scheme, shape, of_scales)
+            require_groups(name, scheme, shape, of_scales, parts, even=True)
             form = _form_of_mxfp4
             unpack_it = partial(_unpack_mxfp4)
         else:
@@ -155,21 +153,26 @@ def _check_integers(
     """
     require_type(name, parts["weight_scale"], headers, *FLOATS)
     of_scales = tuple(headers[parts["weight_scale"]].shape)
-    groups = of_scales[1] if len(of_scales) == 2 else 1
-    if len(of_scales) > 2 or of_scales[:1] not in ((), (1,), shape[:1]) or not 1 <= groups <= shape[1]:
+    rows, groups = (*of_scales, 1, 1)[:2] if len(of_scales) < 2 else of_scales[:2]
+    may_be_one = groups == 1 and rows == 1
+    if len(of_scales) > 2 or not 1 <= groups <= shape[1] or (rows != shape[0] and not may_be_one):
         raise mismatch(name, "weight_scale of", [shape[0], "groups"], list(of_scales))
-    if groups > 1 and of_scales[0] != shape[0]:
-        raise mismatch(name, "weight_scale of", [shape[0], groups], list(of_scales))
     if "weight_zero_point" in parts:
         require_type(name, parts["weight_zero_point"], headers, torch.int8, torch.int32)
     elif not scheme.get("symmetric", True):
         raise contradiction(name, "config_groups: symmetric", "false", "no weight_zero_point")
     if "weight_g_idx" in parts:
         require_type(name, parts["weight_g_idx"], headers, torch.int32, torch.int64)
-    elif scheme.get("actorder") in ("group", "dynamic") and groups > 1:
-        raise contradiction(name, "config_groups: actorder", scheme["actorder"], "no weight_g_idx")
-    require_groups(name, scheme, shape, of_scales)
+    require_groups(name, scheme, shape, of_scales, parts)
     return scheme.get("group_size") if scheme.get("group_size", -1) > 0 else None
+
+
+def _require_scales_of_floats(name: str, scale: str, shape: tuple[int, int], headers: Headers) -> None:
+    """Bytes are exponents, which MXFP8 has."""
+    require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
+    expected = (shape[0], shape[1] // 32)
+    if headers[scale].stored == torch.uint8 and (tuple(headers[scale].shape) != expected or shape[1] % 32):
+        raise mismatch(name, "exponents of", list(expected), list(headers[scale].shape))
 
 
 def _form_of_mxfp4(tensor: Callable[[str], torch.Tensor]) -> CodeForm:
@@ -274,7 +277,8 @@ def _integers(
 ) -> QuantizedWeight:
     inputs, groups = codes.shape[1], scales.shape[1]
     order = None
-    if group_of is not None and bool((group_of != -1).any()):  # -1: the order was not changed
+    # -1: the order was not changed.
+    if group_of is not None and not (group_of.shape == (inputs,) and bool((group_of == -1).all())):
         sizes, order = groups_by_index(name, group_of, inputs, groups)
         codes = codes if order is None else codes[:, order]
     else:

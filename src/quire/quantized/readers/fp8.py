@@ -51,7 +51,6 @@ __all__ = [
     "fp8",
     "fp8_form",
     "kind_of",
-    "require_scales",
     "unpack_fp8",
 ]
 
@@ -77,10 +76,10 @@ def fp8(checkpoint: Checkpoint) -> StoredWeights:
     *raises:* LoadError: a weight without scales, scales of another shape, or a field that is not understood.
     """
     config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
-    block = config.get("weight_block_size")
-    says_block = block is not None
-    if "weight_block_size" not in checkpoint.config and checkpoint.config.get("quant_method") == "fp8":
-        block = _DEFAULT_BLOCK
+    said: tuple[int, int] | None = config.get("weight_block_size")
+    has_default = "weight_block_size" not in checkpoint.config
+    has_default = has_default and checkpoint.config.get("quant_method") == "fp8"
+    block = _DEFAULT_BLOCK if has_default else said
     weights = []
     for prefix in prefixes_of(headers, "weight"):
         name = prefix + "weight"
@@ -90,23 +89,18 @@ def fp8(checkpoint: Checkpoint) -> StoredWeights:
         if scale is None:
             raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {name}_scale_inv")
         shape = matrix(name, name, headers, *FLOATS_OF_8)
-        require_scales(name, scale, headers)
+        require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu)
         if (kind := kind_of(headers[name].stored)) != config.get("fmt", kind):
             raise contradiction(name, "fmt", config["fmt"], kind)
         of_scale = tuple(headers[scale].shape)
-        if says_block and of_scale != blocks_of(shape, block):
-            stored = f"scales of {list(of_scale)}, where it makes {list(blocks_of(shape, block))}"
-            raise contradiction(name, "weight_block_size", list(block), stored)
+        if said is not None and of_scale != blocks_of(shape, said):
+            stored = f"scales of {list(of_scale)}, where it makes {list(blocks_of(shape, said))}"
+            raise contradiction(name, "weight_block_size", list(said), stored)
         form = partial(fp8_form, name=name, scale=scale, block=block, headers=headers)
         unpack_it = partial(_unpack, name=name, block=block)
         weights.append(StoredWeight(name, shape, {"weight": name, "scale": scale}, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _OF_ACTIVATIONS}
     return StoredWeights(tuple(weights), frozenset(dropped))
-
-
-def require_scales(name: str, scale: str, headers: Headers) -> None:
-    """*raises:* LoadError: the tensor `scale` of the weight `name` is of a type that scales do not have."""
-    require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
 
 def blocks_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -157,8 +151,9 @@ def _scale_groups(
         size = inputs // scale[1]
         return sizes_of_groups(inputs, size), f":{size}", 1
     if math.prod(scale) not in (1, outputs):
-        expected = "one number, " + f"[{outputs}, 1]" + (f" or blocks of {list(block)}" if block else "")
-        raise mismatch(name, "scales", expected, list(scale))
+        blocks = f"blocks of {list(block)}" if block else "blocks of a size"
+        expected = f"of outputs, or of {blocks} that weight_block_size, or block_structure of weights, gives"
+        raise mismatch(name, "scales of all,", expected, list(scale))
     return [inputs], "", 1 if math.prod(scale) > 1 else 0
 
 
@@ -170,7 +165,7 @@ def unpack_fp8(
     *raises:* LoadError: `scale` is of no known shape.
     """
     outputs = weight.shape[0]
-    sizes, kind, of_row = _scale_groups(name, weight.shape, scale.shape, block)
+    sizes, kind, of_row = _scale_groups(name, (weight.shape[0], weight.shape[1]), tuple(scale.shape), block)
     scales = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
     scales = scales.reshape(-1, len(sizes))
     scales = scales.repeat_interleave(of_row or outputs, dim=0)[:outputs]

@@ -31,6 +31,7 @@ from quire.quantized.readers.settings import (
     contradiction,
     flag,
     read_settings,
+    refused,
     renamed,
     settings_by_pattern,
     whole,
@@ -87,7 +88,9 @@ def gptq(checkpoint: Checkpoint) -> StoredWeights:
     """
     config = read_settings(renamed(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
     headers = checkpoint.headers
-    stored_as = config.get("checkpoint_format") or config.get("format") or "gptq"
+    stored_as = config.get("checkpoint_format", config.get("format", "gptq"))
+    if config.get("format", stored_as) != stored_as:
+        raise refused("quantization_config.format", f"{stored_as}, as checkpoint_format", config["format"])
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
         name = prefix + "weight"
@@ -103,14 +106,17 @@ def gptq(checkpoint: Checkpoint) -> StoredWeights:
         if of_scales != (groups, outputs):
             raise mismatch(name, "scales", [groups, outputs], list(of_scales))
         inputs = rows * 32 // bits
-        own = config | _overrides(config, prefix.removesuffix("."))
+        where, overrides = _overrides(config, prefix.removesuffix("."))
+        own = {**config, **overrides}
         if own.get("bits", bits) != bits:
-            raise contradiction(name, "bits", own["bits"], f"codes of {bits} bits")
+            field = where * ("bits" in overrides) + "bits"
+            raise contradiction(name, field, own["bits"], f"codes of {bits} bits")
         group_size = _group_size(own, inputs)
         if -(-inputs // group_size) != groups and "group_size" in own:
             expected = -(-inputs // group_size)
             stored = f"scales of {groups} groups in {inputs} inputs, where it makes {expected}"
-            raise contradiction(name, "group_size", own["group_size"], stored)
+            field = where * ("group_size" in overrides) + "group_size"
+            raise contradiction(name, field, own["group_size"], stored)
         if prefix + "g_idx" in headers:
             parts["g_idx"] = prefix + "g_idx"
             require_type(name, parts["g_idx"], headers, *_INDEX)
@@ -136,16 +142,16 @@ def _group_size(own: Mapping[str, Any], inputs: int) -> int:
     return inputs if size < 0 else size
 
 
-def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The settings of the module alone. GPTQModel's `dynamic`: the first pattern that its name begins with; "-:" before
-    one leaves modules plain. AutoRound's `extra_config`: its name, else the first pattern within it."""
+def _overrides(config: Mapping[str, Any], module: str) -> tuple[str, Mapping[str, Any]]:
+    """Where the settings of the module alone are, and they. GPTQModel's `dynamic`: the first pattern that its name
+    begins with; "-:" before one leaves modules plain. AutoRound's `extra_config`: its name, else the first pattern
+    within it."""
     for pattern, settings in config.get("dynamic", {}).items():
         if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
-            return settings
+            return f"dynamic.{pattern}.", settings
     extra = config.get("extra_config", {})
-    if module in extra:
-        return extra[module]
-    return next((settings for pattern, settings in extra.items() if re.search(pattern, module)), {})
+    fits = [module] if module in extra else [pattern for pattern in extra if re.search(pattern, module)]
+    return (f"extra_config.{fits[0]}.", extra[fits[0]]) if fits else ("", {})
 
 
 def _form(

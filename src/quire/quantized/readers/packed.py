@@ -65,10 +65,10 @@ def groups_by_index(
 
     *raises:* LoadError: a group is out of range, or has no inputs.
     """
-    if group_of.shape != (inputs,) or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
-        raise mismatch(
-            name, f"g_idx of {inputs} groups below", groups, [list(group_of.shape), int(group_of.max())]
-        )
+    is_vector = group_of.shape == (inputs,)
+    if not is_vector or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
+        got = int(group_of.max()) if is_vector else list(group_of.shape)
+        raise mismatch(name, f"g_idx of {inputs} groups below", groups, got)
     group_of = group_of.long()
     sizes = torch.bincount(group_of, minlength=groups)
     if not bool(sizes.all()):
