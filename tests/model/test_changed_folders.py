@@ -5,6 +5,7 @@ A few of the changes in the default suite, all of them in CI.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support import changed_folders
 from support.changed_folders import CHECKPOINTS, REMOVED, VALUES, Folder
+from transformers import AutoModelForCausalLM
 
 from quire.errors import QuireError
 from quire.model import load
@@ -248,3 +250,64 @@ def test_a_changed_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_changed_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     check_tensors(name, changed_folders.make(tmp_path, name), 1, 1)
+
+
+# Of config.json. Tensors are named where a number says what shapes they have, or how many there are.
+CONFIG_FIELDS = (
+    "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
+    "attention_bias", "max_position_embeddings", "dtype", "eos_token_id", "layer_types", "twist",
+)  # fmt: skip
+_PROMPT = torch.tensor([[5, 17, 80, 3, 44, 9]])
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(_PROMPT).logits
+
+
+def config_fault(folder: Folder, field: str) -> str | None:
+    """What is wrong with how Quire meets a config.json that was changed in `field`, beside transformers."""
+    try:
+        theirs, report = AutoModelForCausalLM.from_pretrained(
+            folder.path, dtype="auto", output_loading_info=True
+        )
+        expected = None if report["missing_keys"] else logits(theirs)
+    except Exception:
+        expected = None
+    try:
+        loaded = load(folder.path)
+    except QuireError as error:
+        said = str(error)
+        planned = plan_refusal(folder)
+        names = (field, field.replace("_", " "), "tensors", "expected model.", "expected lm_head.")
+        bad = [
+            one for one in (said, planned or field) if "\n" in one or not any(name in one for name in names)
+        ]
+        return bad[0] if bad else None
+    except Exception as error:
+        return repr(error)
+    if expected is None:
+        return "opens, where transformers does not"
+    return None if torch.equal(logits(loaded.model), expected) else "has other logits than transformers"
+
+
+def check_config(tmp_path: Path, every: int) -> None:
+    plain = changed_folders.plain_model()
+    plain.save_pretrained(tmp_path)
+    folder = Folder(tmp_path, json.loads((tmp_path / "config.json").read_text()), {}, {})
+    faults = []
+    for field, value in [(field, value) for field in CONFIG_FIELDS for value in VALUES][::every]:
+        folder.write(changed_folders.changed(folder.config, (field,), value))
+        if (said := config_fault(folder, field)) is not None:
+            faults.append(f"{field} = {'removed' if value is REMOVED else repr(value)}: {said}")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_changed_config_is_transformers_model_or_refused_by_name(tmp_path: Path) -> None:
+    check_config(tmp_path, 41)
+
+
+@pytest.mark.ci
+def test_every_changed_config_is_transformers_model_or_refused_by_name(tmp_path: Path) -> None:
+    check_config(tmp_path, 1)

@@ -23,25 +23,10 @@ from quire.model.load_quantized import quantization_of
 from quire.model.sources import SafetensorsSource, checkpoint_file
 from quire.quantized.readers import codes_in
 
-__all__ = ["check_config", "refuse_adapter", "weights_of"]
+__all__ = ["read_object", "refuse_adapter", "weights_of"]
 
 _SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _log = logging.getLogger("quire")
-
-
-def check_config(folder: Path) -> None:
-    """A clear line for what is wrong with the config.json of a folder, before transformers reads it.
-
-    *raises:* LoadError: there is none, it is broken, or it is beside an adapter.
-    """
-    refuse_adapter(str(folder))
-    path = folder / "config.json"
-    if not path.is_file():
-        raise LoadError(f"expected a model folder, {folder} has no config.json")
-    config = _read(path)
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key) is not None and not isinstance(config[key], dict):
-            raise LoadError(f"cannot read {path}: expected {key} as an object of fields, got {config[key]!r}")
 
 
 def weights_of(
@@ -62,7 +47,7 @@ def weights_of(
         path = checkpoint_file(where, name, revision, may_download=may_download)
         if path is None:
             continue
-        settings = _read(path)
+        settings = read_object(path)
         is_gemm = str(settings.get("version")).lower() == "gemm"
         settings = {"quant_method": "awq" if is_gemm else method, **settings}
         if source is None:
@@ -88,7 +73,8 @@ def weights_of(
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file has. *raises:* LoadError: it is broken, or no object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -112,7 +98,7 @@ def refuse_adapter(where: str, revision: str | None = None, *, may_download: boo
     path = checkpoint_file(where, "adapter_config.json", revision, may_download=may_download)
     if path is None:
         return
-    settings = _read(path)
+    settings = read_object(path)
     base, kind = settings.get("base_model_name_or_path"), settings.get("peft_type") or "PEFT"
     missing = " (there is no such folder)" if _is_missing_path(base) else ""
     over = f"the model {base!r}{missing}" if base else "a model that its adapter_config.json does not name"

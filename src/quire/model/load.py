@@ -30,10 +30,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.errors import ArgumentError, LoadError, QuireError, UnsupportedModelError
 from quire.memory.heap import give_back_freed
-from quire.model.beside_config import check_config, refuse_adapter, weights_of
+from quire.model.beside_config import refuse_adapter, weights_of
 from quire.model.coded_experts import ExpertForms
+from quire.model.config_file import check_config
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
 from quire.model.kept_codes import quantize_kept
@@ -671,12 +672,19 @@ def without_weights(
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
     if stored_dtype is None:
         stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
-    found = _unloaded(
-        config if is_plain else plain_config(config),
-        wanted.torch_dtype if wanted else stored_dtype,
-        "embedded" if source is None else Path(where).name if local else where,
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        found = _unloaded(
+            config if is_plain else plain_config(config),
+            wanted.torch_dtype if wanted else stored_dtype,
+            "embedded" if source is None else Path(where).name if local else where,
+            trust_remote_code=trust_remote_code,
+        )
+    except QuireError:
+        raise
+    except Exception as error:  # transformers and torch raise many kinds
+        raise LoadError(
+            f"cannot make a model by the config of {_shown(source, where)}: {_one_line(error)}"
+        ) from error
     if is_plain:
         return found
     names = _NAMES_OF_TEXT if found.is_part else None
