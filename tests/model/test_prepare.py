@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quire import LLM, SamplingParams
 from quire.attention import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.paged import PagedStorage
@@ -119,6 +120,47 @@ def test_dynamic_rope_is_held_at_the_length_asked_for() -> None:
     prepared = PreparedModel(load((model, None)), backend="python", max_model_len=200)
     tokens = torch.arange(200) % 97
     torch.testing.assert_close(_one_prompt(prepared, tokens), _plain(model, tokens), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("asked", "held"), [(None, "short"), (16, "short"), (128, "longer")])
+def test_the_start_tells_which_frequencies_of_longrope_hold(
+    asked: int | None, held: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model("phi3", rope_parameters=_LONG, original_max_position_embeddings=32)
+    with caplog.at_level("INFO", logger="quire"), LLM((model, None), kv_memory="1MiB", max_model_len=asked):
+        pass
+    (told,) = [record.getMessage() for record in caplog.records if "rotary" in record.getMessage()]
+    assert f"max_model_len {asked or 32}, longrope rotary embeddings of 32 tokens" in told
+    assert f"the frequencies for {held} sequences hold" in told
+    assert ("up to 128 takes those for longer ones" in told) == (held == "short")
+
+
+def test_yarn_reaches_its_factor_times_the_original_length() -> None:
+    """As Qwen's cards have it: max_position_embeddings still says the length before."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    model = _model(rope_parameters=yarn, max_position_embeddings=40)
+    prompt = [(7 * number) % 97 for number in range(110)]
+    ids = torch.tensor([prompt])
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    want = whole[0, len(prompt) :].tolist()
+    with LLM((model, None), kv_memory="1MiB") as llm:
+        assert llm.max_model_len == 128
+        (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert answer.outputs[0].token_ids == want
+
+
+def test_linear_scaling_may_be_asked_for_its_length() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    model = _model(rope_parameters=linear)
+    prepared = PreparedModel(load((model, None)), backend="python")
+    assert prepared.max_model_len == 128
+    prepared.restore()
+    prepared = PreparedModel(load((model, None)), backend="python", max_model_len=256)
+    tokens = torch.arange(250) % 97
+    torch.testing.assert_close(_one_prompt(prepared, tokens), _plain(model, tokens), atol=1e-3, rtol=0)
+    prepared.restore()
+    with pytest.raises(ArgumentError, match="of 1 to 256 tokens"):
+        PreparedModel(load((model, None)), backend="python", max_model_len=257)
 
 
 @pytest.mark.parametrize("asked", [0, 129])

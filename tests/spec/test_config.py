@@ -266,3 +266,34 @@ def test_the_decoder_of_an_encoder_decoder_has_its_own_layers_and_heads() -> Non
         assert {(layer.num_kv_heads, layer.k_head_dim) for layer in spec.layers} == {(8, 8)}
         assert config.num_hidden_layers == 3
     assert spec.max_model_len == config.max_target_positions
+
+
+@pytest.mark.parametrize(
+    ("rotary", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen's cards
+        ({"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32768}, 49152),
+        ({"type": "yarn", "factor": 1.1, "original_max_position_embeddings": 32768}, 40960),  # it says more
+        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 32768}, 65536),
+        ({"rope_type": "linear", "factor": 2.0}, 40960),  # 40960 may be the length before or behind it
+        ({"rope_type": "dynamic", "factor": 2.0}, 40960),
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0}, 40960),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+          "long_factor": [4.0] * 64}, 40960),
+        ({"rope_type": "default"}, 40960),
+    ],
+    ids=lambda value: value.get("rope_type", "yarn") if isinstance(value, dict) else str(value),
+)  # fmt: skip
+def test_the_length_of_stretched_rotary_embeddings(rotary: dict[str, Any], length: int) -> None:
+    assert KVSpec.from_config({**QWEN3_4B, "rope_scaling": dict(rotary)}).max_model_len == length
+
+
+def test_the_length_is_that_of_layers_that_see_all_tokens() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 1e6}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    fields = {"max_position_embeddings": 1024, "num_hidden_layers": 6}
+    spec = _spec(
+        "gemma3_text", **fields, rope_parameters={"full_attention": yarn, "sliding_attention": plain}
+    )
+    assert spec.max_model_len == 4096

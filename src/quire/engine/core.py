@@ -152,6 +152,8 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 packed_weights=packed_folder,
             )
+        if self.prepared.rotary_note:
+            _log.info("%s: %s", loaded.name, self.prepared.rotary_note)
         if loaded.mapped is not None:
             loaded.mapped.release_read(dense_parameters(loaded.model))
         give_back_freed()  # what the proof took, before the budget is made

@@ -66,6 +66,7 @@ from quire.model.state.serve import find_states, serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
+from quire.spec.config import longest_of
 from quire.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class PreparedModel:
         self.key_offsets: dict[int, torch.Tensor] = {}
         self.vocab_size = loaded.vocab_size
         self.max_model_len = resolve_length(loaded, self._asked_length)
+        self.rotary_note = rope.note(loaded.model, self.max_model_len, loaded.max_model_len)
         self._model: PreTrainedModel = loaded.model
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
@@ -570,6 +572,7 @@ def resolve_length(loaded: LoadedModel | UnloadedModel, asked: int | None) -> in
     unswitched = rope.original_length(loaded.model)
     if asked is None:
         return most if unswitched is None else min(most, unswitched)
+    most = max(most, longest_of(loaded.model.config) or 0)
     switches_by_length = any("dynamic" in kind for kind in rope.kinds(loaded.model))
     if asked < 1 or (asked > most and not switches_by_length):
         raise ArgumentError(f"expected max_model_len of 1 to {most} tokens for this model, got {asked}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["freeze", "kinds", "original_length"]
+__all__ = ["freeze", "kinds", "note", "original_length"]
 
 
 def kinds(model: torch.nn.Module) -> set[str]:
@@ -35,6 +35,18 @@ def original_length(model: torch.nn.Module) -> int | None:
         if (limit := _limit(module, layer_type, rope_type)) is not None
     ]
     return min(limits, default=None)
+
+
+def note(model: torch.nn.Module, max_model_len: int, longest: int) -> str:
+    """Which frequencies hold for sequences of `max_model_len`, and why; "" where none ever switch."""
+    limit = original_length(model)
+    if limit is None:
+        return ""
+    which = f"max_model_len {max_model_len}, {' and '.join(sorted(kinds(model)))} rotary embeddings of {limit} tokens"
+    if max_model_len > limit:
+        return f"{which}: the frequencies for longer sequences hold for every sequence, short ones too"
+    more = f"; max_model_len of up to {longest} takes those for longer ones" if longest > limit else ""
+    return f"{which}: the frequencies for short sequences hold{more}"
 
 
 def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:

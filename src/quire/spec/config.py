@@ -31,6 +31,7 @@ from quire.spec.state_spec import state_specs
 __all__ = [
     "dtype_of",
     "layers_of",
+    "longest_of",
     "max_length_of",
     "model_type_of",
     "read_config",
@@ -128,11 +129,46 @@ def vocab_size_of(config: Any) -> int | None:
 
 
 def max_length_of(config: Any) -> int | None:
-    """Positions the (text) model of a transformers config has; None where it names no limit."""
+    """Positions the (text) model of a transformers config has; None where it names no limit.
+
+    Rotary embeddings that are stretched from a stated original length reach factor times that, also where the config
+    still says the length before (the recipe of Qwen's model cards for yarn).
+    """
     text = config.get_text_config(decoder=True)
     if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's way to say so
         return None
-    return _optional(text, _LENGTH, model_type_of(config))
+    said = _optional(text, _LENGTH, model_type_of(config))
+    return None if said is None else max(said, _stretched_length(text))
+
+
+def longest_of(config: Any) -> int | None:
+    """The most positions that may be asked for: `max_length_of`, or what linear scaling of it reaches.
+
+    With linear scaling a config may say the length before it or behind it: which one, only its user knows.
+    """
+    said, rotary = max_length_of(config), _rotary(config.get_text_config(decoder=True))
+    is_linear = rotary.get("rope_type", rotary.get("type")) == "linear"
+    return int(said * max(1.0, rotary.get("factor") or 1.0)) if said is not None and is_linear else said
+
+
+def _stretched_length(text: Any) -> int:
+    """Factor times the original length, where the config states both; else 0.
+
+    Of llama3 and longrope the factor is no multiple of the length: their configs say the length that they reach.
+    """
+    rotary = _rotary(text)
+    factor, original = rotary.get("factor"), rotary.get("original_max_position_embeddings")
+    if rotary.get("rope_type", rotary.get("type")) not in ("yarn", "linear") or not factor or not original:
+        return 0
+    return int(factor * original)
+
+
+def _rotary(text: Any) -> Mapping[str, Any]:
+    """What a config says of its rotary embeddings; where they differ by kind of layer, of those that see all tokens."""
+    said = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if isinstance(said, Mapping) and isinstance(said.get("full_attention"), Mapping):
+        said = said["full_attention"]
+    return said if isinstance(said, Mapping) else {}
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
