@@ -351,6 +351,12 @@ class EngineConfig:
     )
     seed: Annotated[int, _integer(0, 2**63 - 1)] = option(0, "N", "Seed of requests that bring none.")
     revision: str | None = option(None, "REV", "Revision of a model on the Hub.")
+    generation_config: Literal["auto", "none"] = option(
+        "auto",
+        "G",
+        "auto: defaults of requests and rules for tokens are those of the model's generation config; none: of it only "
+        "the end tokens are read (docs/generation-config.md).",
+    )
     trust_remote_code: bool = option(False, None, "Run Python code that comes with the model.")
     backend: str | None = option(
         None, "B", "native, python, or a device that was registered; native where the extension is built."

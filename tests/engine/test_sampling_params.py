@@ -21,7 +21,6 @@ from quire.sampling.params import SamplingParams
         ("top_p", -0.1, "0 (the most likely token) to 1"),
         ("top_p", 1.01, "0 (the most likely token) to 1"),
         ("min_tokens", -1, "0 or more"),
-        ("min_tokens", None, "0 or more"),
         ("top_k", -1, "0 or more"),
         ("top_k", True, "0 or more"),
         ("min_p", 1.5, "0 to 1"),

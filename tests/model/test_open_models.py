@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -112,9 +113,16 @@ def test_an_attention_function_that_differs_from_eager_is_found(monkeypatch: pyt
         PreparedModel(load((model, None)), backend="python")
 
 
+@pytest.mark.parametrize(
+    "rules", [{}, {"forced_eos_token_id": 5, "suppress_tokens": list(range(6, 131))}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_whose_generate_prepares_other_positions_is_refused(dtype: torch.dtype) -> None:
+def test_a_model_whose_generate_prepares_other_positions_is_refused(
+    dtype: torch.dtype, rules: dict[str, Any]
+) -> None:
+    """Whatever rules for tokens its generation config has."""
     model: Any = build(AutoModelForCausalLM, "gpt2").to(dtype)
+    model.generation_config = GenerationConfig(**rules)
     own = model.prepare_inputs_for_generation
 
     def later(*args: Any, **kwargs: Any) -> Any:

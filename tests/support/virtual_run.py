@@ -62,6 +62,7 @@ class VirtualRun(EngineRun):
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
+            sampling_defaults=loaded.sampling_defaults,
         )
         self.llm = SimpleNamespace(engine=engine)  # type: ignore[assignment]
 

@@ -136,6 +136,7 @@ class EngineCore:
                 weights=config.weight_formats,
                 keep=packed_folder,
                 backend=config.backend,
+                generation_config=config.generation_config,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)

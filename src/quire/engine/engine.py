@@ -238,17 +238,20 @@ class Engine:
                 f"expected a request with n=1 to fork, got {request_id!r} with n={len(parent.sequences)}"
             )
         sequence = parent.sequences[0]
+        rules = None
         if params is None:
-            left = parent.max_tokens - len(sequence.output_ids)
-            least = max(0, parent.params.min_tokens - len(sequence.output_ids))
-            params = replace(parent.params, max_tokens=left, min_tokens=least, seed=None)
+            asked, num_output = parent.options.params, len(sequence.output_ids)
+            least = None if asked.min_tokens is None else max(0, asked.min_tokens - num_output)
+            params = replace(asked, max_tokens=parent.max_tokens - num_output, min_tokens=least, seed=None)
+            rules = None if parent.rules is None else parent.rules.continued(num_output)
         options = replace(
             parent.options,
             params=params,
             request_id=new_request_id,
             stream=parent.stream if stream is None else stream,
         )
-        child = self._validator.request(Prompt(None, sequence.token_ids()), options, key=parent.key)
+        prompt = Prompt(None, sequence.token_ids())
+        child = self._validator.request(prompt, options, key=parent.key, rules=rules)
         self._queue([child])
         if sequence.matcher is not None and params.forms == parent.params.forms:
             child.sequences[0].matcher = sequence.matcher.copy()

@@ -8,12 +8,14 @@ Cost: a prompt of eight tokens and two more, by `generate`; twice where 16 bits 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from quire.errors import UnsupportedModelError
+from quire.model.generation_config import OBEYED, REFUSED
 from quire.model.load import LoadedModel
 from quire.model.prove.probe import Probe
 from quire.model.prove.wide import computing_in
@@ -48,13 +50,19 @@ def check_generate(loaded: LoadedModel, probe: Probe) -> None:
 
 
 def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Logits [_NUM_STEPS, vocab_size] by which `generate` would choose the last of the tokens."""
+    """Logits [_NUM_STEPS, vocab_size] by which `generate` would choose the last of the tokens.
+
+    The tokens are given, so the rules of the model's generation config are left out meanwhile.
+    """
     model: Any = loaded.model
+    own = model.generation_config
+    model.generation_config = copy.deepcopy(own)
+    for name in OBEYED.union(REFUSED) if own is not None else ():
+        setattr(model.generation_config, name, None)
     prompt = tokens[None, : len(tokens) - _NUM_STEPS]
     options = GenerationConfig(
         max_new_tokens=_NUM_STEPS, do_sample=False, num_beams=1, use_cache=True, eos_token_id=None, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True,
-        temperature=1.0, top_p=1.0, top_k=50,  # the model's own would be warned of, as nothing is drawn
     )  # fmt: skip
     try:
         with torch.inference_mode():
@@ -66,5 +74,7 @@ def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None
             )
     except Exception:  # it asks for images, or has no such loop: nobody compares with it then
         return None
+    finally:
+        model.generation_config = own
     logits = torch.cat(output.logits)
     return logits if torch.equal(output.sequences[0], tokens) else None

@@ -36,6 +36,7 @@ from quire.model.beside_config import refuse_adapter, weights_of
 from quire.model.coded_experts import ExpertForms
 from quire.model.config_file import check_config
 from quire.model.experts import is_experts
+from quire.model.generation_config import GREEDY, sampling_defaults
 from quire.model.held_weight import HeldParameter
 from quire.model.kept_codes import quantize_kept
 from quire.model.load_gguf import (
@@ -70,8 +71,6 @@ __all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "without_weights"
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
-# What a model's generation_config.json may set as sampling defaults.
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("quire")
 # Of a language model's tensors within a larger model, and when it is alone.
@@ -92,7 +91,7 @@ class LoadedModel:
         max_model_len: longest sequence its positions allow.
         vocab_size: ids are below it; the width of its logits.
         eos_token_ids: any of them ends a sequence.
-        sampling_defaults: from its generation_config: temperature (0 where it does not sample), top_p, top_k, ...
+        sampling_defaults: what its generation config says of requests that say nothing (`generation_config`).
         source: its weights as they were stored before they became tensors of `model`.
         mapped: where its tensors lie in files, or which of a file's they follow from; None for a model that somebody
             else loaded.
@@ -110,7 +109,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     source: WeightSource
-    sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
     mapped: Origins | None = None
     kept: tuple[KeptWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
@@ -131,6 +130,7 @@ def load(
     widened: bool = False,
     keep: Path | None = None,
     backend: str | None = None,
+    generation_config: str = "auto",
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -145,6 +145,7 @@ def load(
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
         keep: a folder that keeps codes from one start to the next (`kept_codes`).
         backend: what will run it, and computes from codes, as of `quire.backends.extension`.
+        generation_config: "auto" for the model's own; "none": of it only the end tokens are read.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -152,20 +153,21 @@ def load(
         ConfigError, UnsupportedModelError: its config cannot be understood or served.
     """
     wanted, widened = _format(dtype), widened or weights is not None
+    has_rules = generation_config != "none"
     if isinstance(source, tuple):
         if weights is not None:
             raise ArgumentError(
                 "expected a checkpoint whose weights can be rounded as it is loaded, got a model that is loaded "
                 "already; give its folder or Hub id - in `weights`"
             )
-        return _given(source, wanted)
+        return _given(source, wanted, has_rules)
     if source is not None and not isinstance(source, (str, Path)):
         raise ArgumentError(
             "expected a model as None, folder, GGUF file, Hub id or (model, tokenizer), got "
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights, widened, keep, backend)
+        return _load_gguf(file, wanted, weights, widened, keep, backend, has_rules)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -203,7 +205,7 @@ def load(
     mapped = MappedWeights()
     if weights is not None:
         kept = (*kept, *quantize_kept(model, weights, mapped, keep, backend))
-    loaded_model = _describe(model, tokenizer, name, wanted)
+    loaded_model = _describe(model, tokenizer, name, wanted, has_rules)
     return replace(
         loaded_model,
         source=stored or loaded_model.source,
@@ -298,6 +300,7 @@ def _load_gguf(
     widened: bool,
     keep: Path | None,
     backend: str | None,
+    has_rules: bool,
 ) -> LoadedModel:
     source = GGUFSource(path)
     try:
@@ -315,7 +318,7 @@ def _load_gguf(
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
         kept = (*kept, *quantize_kept(model, rounded, weights, keep, backend))
-    loaded = _describe(model, tokenizer, path.stem, wanted)
+    loaded = _describe(model, tokenizer, path.stem, wanted, has_rules)
     return replace(
         loaded,
         source=source,
@@ -385,7 +388,7 @@ def not_plain(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _given(source: tuple[Any, ...], wanted: KVFormat | None) -> LoadedModel:
+def _given(source: tuple[Any, ...], wanted: KVFormat | None, has_rules: bool) -> LoadedModel:
     if len(source) != 2 or not isinstance(source[0], torch.nn.Module):
         raise ArgumentError(
             f"expected (PreTrainedModel, tokenizer or None), got ({', '.join(type(part).__name__ for part in source)})"
@@ -396,7 +399,7 @@ def _given(source: tuple[Any, ...], wanted: KVFormat | None) -> LoadedModel:
             f"expected dtype='auto' or the loaded model's own {model.dtype}, got {wanted.name}; convert the model first"
         )
     name = Path(model.config.name_or_path or "").name or model.config.model_type
-    return _describe(model, tokenizer, name, wanted)
+    return _describe(model, tokenizer, name, wanted, has_rules)
 
 
 def _require_element(model_type: str, dtype: str) -> None:
@@ -408,7 +411,7 @@ def _require_element(model_type: str, dtype: str) -> None:
 
 
 def _describe(
-    model: PreTrainedModel, tokenizer: Any, name: str, wanted: KVFormat | None = None
+    model: PreTrainedModel, tokenizer: Any, name: str, wanted: KVFormat | None, has_rules: bool
 ) -> LoadedModel:
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -423,6 +426,8 @@ def _describe(
         raise UnsupportedModelError(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
+    generation = model.generation_config
+    defaults = sampling_defaults(generation, model_type, tokenizer) if has_rules else dict(GREEDY)
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
     _require_element(model_type, dtype)
     spec = KVSpec.from_config(config, dtype=dtype)
@@ -449,7 +454,7 @@ def _describe(
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         source=LiveSource(model),
-        sampling_defaults=_sampling_defaults(model),
+        sampling_defaults=defaults,
         not_taken=not_taken,
     )
 
@@ -495,20 +500,6 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
     return ()
-
-
-def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
-    config = model.generation_config
-    if config is None:
-        return {}
-    defaults = {
-        name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None
-    }
-    if not config.do_sample:
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            defaults.pop(name, None)
-        defaults["temperature"] = 0.0
-    return defaults
 
 
 def config_of(source: str | Path | None) -> Any:

@@ -5,5 +5,6 @@ Others may use
     sampler       one token for each sequence
     grammar       what a token may be
     token_mask    tokens that a request forbids
+    model_rules   rules for tokens of the model's generation config
     detokenizer   text of tokens
 """

@@ -5,7 +5,9 @@ neutral value, so that what the user wrote always wins. Values out of range are 
 
 Invariant
     S1  a resolved record has no `None` but in `max_tokens` (as long as the model and the cache allow), `seed`
-        (drawn from the engine's) and `logprobs` (none wanted).
+        (drawn from the engine's), `logprobs` (none wanted), `allowed_token_ids` (all) and the forms (none).
+
+The model's rules for tokens hold where `min_tokens` and `bad_words` are not asked for: `quire.sampling.model_rules`.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ class SamplingParams:
     """How to draw the tokens of one request.
 
     max_tokens: most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
-    min_tokens: no end token, token of `stop_token_ids` or stop string ends a sequence before it has more than so many.
+    min_tokens: no end token, token of `stop_token_ids` or stop string ends a sequence before it has more than so many;
+        None: no end token before the model's own minimum.
     temperature: 0 is greedy (the most likely token); None: the model's default, else greedy.
     top_p, top_k, min_p: keep the smallest set of tokens of probability top_p (1: all; 0: the most likely token, as
         temperature 0), the top_k most likely (0: all), those with at least min_p times the probability of the most
         likely (0: all).
     repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once / per count.
-    stop: strings that end a sequence; the text is cut before them. stop_token_ids: tokens that end it.
+    stop: strings that end a sequence; the text is cut before them; None: the model's own. stop_token_ids: tokens that
+        end it.
     include_stop_str_in_output: the text has the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared.
     seed: the same seed gives the same tokens whatever else runs; None: derived from the engine's seed.
@@ -44,14 +48,15 @@ class SamplingParams:
     logit_bias: token id -> value added to its logit, -inf forbids it.
     allowed_token_ids: the only tokens that may come; None: all.
     bad_words: words that are not written, in the tokens that the tokenizer makes of them with a space before them and
-        without: the last of these may not come behind the others. Cut into other tokens they are not known.
+        without: the last of these may not come behind the others. Cut into other tokens they are not known. None: the
+        model's own.
     shown_token_ids: special tokens that the text shows; it leaves the others out.
     json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
         expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
 
     max_tokens: int | None = None
-    min_tokens: int = 0
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -59,7 +64,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: str | Iterable[str] = ()
+    stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] = ()
     include_stop_str_in_output: bool = False
     n: int = 1
@@ -68,7 +73,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Iterable[int] | None = None
-    bad_words: Iterable[str] = ()
+    bad_words: Iterable[str] | None = None
     shown_token_ids: Iterable[int] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -77,8 +82,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: the normal forms of what was given
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
-        _check_int("min_tokens", self.min_tokens, 0, None)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        _check_int("min_tokens", self.min_tokens, 0, None, optional=True)
+        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
             raise ArgumentError(
                 f"expected min_tokens of at most max_tokens {self.max_tokens}, got {self.min_tokens} - in `min_tokens`"
             )
@@ -100,11 +105,9 @@ class SamplingParams:
         _check_int("n", self.n, 1, 1024)
         _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
         _check_int("logprobs", self.logprobs, 0, _MAX_LOGPROBS, optional=True)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ArgumentError(f"expected non-empty strings, got {text!r} - in `stop`")
-        set_field(self, "stop", stop)
+        for name in ("stop", "bad_words"):
+            if getattr(self, name) is not None:
+                set_field(self, name, _texts(name, getattr(self, name)))
         for name in ("stop_token_ids", "shown_token_ids"):
             set_field(self, name, tuple(_token_id(name, token) for token in getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
@@ -112,11 +115,6 @@ class SamplingParams:
             if not allowed:
                 raise ArgumentError("expected at least one token id, got none - in `allowed_token_ids`")
             set_field(self, "allowed_token_ids", allowed)
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
-        for word in words:
-            if not isinstance(word, str) or not word:
-                raise ArgumentError(f"expected non-empty strings, got {word!r} - in `bad_words`")
-        set_field(self, "bad_words", words)
         bias = {_token_id("logit_bias", token): value for token, value in (self.logit_bias or {}).items()}
         for token, value in bias.items():
             if not _is_number(value) or math.isnan(value) or value == math.inf:
@@ -147,18 +145,21 @@ class SamplingParams:
             given = defaults.get(name)
             return neutral if given is None else given
 
-        max_tokens = pick(self.max_tokens, "max_new_tokens", None)
+        max_tokens, min_tokens = pick(self.max_tokens, "max_new_tokens", None), self.min_tokens or 0
         temperature, top_p = pick(self.temperature, "temperature", 1.0), pick(self.top_p, "top_p", 1.0)
         if top_p == 0.0:
             temperature, top_p = 0.0, 1.0
         return replace(
             self,
-            max_tokens=None if max_tokens is None else max(max_tokens, self.min_tokens),
+            max_tokens=None if max_tokens is None else max(max_tokens, min_tokens),
+            min_tokens=min_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=pick(self.top_k, "top_k", 0),
             min_p=pick(self.min_p, "min_p", 0.0),
             repetition_penalty=pick(self.repetition_penalty, "repetition_penalty", 1.0),
+            stop=pick(self.stop, "stop_strings", ()),
+            bad_words=self.bad_words or (),
         )
 
     @property
@@ -174,7 +175,7 @@ class SamplingParams:
     @property
     def masks_tokens(self) -> bool:
         """Whether some tokens are forbidden, by grammar or bias apart."""
-        return self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0
+        return self.allowed_token_ids is not None or bool(self.bad_words) or bool(self.min_tokens)
 
     @property
     def changes_logits(self) -> bool:
@@ -191,6 +192,14 @@ class SamplingParams:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _texts(name: str, value: str | Iterable[Any]) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ArgumentError(f"expected non-empty strings, got {text!r} - in `{name}`")
+    return texts
 
 
 def _token_id(name: str, value: Any) -> int:

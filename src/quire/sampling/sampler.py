@@ -4,8 +4,9 @@ Each sequence draws from a generator of its own, one number per token, and every
 a request draws depends on its seed and its logits, never on what else is in the batch. A row without a finite
 logit fails its own sequence (`error`) and no other.
 
-Order, as in transformers: the masks of grammar and request, logit bias, repetition, presence and frequency penalty,
-temperature, top_k, top_p, min_p; then one uniform number and the inverse of the cumulative distribution.
+Order, as in transformers: the masks of grammar and request, logit bias, the model's biases, repetition, presence and
+frequency penalty, the model's other rules, temperature, top_k, top_p, min_p; then one uniform number and the inverse of
+the cumulative distribution.
 
 Cost: O(rows * vocabulary); rows with equal warper settings are processed together.
 """
@@ -21,6 +22,7 @@ import torch
 from quire.errors import ArgumentError, QuireError
 from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
+from quire.sampling.model_rules import RequestRules
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import TokenMask
 from quire.sampling.top_p import keep_top_p
@@ -38,6 +40,8 @@ class _Request(Protocol):
     def is_plain(self) -> bool: ...
     @property
     def mask(self) -> TokenMask | None: ...
+    @property
+    def rules(self) -> RequestRules | None: ...
     @property
     def seed(self) -> int: ...
 
@@ -82,9 +86,7 @@ def sample_tokens(
             _fail(sequences[index], "the model's logits hold a NaN or infinity")
     special = [index for index, sequence in enumerate(sequences) if not sequence.request.is_plain]
     others = [
-        index
-        for index in special
-        if not sequences[index].request.params.is_plain_greedy and sequences[index].error is None
+        index for index in special if not _is_argmax(sequences[index]) and sequences[index].error is None
     ]
     if not special:
         return tokens
@@ -107,6 +109,13 @@ def sample_tokens(
 _GREEDY_BELOW = 1e-5
 
 
+def _is_argmax(sequence: DrawingSequence) -> bool:
+    """Whether its next token is simply the largest raw logit."""
+    rules = sequence.request.rules
+    is_free = rules is None or not rules.hold_at(len(sequence.output_ids))
+    return is_free and sequence.request.params.is_plain_greedy
+
+
 def _fail(sequence: DrawingSequence, reason: str) -> None:
     sequence.error = QuireError(
         f"expected finite logits, got none to choose from: {reason} - in request {sequence.request.request_id!r} "
@@ -119,7 +128,7 @@ def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for index, sequence in enumerate(sequences):
         params = sequence.request.params
-        if params.changes_logits:
+        if params.changes_logits or sequence.request.rules is not None:
             try:
                 scores[index] = _edit(scores[index], sequence, params)
             except Exception as error:  # of this sequence alone
@@ -144,7 +153,7 @@ def _f(value: float | None) -> float:
 
 
 def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) -> torch.Tensor:
-    """A row [vocab] with the masks, bias and penalties applied. *raises:* ArgumentError: they leave no token."""
+    """A row [vocab] with the masks, bias, penalties and rules applied. *raises:* ArgumentError: they leave no token."""
     if sequence.matcher is not None:
         sequence.matcher.mask(row)
     if sequence.request.mask is not None:
@@ -152,15 +161,25 @@ def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) 
     if params.logit_bias:
         tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
-    if params.repetition_penalty not in (None, 1.0):
+    num_output = len(sequence.output_ids)
+    rules = sequence.request.rules
+    if rules is not None and not rules.hold_at(num_output):
+        rules = None
+    is_repeated = params.repetition_penalty not in (None, 1.0)
+    token_ids = sequence.token_ids() if rules is not None or is_repeated else None
+    if rules is not None and token_ids is not None:
+        rules.shift(row, token_ids)
+    if is_repeated and token_ids is not None:
         from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-        seen = torch.from_numpy(sequence.token_ids().astype(np.int64))[None]
+        seen = torch.from_numpy(token_ids.astype(np.int64))[None]
         row = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty or 1.0))(seen, row[None])[0]  # type: ignore[arg-type]
     if sequence.output_ids and (params.presence_penalty or params.frequency_penalty):
         unique, counts = np.unique(np.asarray(sequence.output_ids, np.int64), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(row.dtype)
         row[torch.from_numpy(unique)] -= penalty
+    if rules is not None and token_ids is not None:
+        rules.restrict(row, token_ids, num_output)
     if not torch.isfinite(row.max()):
         _refuse_nothing(sequence, params)
     return row
@@ -171,12 +190,15 @@ def _refuse_nothing(sequence: DrawingSequence, params: SamplingParams) -> None:
     asked += ["allowed_token_ids"] * (params.allowed_token_ids is not None) + ["bad_words"] * bool(
         params.bad_words
     )
-    asked += ["min_tokens"] * (len(sequence.output_ids) < params.min_tokens) + ["logit_bias"] * bool(
+    num_output, rules = len(sequence.output_ids), sequence.request.rules
+    asked += ["min_tokens"] * (num_output < (params.min_tokens or 0)) + ["logit_bias"] * bool(
         params.logit_bias
     )
+    of_model = [] if rules is None else rules.named(num_output)
+    forbidding = asked + [f"{name} of the model's generation config" for name in of_model]
     raise ArgumentError(
-        f"expected a token that may come next, got no token possible after {len(sequence.output_ids)} of request "
-        f"{sequence.request.request_id!r}: {', '.join(asked) or 'the penalties'} forbid all"
+        f"expected a token that may come next, got no token possible after {num_output} of request "
+        f"{sequence.request.request_id!r}: {', '.join(forbidding) or 'the penalties'} forbid all"
         + (f" - in `{asked[-1]}`" if asked else "")
     )
 

@@ -1,6 +1,7 @@
 """`TokenMask`: the tokens that one request forbids: by name, by word, or until its answer is long enough.
 
-Not here: what a grammar forbids (`grammar`), and what logit bias makes unlikely (`sampler`).
+Not here: what a grammar forbids (`grammar`), what the model's own rules do (`model_rules`), and what logit bias makes
+unlikely (`sampler`).
 
 Invariant
     K1  a sequence with a mask never holds a token that is not allowed, the last token of a bad word behind the word's
@@ -73,7 +74,7 @@ class TokenMask:
     def __init__(
         self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]], stop_ids: Collection[int]
     ) -> None:
-        self._min_tokens = params.min_tokens
+        self._min_tokens = params.min_tokens or 0
         self._never = _tensor([ids[0] for ids in bad_words if len(ids) == 1])
         self._words = [ids for ids in bad_words if len(ids) > 1]
         self._stop_ids = _tensor(sorted(stop_ids))
@@ -82,7 +83,7 @@ class TokenMask:
         if allowed is not None:
             left = set(allowed) - set(self._never.tolist())
             left -= {token for token, bias in params.logit_bias.items() if bias == float("-inf")}
-            if not (left - set(stop_ids) if params.min_tokens else left):
+            if not (left - set(stop_ids) if self._min_tokens else left):
                 raise ArgumentError(
                     f"expected a token that may come first, got {len(allowed)} that bad_words, "
                     "logit_bias or min_tokens forbid - in `allowed_token_ids`"

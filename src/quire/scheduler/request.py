@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.offload.swap import Swapped
     from quire.sampling.detokenizer import Detokenizer
     from quire.sampling.grammar import Matcher
+    from quire.sampling.model_rules import RequestRules
     from quire.sampling.token_mask import TokenMask
 
 __all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "SequenceState", "Timings"]
@@ -152,6 +153,7 @@ class Request:
         stop_ids: frozenset[int] = frozenset(),
         end_ids: frozenset[int] = frozenset(),
         mask: TokenMask | None = None,
+        rules: RequestRules | None = None,
         arrival: int = 0,
         seed: int = 0,
         arrival_s: float = 0.0,
@@ -161,7 +163,8 @@ class Request:
     ) -> None:
         """stop_ids: tokens that end a sequence; end_ids: those of them that the model has for that.
 
-        mask: what it forbids. *raises:* ArgumentError for a cache priority that is none.
+        mask: what it forbids. rules: what the model's generation config does to its tokens. *raises:* ArgumentError for
+        a cache priority that is none.
         """
         self.options = options = options or RequestOptions(params)
         self.key = key = key or NOBODYS
@@ -172,6 +175,7 @@ class Request:
         self.stop_ids = stop_ids
         self.end_ids = end_ids
         self.mask = mask
+        self.rules = rules
         self.arrival = arrival
         self.priority = key.priority + options.priority
         self.seed = seed
@@ -179,7 +183,7 @@ class Request:
         self.stream = options.stream
         self.deltas = options.deltas
         # What most steps ask of every sequence, decided once.
-        self.is_plain = params.is_plain_greedy and params.logprobs is None
+        self.is_plain = params.is_plain_greedy and params.logprobs is None and rules is None
         self.owner_id = key.owner_id  # whose memory it takes, and how its content is kept: see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant

@@ -15,9 +15,10 @@ import numpy as np
 
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import ResolvedKey
-from quire.errors import ArgumentError, PromptError, PromptTooLongError
+from quire.errors import ArgumentError, ConfigError, PromptError, PromptTooLongError
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.grammar import Grammars
+from quire.sampling.model_rules import ModelRules, RequestRules
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import BadWords, TokenMask
 from quire.scheduler.fair_share import FairShare
@@ -56,6 +57,13 @@ class RequestValidator:
         self._grammars = Grammars(tokenizer, vocab_size, sorted(self.eos_token_ids))
         self._bad_words = BadWords(tokenizer, vocab_size)
         self._sampling_defaults = sampling_defaults
+        self._rules = ModelRules(sampling_defaults or {}, vocab_size, self.eos_token_ids)
+        try:
+            SamplingParams().resolved(sampling_defaults)
+        except ArgumentError as error:
+            raise ConfigError(
+                f"{error} of the model's generation config; correct it, or start with generation_config='none'"
+            ) from error
         self.default_max_tokens = _DEFAULT_MAX_TOKENS  # where neither a request nor the model says
         self._seed = seed
         self._clock = clock
@@ -65,12 +73,19 @@ class RequestValidator:
         self._num_arrivals = 0
 
     def request(
-        self, prompt: Prompt, options: RequestOptions, *, key: ResolvedKey | None = None, number: int = 0
+        self,
+        prompt: Prompt,
+        options: RequestOptions,
+        *,
+        key: ResolvedKey | None = None,
+        number: int = 0,
+        rules: RequestRules | None = None,
     ) -> Request:
         """The request that this would be, not queued; `arrived` counts those that are. Changes nothing else.
 
         key: where its content lives, if that is known already. number: of requests made since that are to be queued
-        before it. *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
+        before it. rules: the model's, where they are those of another request that it goes on with.
+        *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
         """
         tokens = self.check_tokens(prompt.token_ids)
         key = key or self._tenants.resolve(options.key, tokens)
@@ -82,6 +97,8 @@ class RequestValidator:
             seed = int(np.random.SeedSequence([self._seed, arrival]).generate_state(1, np.uint64)[0])
         end_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         stop_ids = end_ids.union(params.stop_token_ids)
+        if rules is None:
+            rules = self._rules.of_request(options.params, tokens, max_tokens, end_ids)
         request = Request(
             f"request-{arrival}" if options.request_id is None else options.request_id,
             tokens,
@@ -90,6 +107,7 @@ class RequestValidator:
             stop_ids=stop_ids,
             end_ids=end_ids,
             mask=TokenMask.of(params, self._bad_words.sequences(params.bad_words), stop_ids),  # type: ignore[arg-type]
+            rules=rules,
             arrival=arrival,
             seed=seed,
             arrival_s=self._clock(),
@@ -103,7 +121,7 @@ class RequestValidator:
                     self._tokenizer,
                     tokens[-8:].tolist(),
                     params.stop,  # type: ignore[arg-type]
-                    min_tokens=params.min_tokens,
+                    min_tokens=params.min_tokens or 0,
                     include_stop=params.include_stop_str_in_output,
                     shown=params.shown_token_ids,
                 )
@@ -136,16 +154,23 @@ class RequestValidator:
 
     def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
         """The tokens to generate at most. *raises:* CapacityError, PromptTooLongError: it would never fit."""
-        room = self.max_model_len - len(tokens)
-        if params.min_tokens > room:
+        room, min_tokens = self.max_model_len - len(tokens), params.min_tokens or 0
+        if min_tokens > room:
             raise PromptTooLongError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{len(tokens) + params.min_tokens} tokens ({len(tokens)} in the prompt, {params.min_tokens} or more "
+                f"{len(tokens) + min_tokens} tokens ({len(tokens)} in the prompt, {min_tokens} or more "
                 "in the answer) - in `min_tokens`; lower it or shorten the prompt"
             )
-        if params.max_tokens is None:
+        if params.max_tokens is None and (longest := self._rules.max_length) is not None:
+            if len(tokens) >= longest:
+                raise PromptTooLongError(
+                    f"expected a prompt of less than {longest} tokens, max_length of the model's generation config, "
+                    f"got {len(tokens)}; shorten it, or say how many tokens to generate - in `max_tokens`"
+                )
+            max_tokens = min(max(longest - len(tokens), min_tokens), room)
+        elif params.max_tokens is None:
             fits = self._share.max_tokens(key.owner_id) + 1 - len(tokens)
-            max_tokens = max(1, params.min_tokens, min(self.default_max_tokens, room, fits))
+            max_tokens = max(1, min_tokens, min(self.default_max_tokens, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
         self._share.check_fits(

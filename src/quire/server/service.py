@@ -201,11 +201,11 @@ class Service:
         limits = self.settings.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "expected stream: true with stream_options", param="stream_options")
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
         n = 1 if body.n is None else body.n
         if n > limits.max_n:
             raise ApiError(400, f"expected n of at most {limits.max_n}, got {n}", param="n")
-        if len(stop) > limits.max_stop or any(len(text) > limits.max_stop_chars for text in stop):
+        if len(stop or ()) > limits.max_stop or any(len(text) > limits.max_stop_chars for text in stop or ()):
             raise ApiError(
                 400,
                 f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
@@ -236,8 +236,8 @@ class Service:
             stop=stop,
             stop_token_ids=body.stop_token_ids or (),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            min_tokens=body.min_tokens or 0,
-            bad_words=body.bad_words or (),
+            min_tokens=body.min_tokens,
+            bad_words=body.bad_words,
             allowed_token_ids=body.allowed_token_ids,
             n=n,
             seed=None if body.seed is None else body.seed % 2**63,  # a negative one is as good as any

@@ -111,10 +111,10 @@ class SamplingBody(UnservedFields):
         False, description="vLLM's: the text has what ended it, a stop string or a token of stop_token_ids."
     )
     min_tokens: int | None = Field(
-        0,
+        None,
         ge=0,
         lt=2**31,
-        description="vLLM's: nothing but max_tokens ends an answer of so many tokens or fewer.",
+        description="vLLM's: nothing but max_tokens ends an answer of so many tokens or fewer; null: the model's own.",
     )
     bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
         None, max_length=256, description="vLLM's: words that are not written, see SamplingParams."
