@@ -276,6 +276,15 @@ def test_tied_embeddings_and_the_files_beside_the_weights(tmp_path: Path) -> Non
     assert (loaded.eos_token_ids, loaded.sampling_defaults["temperature"]) == ((2, 5), 0.25)
 
 
+def test_old_generation_fields_of_config_json_are_obeyed(tmp_path: Path) -> None:
+    plain = quantized_checkpoints.tiny()
+    quantized_checkpoints.save(tmp_path, plain, *quantized_checkpoints.FORMATS["w8a8"])
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 3}))
+    assert load(tmp_path).sampling_defaults["no_repeat_ngram_size"] == 3
+
+
 def test_refusals_name_what_they_met(tmp_path: Path) -> None:
     saved(tmp_path, "w8a8")
     path = next(tmp_path.glob("*1-of*"))

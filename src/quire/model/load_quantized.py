@@ -389,5 +389,7 @@ def _read_generation_config(model: PreTrainedModel, where: str, options: Mapping
     named = {name: options[name] for name in ("revision", "local_files_only") if name in options}
     try:
         model.generation_config = GenerationConfig.from_pretrained(where, **named)
-    except OSError:  # there is none
-        return
+    except OSError:  # there is none; old models have its fields in config.json
+        model.generation_config = GenerationConfig.from_pretrained(
+            where, config_file_name="config.json", _from_model_config=True, **named
+        )
