@@ -63,6 +63,7 @@ from quire.model.sources import (
     is_gguf,
     reckoned_by,
 )
+from quire.model.tokenizer import release_copies
 from quire.quantized import CodeForm, readers
 from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
@@ -181,6 +182,8 @@ def load(
         if not local:
             refuse_adapter(where, revision, may_download=True)
         stored = weights_of(config, where, None if local else revision, may_download=not local)
+        # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
+        tokenizer = _load_tokenizer(where, local, options, source)
         read = _from_pretrained(where, config, stored, widened, weights, keep, backend)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
@@ -199,7 +202,6 @@ def load(
         raise LoadError(
             f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
         ) from error
-    tokenizer = _load_tokenizer(where, local, options, source)
     _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
@@ -576,11 +578,13 @@ def _load_tokenizer(where: str, local: bool, options: dict[str, Any], source: An
     ):
         return None
     try:
-        return AutoTokenizer.from_pretrained(where, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:
         raise LoadError(
             f"cannot load the tokenizer of {_shown(source, where)}: {_one_line(error)}"
         ) from error
+    release_copies(tokenizer)
+    return tokenizer
 
 
 def _format(dtype: str | torch.dtype) -> KVFormat | None:

@@ -24,7 +24,7 @@ __all__ = ["VERSION", "round_to_codes"]
 VERSION = 1  # raised when the same weight gets other codes
 
 _SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that holds the largest value
-_VALUES_AT_ONCE = 1 << 19  # they stay in the cache from one operator to the next
+_VALUES_AT_ONCE = 1 << 16  # their temporaries stay in the cache, and in the heap of an ended thread as so much
 _SMALLEST_HALF = 2.0**-14  # float16's smallest normal number
 
 
