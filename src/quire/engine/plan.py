@@ -1,6 +1,7 @@
 """`plan`: what an engine of a model takes and holds, told before any weight is loaded; the start asks it too.
 
     weights   as they will be held (`quire.model.weight_rows`)
+    tokenizer by the counts of its words and merges (`quire.model.tokenizer`)
     kv        what the asked requests hold of keys and values, by kind of layer
     states    what they hold of states
     scratch   what a step takes beside them: activations of its tokens, logits
@@ -44,7 +45,10 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_ENGINE_BYTES = 36 << 20  # threads, buffers of the kernels, what the proof leaves
+_ENGINE_BYTES = 24 << 20  # threads, buffers of the kernels, what the proof leaves
+_CODE_BYTES = 22 << 20  # of torch, of `tokenizers`, of the kernels: pages that are read once it serves
+# Of the parts that a thread rounds, in the heap of the C library that an ended thread leaves: two are in use by turns.
+_ROUNDING_BYTES = 8 << 20
 _COPIES = 4  # of a layer's outputs, where torch computes between the products
 # Of which attention keeps a sum, while several threads compute a row (native/kernels/attention_kernel.hpp).
 _PARTIAL_TOKENS = 512
@@ -52,7 +56,7 @@ _PARTIAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, kv, states, scratch or runtime. name: what of it. note: how it comes about."""
+    """part: weights, tokenizer, kv, states, scratch or runtime. name: what of it. note: how it comes about."""
 
     part: str
     name: str
@@ -277,13 +281,14 @@ def _plan_of(
     max_model_len = resolve_length(unloaded, config.max_model_len)
     layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
     weights = _weight_rows(config, unloaded)
+    tokenizer = _tokenizer_rows(unloaded)
     runtime_bytes = _own_bytes()
-    weight_bytes = sum(row.num_bytes for row in weights)
+    loaded_bytes = sum(row.num_bytes for row in (*weights, *tokenizer))
     free_bytes = device_of(config).free_bytes()
     if memory is not None:
         free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
-    left_bytes = free_bytes - weight_bytes
-    fit, reason = _fit(config, layout, max_model_len, left_bytes, weight_bytes)
+    left_bytes = free_bytes - loaded_bytes
+    fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes)
 
     asked = context or max_model_len
     if fit is None:
@@ -331,6 +336,7 @@ def _plan_of(
         num_state_slots=0 if fit is None else fit.num_state_slots,
         rows=(
             *weights,
+            *tokenizer,
             *_kv_rows(layout, asked, wanted, shared_prefix),
             *of_prompts,
             *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
@@ -343,13 +349,14 @@ def _plan_of(
 
 
 def _fit(
-    config: EngineConfig, layout: KVLayout, max_model_len: int, left_bytes: int, weight_bytes: int
+    config: EngineConfig, layout: KVLayout, max_model_len: int, left_bytes: int, loaded_bytes: int
 ) -> tuple[KVFit | None, str]:
     if left_bytes < 0:
-        free = format_size(left_bytes + weight_bytes)
+        free = format_size(left_bytes + loaded_bytes)
         return (
             None,
-            f"expected memory for weights of {format_size(weight_bytes)}, got {free} free to this process",
+            f"expected memory for weights and tokenizer of {format_size(loaded_bytes)}, got {free} free to this "
+            "process",
         )
     try:
         return fit_within(config, layout, max_model_len, left_bytes), ""
@@ -390,6 +397,12 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
             backend=config.backend,
         )
     ]
+
+
+def _tokenizer_rows(unloaded: UnloadedModel) -> list[PlanRow]:
+    if (words := unloaded.vocabulary) is None:
+        return []
+    return [PlanRow("tokenizer", "words and merges", words.num_bytes, words.label)]
 
 
 def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: int) -> list[PlanRow]:
@@ -486,7 +499,20 @@ def _scratch_rows(
         ),
         PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
         PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
+        PlanRow("scratch", "libraries' code", _CODE_BYTES, "about, measured: what serving reads of it"),
+        *_rounding_rows(config),
     ]
+
+
+def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
+    """What rounding leaves: the C library keeps the end of an ended thread's heap, whatever is asked of it."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    if config.weight_formats is None or not config.weight_formats.rounds or num_threads < 2:
+        return []
+    note = f"about, measured: heaps of {num_threads} threads"
+    return [PlanRow("scratch", "rounding", num_threads * _ROUNDING_BYTES, note)]
 
 
 def _partial_bytes(unloaded: UnloadedModel, num_tokens: int, context: int) -> int:

@@ -63,7 +63,13 @@ from quire.model.sources import (
     is_gguf,
     reckoned_by,
 )
-from quire.model.tokenizer import release_copies
+from quire.model.tokenizer import (
+    TOKENIZER_FILES,
+    Vocabulary,
+    gguf_vocabulary,
+    planned_vocabulary,
+    release_copies,
+)
 from quire.quantized import CodeForm, readers
 from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
@@ -572,10 +578,7 @@ def _check_folder(folder: Path) -> None:
 
 def _load_tokenizer(where: str, local: bool, options: dict[str, Any], source: Any) -> Any:
     """The tokenizer, or None where the checkpoint has none."""
-    if local and not any(
-        (Path(where) / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    ):
+    if local and not any((Path(where) / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
@@ -615,6 +618,7 @@ class UnloadedModel:
         has_experts: whether it is a mixture of experts.
         codes: the form of those parameters that will be held as codes, by name.
         is_part: whether it is the language model within a larger one, as of `_text_part`.
+        vocabulary: of its tokenizer; None where it has none.
     """
 
     model: PreTrainedModel
@@ -626,6 +630,7 @@ class UnloadedModel:
     has_experts: bool = False
     codes: dict[str, CodeForm | ExpertForms] = field(default_factory=dict)
     is_part: bool = False
+    vocabulary: Vocabulary | None = None
 
 
 def without_weights(
@@ -647,6 +652,7 @@ def without_weights(
         stored = GGUFSource(file)
         config = gguf_config(stored)
         found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
+        found = replace(found, vocabulary=gguf_vocabulary(stored))
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
     where, local = _locate(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -680,6 +686,9 @@ def without_weights(
         raise LoadError(
             f"cannot make a model by the config of {_shown(source, where)}: {_one_line(error)}"
         ) from error
+    found = replace(
+        found, vocabulary=planned_vocabulary(where, None if local else revision, found.vocab_size)
+    )
     if is_plain:
         return found
     names = _NAMES_OF_TEXT if found.is_part else None

@@ -98,7 +98,16 @@ class GGUFSource:
     @property
     def num_words(self) -> int:
         """Words of the file's vocabulary; 0 where it has none."""
-        field = self._reader.get_field("tokenizer.ggml.tokens")
+        return self._num_of("tokenizer.ggml.tokens")
+
+    @property
+    def num_merges(self) -> int:
+        """Merges that the file has; 0 where they follow from its words."""
+        return self._num_of("tokenizer.ggml.merges")
+
+    def _num_of(self, name: str) -> int:
+        """Texts of a list of the header."""
+        field = self._reader.get_field(name)
         return 0 if field is None else int(struct.unpack_from("<Q", field.parts[-1], 4)[0])
 
     def __iter__(self) -> Iterator[StoredTensor]:
