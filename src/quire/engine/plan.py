@@ -45,8 +45,9 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_ENGINE_BYTES = 24 << 20  # threads, buffers of the kernels, what the proof leaves
-_CODE_BYTES = 22 << 20  # of torch, of `tokenizers`, of the kernels: pages that are read once it serves
+_ENGINE_BYTES = 17 << 20  # threads, buffers of the kernels, what the proof leaves
+# Of torch, of `tokenizers`, of the kernels: pages that are read once it serves; and where torch computes in layers.
+_CODE_BYTES, _CODE_BYTES_IN_LAYERS = 22 << 20, 30 << 20
 # Of the parts that a thread rounds, in the heap of the C library that an ended thread leaves: two are in use by turns.
 _ROUNDING_BYTES = 8 << 20
 _COPIES = 4  # of a layer's outputs, where torch computes between the products
@@ -488,6 +489,7 @@ def _scratch_rows(
     num_rows = min(concurrency, config.max_num_seqs, num_tokens)
     is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
     copies = 1 if is_plain else _COPIES
+    code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
     partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
     # In the model's type, and in float32 where they are drawn from.
@@ -499,7 +501,7 @@ def _scratch_rows(
         ),
         PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
         PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
-        PlanRow("scratch", "libraries' code", _CODE_BYTES, "about, measured: what serving reads of it"),
+        PlanRow("scratch", "libraries' code", code_bytes, "about, measured: what serving reads of it"),
         *_rounding_rows(config),
     ]
 

@@ -45,7 +45,7 @@ class Loss:
 
 
 class LossLog:
-    """The latest `max_blocks` losses; a block may be among them more than once. Empty rows have no reason."""
+    """The latest `max_blocks` losses; a block may be among them more than once."""
 
     REASONS = ("", "evicted", "forgotten", "cleared")
     _NONE = bytes(32)  # for the parent of a first block: no hash is
@@ -62,7 +62,8 @@ class LossLog:
             ("age_s", "<f8"),
         ]
         fields += [("owner_id", "<i8"), ("reason", "u1"), ("tokens", "<i4", (node_tokens,))]
-        self._rows = np.zeros(max_blocks, np.dtype(fields))  # not touched before it is written
+        # Not zeros: where they lie in memory that was used before, all of it would be touched at once.
+        self._rows = np.empty(max_blocks, np.dtype(fields))
         assert self._rows.itemsize == self._record.size
         self._bytes = self._rows.view(np.uint8).data
         self._extra_keys: dict[int, dict[int, bytes]] = {}  # by row; few blocks have any
