@@ -4,9 +4,9 @@
 
 Each kind is a random model of 100 to 250 M parameters in bfloat16, saved to a temporary folder, and a process of its
 own: plan, start with the planned options and a `kv_memory` of what the plan needs, requests that fill it, then what the
-process has more than after its imports (the plan's process is the engine's). Measured are anonymous memory, shared
-memory and the pages of weight files; the code of libraries is not counted on either side. An embedding that lies in its
-file counts as read whole. --model: a folder of one's own in place of the kinds.
+process has resident beyond what it had after its imports (the plan's process is the engine's). `total_over_measured`
+counts what it had on both sides. An embedding that lies in its file counts as read whole.
+--model: a folder or GGUF file of one's own in place of the kinds, with its tokenizer. --weights: as of `quire serve`.
 """
 
 from __future__ import annotations
@@ -60,25 +60,18 @@ import gc, json, sys
 import numpy as np
 from quire import LLM, SamplingParams, plan
 
-folder, context, concurrency, step = json.loads(sys.argv[1])
+folder, context, concurrency, step, weights = json.loads(sys.argv[1])
 def taken():
-    anonymous = sum(int(line.split()[1]) << 10 for line in open("/proc/self/smaps_rollup")
-                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
-    mapped, inside = 0, False
-    for line in open("/proc/self/smaps"):
-        words = line.split()
-        if words[0][-1] != ":":
-            inside = line.rstrip().endswith(".safetensors")
-        elif inside and words[0] in ("Rss:", "Anonymous:"):
-            mapped += (int(words[1]) << 10) * (1 if words[0] == "Rss:" else -1)
-    return anonymous + mapped
+    # Not proportional: what other processes share of the libraries changes meanwhile.
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/smaps_rollup") if line.startswith("Rss:"))
 
-asked = dict(context=context, concurrency=concurrency, max_batch_tokens=step, max_num_seqs=concurrency)
+asked = dict(context=context, concurrency=concurrency, max_batch_tokens=step, max_num_seqs=concurrency, weights=weights)
 said = plan(folder, **asked)
 said = plan(folder, **asked, kv_memory=said.needed_bytes)
 gc.collect()
 before = taken()
-options = dict(max_model_len=context, max_batch_tokens=step, max_num_seqs=concurrency, kv_memory=said.needed_bytes)
+options = dict(max_model_len=context, max_batch_tokens=step, max_num_seqs=concurrency,
+               kv_memory=said.needed_bytes, weights=weights)
 with LLM(folder, **options) as llm:
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, llm.vocab_size, context - 4).tolist() for _ in range(concurrency)]
@@ -90,9 +83,10 @@ with LLM(folder, **options) as llm:
         float(dense.detach().view(-1)[:: 1024].float().sum())
     measured, committed = taken() - before, llm.kv_committed_bytes
     start_says = llm.max_num_full_sequences
-parts = {part: said.num_bytes(part) for part in ("weights", "kv", "states", "scratch")}
+parts = {part: said.num_bytes(part) for part in ("weights", "tokenizer", "kv", "states", "scratch")}
 print(json.dumps(dict(fits=said.fits, max_concurrency=said.max_concurrency, start_says=start_says, **parts,
-                      committed=committed, planned=sum(parts.values()), measured=measured)))
+                      committed=committed, planned=sum(parts.values()), measured=measured,
+                      runtime=said.num_bytes("runtime"))))
 """
 
 
@@ -106,11 +100,21 @@ def run(program: str, *arguments: Any) -> str:
     return (done.stdout.splitlines() or [""])[-1]
 
 
-def measure(kind: str, folder: str, context: int, concurrency: int, step: int) -> None:
-    found = json.loads(run(_MEASURE, folder, context, concurrency, step))
+def measure(kind: str, folder: str, context: int, concurrency: int, step: int, weights: str | None) -> None:
+    found = json.loads(run(_MEASURE, folder, context, concurrency, step, weights))
     mib = {
         f"{name}_mib": round(found[name] / 2**20, 1)
-        for name in ("weights", "kv", "states", "scratch", "committed", "planned", "measured")
+        for name in (
+            "weights",
+            "tokenizer",
+            "kv",
+            "states",
+            "scratch",
+            "committed",
+            "planned",
+            "measured",
+            "runtime",
+        )
     }
     emit(
         "plan",
@@ -121,6 +125,9 @@ def measure(kind: str, folder: str, context: int, concurrency: int, step: int) -
         same_verdict=found["fits"] and found["max_concurrency"] == min(found["start_says"], concurrency),
         **mib,
         planned_over_measured=round(found["planned"] / found["measured"], 3),
+        total_over_measured=round(
+            (found["planned"] + found["runtime"]) / (found["measured"] + found["runtime"]), 3
+        ),
     )
 
 
@@ -128,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one model and few tokens")
     parser.add_argument("--kind", action="append", choices=KINDS, help="of the models; all")
-    parser.add_argument("--model", help="a folder in place of the models")
+    parser.add_argument("--model", help="a folder or GGUF file in place of the models")
+    parser.add_argument("--weights", help="form of the weights, as int4")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--step-tokens", type=int, default=512)
@@ -138,13 +146,13 @@ def main() -> None:
     if given.quick:
         shape = (512, 2, 512)
     if given.model:
-        measure(given.model, given.model, *shape)
+        measure(given.model, given.model, *shape, given.weights)
         return
     for kind in given.kind or (["dense, tied"] if given.quick else KINDS):
         model_type, fields = KINDS[kind]
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             run(_MAKE, model_type, {**_COMMON, **fields}, folder)
-            measure(kind, folder, *shape)
+            measure(kind, folder, *shape, given.weights)
 
 
 if __name__ == "__main__":

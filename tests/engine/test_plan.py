@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,12 @@ from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.model.coded_experts import ExpertForms
 from quire.model.experts import pack_experts
 from quire.model.linear import pack_linears
-from quire.model.load import load, without_weights
+from quire.model.load import EMBEDDED, load, without_weights
 from quire.model.weight_rows import WEIGHT_FORMS, held_weights, planned_weights, register_form
 from quire.spec import LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
 
+PARTS = ("weights", "tokenizer", "kv", "states", "scratch", "runtime")
 KINDS = (
     "llama",
     "gemma3_text",
@@ -223,6 +225,36 @@ def test_the_command_prints_json_and_tells_by_its_status(capsys: pytest.CaptureF
     assert said["total_bytes"] == sum(row["num_bytes"] for row in said["rows"])
     status, said = run("--concurrency", "2", "--kv-memory", "200KiB")
     assert (status, said["fits"]) == (1, False)
+
+
+@pytest.mark.parametrize("kind", ["folder", "int4", "gguf", "hybrid"])
+def test_a_tokenizer_is_counted_and_what_rounding_leaves(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    source = folder_of({"hybrid": "bamba"}.get(kind, "gguf" if kind == "gguf" else "llama"), tmp_path)
+    if source.is_dir():
+        assert plan(source, context=64, kv_memory="8MiB").num_bytes("tokenizer") == 0
+        shutil.copy(EMBEDDED / "tokenizer.json", source)
+    said = plan(source, context=64, kv_memory="8MiB", weights="int4" if kind == "int4" else None)
+    tokenizer = load(source).tokenizer
+    (row,) = [row for row in said.rows if row.part == "tokenizer"]
+    assert f"{tokenizer._tokenizer.get_vocab_size(with_added_tokens=False)} words" in row.note
+    assert said.total_bytes == sum(said.num_bytes(part) for part in PARTS)
+    rounding = [row.num_bytes for row in said.rows if row.name == "rounding"]
+    assert rounding == ([32 << 20] if kind == "int4" else [])
+
+
+def test_memory_that_the_tokenizer_takes_is_not_the_caches(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    words = {f"word{number}": number for number in range(100_000)}  # 20 MiB
+    vocabulary = {"model": {"type": "WordLevel", "vocab": words, "unk_token": "word0"}}
+    need = plan(tmp_path, context=64).num_bytes("runtime") + (16 << 20)
+    assert plan(tmp_path, context=64, kv_memory="1MiB", memory=need).fits
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    small = plan(tmp_path, context=64, kv_memory="1MiB", memory=need)
+    assert not small.fits
+    assert "expected memory for weights and tokenizer" in small.reason
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------

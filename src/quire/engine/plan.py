@@ -45,7 +45,8 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_ENGINE_BYTES = 17 << 20  # threads, buffers of the kernels, what the proof leaves
+# Threads, buffers of the kernels, what the proof leaves; and more where attention keeps partial sums.
+_ENGINE_BYTES, _LONG_PROMPT_BYTES = 17 << 20, 19 << 20
 # Of torch, of `tokenizers`, of the kernels: pages that are read once it serves; and where torch computes in layers.
 _CODE_BYTES, _CODE_BYTES_IN_LAYERS = 22 << 20, 30 << 20
 # Of the parts that a thread rounds, in the heap of the C library that an ended thread leaves: two are in use by turns.
@@ -492,6 +493,7 @@ def _scratch_rows(
     code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
     partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
+    engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
     # In the model's type, and in float32 where they are drawn from.
     logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
     return [
@@ -500,7 +502,7 @@ def _scratch_rows(
             "scratch", "attention's partial sums", partial_bytes, f"at most, prompts of {context} tokens"
         ),
         PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
-        PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
+        PlanRow("scratch", "engine and kernels", engine_bytes, "about, measured"),
         PlanRow("scratch", "libraries' code", code_bytes, "about, measured: what serving reads of it"),
         *_rounding_rows(config),
     ]

@@ -26,7 +26,14 @@ from transformers.utils.hub import cached_file
 from quire.memory.heap import give_back_freed
 from quire.model.sources import GGUFSource
 
-__all__ = ["TOKENIZER_FILES", "Vocabulary", "count_words", "gguf_vocabulary", "planned_vocabulary", "release_copies"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "Vocabulary",
+    "count_words",
+    "gguf_vocabulary",
+    "planned_vocabulary",
+    "release_copies",
+]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """One of them is where a tokenizer is."""
@@ -37,7 +44,10 @@ _COPIES = ("_vocab", "_merges", "_vocab_scores")
 _WORD_SLOT, _MERGE_SLOT = 33, 17  # bytes: text or id, the other, and a byte of its hash; two ids for two
 _TEXT = 32  # the C library's least piece, which holds 24 bytes of text
 _SCORED_WORD = 32  # of Unigram's list: text and score
-_NODE, _NODES_A_WORD = 272, 2.3  # of Unigram's tree; measured on words of Gemma and Qwen, 32 000 to 250 000 of them
+_NODE, _NODES_A_WORD = (
+    272,
+    2.3,
+)  # of Unigram's tree; measured on words of Gemma and Qwen, 32 000 to 250 000 of them
 # Measured: what reading leaves between what stays. A file of JSON leaves twice what a GGUF file does.
 _LEFT_A_WORD, _LEFT_A_WORD_OF_GGUF, _LEFT_A_MERGE = 50, 25, 8
 _MERGES_A_WORD = 2  # of the merges that follow from words' scores: 1.96 in Gemma, 1.91 in Llama 2
@@ -64,17 +74,22 @@ class Vocabulary:
     of_gguf: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        """Of the process, once it is loaded."""
-        words, slots = self.num_words, _num_slots(self.num_words)
-        found = slots * _WORD_SLOT + 2 * words * _TEXT
+    def held_bytes(self) -> int:
+        """Of the library's tables and texts."""
+        slots = _num_slots(self.num_words)
+        found = slots * _WORD_SLOT + 2 * self.num_words * _TEXT
         if self.is_unigram:
-            found += words * _SCORED_WORD + int(words * _NODES_A_WORD) * _NODE
+            found += self.num_words * _SCORED_WORD + int(self.num_words * _NODES_A_WORD) * _NODE
         else:
             found += slots * _WORD_SLOT
-        found += _num_slots(self.num_merges) * _MERGE_SLOT + self.num_added * _ADDED
+        return found + _num_slots(self.num_merges) * _MERGE_SLOT
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the process, once it is loaded."""
         left = _LEFT_A_WORD_OF_GGUF if self.of_gguf else _LEFT_A_WORD
-        return found + words * left + self.num_merges * _LEFT_A_MERGE
+        left_bytes = self.num_words * left + self.num_merges * _LEFT_A_MERGE
+        return self.held_bytes + self.num_added * _ADDED + left_bytes
 
     @property
     def label(self) -> str:
@@ -87,7 +102,11 @@ def planned_vocabulary(where: str, revision: str | None, vocab_size: int) -> Voc
     """Of a folder, or of a Hub id in the local cache; None where there is no tokenizer."""
 
     def found(name: str) -> Path | None:
-        options = {"revision": revision, "local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+        options = {
+            "revision": revision,
+            "local_files_only": True,
+            "_raise_exceptions_for_missing_entries": False,
+        }
         path = cached_file(where, name, _raise_exceptions_for_connection_errors=False, **options)
         return None if path is None else Path(path)
 

@@ -24,7 +24,8 @@ __all__ = ["VERSION", "round_to_codes"]
 VERSION = 1  # raised when the same weight gets other codes
 
 _SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that holds the largest value
-_VALUES_AT_ONCE = 1 << 16  # their temporaries stay in the cache, and in the heap of an ended thread as so much
+# Their temporaries stay in the cache, and take so much of the heap that an ended thread leaves.
+_VALUES_AT_ONCE = 1 << 16
 _SMALLEST_HALF = 2.0**-14  # float16's smallest normal number
 
 
