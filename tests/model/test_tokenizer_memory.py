@@ -101,9 +101,10 @@ def test_the_library_holds_what_the_counts_say(kind: str, num: int) -> None:
 
 
 def qwen(folder: Path, **options: Any) -> Any:
+    merges: Any = pairs(500)
     made = Qwen2Tokenizer(
         vocab={word: number for number, word in enumerate([*LETTERS, *(a + b for a, b in pairs(500))])},
-        merges=pairs(500),
+        merges=merges,
         **options,
     )
     made.save_pretrained(folder)
