@@ -7,6 +7,7 @@ refuses the file, or stands in the lists of keys that change none.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.errors import LoadError
 from quire.model import load
-from quire.model.gguf import ARCHITECTURES, NO_EFFECT
+from quire.model.gguf import ARCHITECTURES, NO_EFFECT, GGUFHeader
 from quire.model.load import without_weights
 from quire.model.quantized import coded_weights
 from quire.model.sources import GGUFSource
@@ -96,6 +97,20 @@ def test_layers_that_guess_further_tokens_are_left(tmp_path: Path) -> None:
     assert distance(load(path, dtype="float32").model, source_of("qwen35"), 40) < CLOSE
     with pytest.raises(LoadError, match=r"read here, got blk\.4\.nextn\.eh_proj\.weight and 1 more"):
         load(written("qwen35", tmp_path, **further))
+
+
+def test_the_document_has_every_key_that_is_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/quantization.md").read_text(encoding="utf-8")
+    of_headers = text[text.index("## The header of a GGUF file") : text.index("## What it becomes")]
+    told = set(re.findall(r"`([\w.-]+)`", of_headers))
+    assert ARCHITECTURES.keys() <= told
+    read = set(NO_EFFECT)
+    for name in CASES:
+        if "27b" not in name:
+            header = GGUFHeader(GGUFSource(written(name, tmp_path)))
+            ARCHITECTURES[header.architecture].config(header)
+            read |= header.taken | ARCHITECTURES[header.architecture].no_effect.keys()
+    assert read <= told
 
 
 def test_every_architecture_has_a_case() -> None:

@@ -44,7 +44,8 @@ class GGUFHeader:
         self._values = {
             name.removeprefix(prefix): name for name in source.field_names if name.startswith(prefix)
         }
-        self._taken: set[str] = set()
+        self.taken: set[str] = set()
+        """Keys that a reader has asked for, whether the file has them or not."""
         self._placeless: set[str] = set()  # tensors that are in the config, or of layers that are not run
 
     @property
@@ -59,7 +60,7 @@ class GGUFHeader:
 
         *raises:* LoadError: the file has no such key, and there is no default.
         """
-        self._taken.add(key)
+        self.taken.add(key)
         if key in self._values:
             return self.source.value(self._values[key])
         if default is _REQUIRED:
@@ -133,7 +134,7 @@ class GGUFHeader:
 
         *raises:* LoadError: it names the key.
         """
-        rest = sorted(set(self._values) - self._taken - no_effect.keys() - NO_EFFECT.keys())
+        rest = sorted(set(self._values) - self.taken - no_effect.keys() - NO_EFFECT.keys())
         if rest:
             raise LoadError(
                 f"expected keys of the architecture {self.architecture} that are read here, got "
