@@ -150,6 +150,8 @@ def test_a_key_or_a_tensor_that_nothing_reads_is_refused_by_name(name: str, tmp_
         ("gemma4", "rope.dimension_count_swa", 8),
         ("mamba", "feed_forward_length", 64),
         ("qwen35", "ssm.time_step_rank", 3),
+        ("qwen35", "rope.dimension_sections", [4, 2, 1, 0]),
+        ("qwen35", "nextn_predict_layers", 1),
     ],
 )
 def test_a_value_that_the_model_cannot_have_is_refused_by_its_key(

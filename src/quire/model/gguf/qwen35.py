@@ -48,10 +48,15 @@ def _hybrid(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
     further = header.take("nextn_predict_layers", 0)
     num_layers = fields["num_hidden_layers"] - further
     if further:  # layers that guess further tokens are not run
+        if not any(".nextn." in name for name in header.tensors):
+            raise header.refusal("nextn_predict_layers", further, "0 where no tensor is of such a layer")
         header.leave_layers(num_layers)
     fields = with_partial_rope(header, fields)
     sections = header.take("rope.dimension_sections", None)
     if sections:
+        turned = header.take("rope.dimension_count", fields["head_dim"])
+        if 2 * sum(sections) != turned:
+            raise header.refusal("rope.dimension_sections", sections, f"of {turned // 2} columns together")
         fields["rope_parameters"] |= {
             "mrope_section": [one for one in sections if one],
             "mrope_interleaved": True,
