@@ -1,6 +1,6 @@
 """A model of transformers' as the GGUF file that llama.cpp's converter would make of it, weights in float32.
 
-What the converter writes: its folder `conversion`; the header of every decoder: `TextModel.set_gguf_parameters`.
+What the converter writes: its folder "conversion"; the header of every decoder: set_gguf_parameters of its TextModel.
 """
 
 from __future__ import annotations

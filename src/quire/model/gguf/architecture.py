@@ -3,8 +3,8 @@
 A new architecture is one entry of a module's `ARCHITECTURES` (see `quire.model.gguf`): a function from the header to
 the fields of a config, and where the file's writer changed tensors, a processor that undoes it.
 
-Source of what each key means: llama.cpp's `load_hparams` and `load_arch_hparams`; of what its converter writes: its
-folder `conversion`. Where the header lacks a fact of the config, the value that llama.cpp computes with is given.
+Source of what each key means: load_hparams and load_arch_hparams of llama.cpp; of what its converter writes: its
+folder "conversion". Where the header lacks a fact of the config, the value that llama.cpp computes with is given.
 """
 
 from __future__ import annotations

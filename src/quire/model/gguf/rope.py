@@ -7,9 +7,9 @@
     rope_freqs      one factor a frequency (Llama 3.1's scaling, which the file's writer reckoned): longrope, short and
                     long alike, and no factor of attention
 
-Source of what each key means: llama.cpp's `load_hparams` and `llama_context`; of what its converter writes:
-`TextModel.set_gguf_parameters`. Yarn's factor of attention and range are obeyed, as the model that was converted obeys
-them; llama.cpp computes with its own.
+Source of what each key means: load_hparams and the context's constructor of llama.cpp; of what its converter writes:
+set_gguf_parameters of its TextModel. Yarn's factor of attention and range are obeyed, as the model that was converted
+obeys them; llama.cpp computes with its own.
 """
 
 from __future__ import annotations
