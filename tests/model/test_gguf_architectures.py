@@ -18,7 +18,7 @@ from support.gguf_models import CASES, made
 from transformers import PreTrainedModel
 
 from quire.errors import LoadError
-from quire.model import load
+from quire.model import load, rope
 from quire.model.gguf import ARCHITECTURES, NO_EFFECT, GGUFHeader
 from quire.model.load import without_weights
 from quire.model.quantized import coded_weights
@@ -86,6 +86,13 @@ def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: P
     assert distance(coded, widened, 40) < 1e-4
     for place in without_weights(path).codes:
         assert place in held or place.removesuffix(".weight") in held, place
+
+
+def test_a_files_own_factors_hold_for_every_length(tmp_path: Path) -> None:
+    model = load(written("llama rope_freqs", tmp_path), dtype="float32").model
+    assert rope.note(model, 64, 256) == ""
+    assert rope.original_length(model) is None
+    assert "longrope" in rope.note(load(written("phi3 longrope", tmp_path)).model, 64, 256)
 
 
 def test_layers_that_guess_further_tokens_are_left(tmp_path: Path) -> None:

@@ -91,15 +91,24 @@ def _switching(module: Any) -> list[tuple[str | None, str]]:
         list(rope_type.items()) if isinstance(rope_type, dict) else [(None, rope_type)]
     )
     return [
-        (layer, kind)
-        for layer, kind in kinds
-        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+        (layer, kind) for layer, kind in kinds if isinstance(kind, str) and _switches(module, layer, kind)
     ]
+
+
+def _switches(module: Any, layer_type: str | None, rope_type: str) -> bool:
+    """A file's own factors are longrope with the same factors for every length: see `quire.model.gguf.rope`."""
+    if rope_type != "longrope":
+        return "dynamic" in rope_type
+    parameters = _parameters(module, layer_type)
+    return parameters.get("long_factor") != parameters.get("short_factor")
 
 
 def _limit(module: Any, layer_type: str | None, rope_type: str) -> int | None:
     if rope_type == "longrope":
-        parameters = module.config.rope_parameters
-        parameters = parameters if layer_type is None else parameters[layer_type]
-        return parameters.get("original_max_position_embeddings")
+        return _parameters(module, layer_type).get("original_max_position_embeddings")
     return getattr(module, "original_max_seq_len", None)
+
+
+def _parameters(module: Any, layer_type: str | None) -> Any:
+    parameters = module.config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
