@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from support import gguf_writer
 from support.gguf_models import CASES, made
 from transformers import PreTrainedModel
 
-from quire.errors import LoadError
+from quire.errors import LoadError, QuireError
 from quire.model import load, rope
 from quire.model.gguf import ARCHITECTURES, NO_EFFECT, GGUFHeader
-from quire.model.load import without_weights
+from quire.model.load import config_of, without_weights
 from quire.model.quantized import coded_weights
 from quire.model.sources import GGUFSource
 
@@ -102,7 +103,9 @@ def test_layers_that_guess_further_tokens_are_left(tmp_path: Path) -> None:
     }
     path = written("qwen35", tmp_path, {"block_count": 5, "nextn_predict_layers": 1}, **further)
     assert distance(load(path, dtype="float32").model, source_of("qwen35"), 40) < CLOSE
-    with pytest.raises(LoadError, match=r"read here, got blk\.4\.nextn\.eh_proj\.weight and 1 more"):
+    with pytest.raises(
+        LoadError, match=r"expected qwen35\.block_count to be 5, as the tensors have it, got 4"
+    ):
         load(written("qwen35", tmp_path, **further))
 
 
@@ -223,3 +226,19 @@ def test_a_changed_key_changes_the_answer_or_is_refused(name: str, tmp_path: Pat
             assert moved == 0, key
         elif short not in _OF_LENGTHS:
             assert moved > MOVED, key
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_value_of_another_kind_is_refused_or_read(name: str, tmp_path: Path) -> None:
+    """No error but Quire's own, whatever a key has."""
+    header = GGUFSource(written(name, tmp_path))
+    (tmp_path / "changed").mkdir()
+    wrong: list[Any] = ["many", 0, 3.5, float("nan"), True, [1, 2], 2**31]
+    for number, key in enumerate(header.field_names):
+        if not key.startswith(header.architecture + "."):
+            continue
+        for value in (wrong[number % len(wrong)], wrong[(number + 3) % len(wrong)]):
+            path = written(name, tmp_path / "changed", {key.removeprefix(header.architecture + "."): value})
+            for call in (config_of, without_weights):
+                with suppress(QuireError):
+                    call(path)

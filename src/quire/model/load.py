@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -651,7 +652,8 @@ def without_weights(
     if (file := _gguf_file(source)) is not None:
         stored = GGUFSource(file)
         config = gguf_config(stored)
-        found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
+        with _as_load_error(f"cannot make a model by the header of {file}"):
+            found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
         found = replace(found, vocabulary=gguf_vocabulary(stored))
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
     where, local = _locate(source)
@@ -673,19 +675,13 @@ def without_weights(
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
     if stored_dtype is None:
         stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
-    try:
+    with _as_load_error(f"cannot make a model by the config of {_shown(source, where)}"):
         found = _unloaded(
             config if is_plain else plain_config(config),
             wanted.torch_dtype if wanted else stored_dtype,
             "embedded" if source is None else Path(where).name if local else where,
             trust_remote_code=trust_remote_code,
         )
-    except QuireError:
-        raise
-    except Exception as error:  # transformers and torch raise many kinds
-        raise LoadError(
-            f"cannot make a model by the config of {_shown(source, where)}: {_one_line(error)}"
-        ) from error
     found = replace(
         found, vocabulary=planned_vocabulary(where, None if local else revision, found.vocab_size)
     )
@@ -694,6 +690,17 @@ def without_weights(
     names = _NAMES_OF_TEXT if found.is_part else None
     codes = planned_codes(found.model, where, header, config, names)
     return found if widened else replace(found, codes=codes)
+
+
+@contextmanager
+def _as_load_error(what: str) -> Iterator[None]:
+    """*raises:* LoadError: any error but Quire's own; transformers and torch raise many kinds."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what}: {_one_line(error)}") from error
 
 
 def _unloaded(config: Any, dtype: Any, name: str, **options: Any) -> UnloadedModel:

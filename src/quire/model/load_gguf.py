@@ -202,7 +202,13 @@ def _config(source: GGUFSource) -> tuple[Any, dict[str, Any], GGUFHeader]:
             f"architecture {source.architecture!r}. Take the model as safetensors."
         )
     header = GGUFHeader(source)
-    fields = architecture.config(header)
+    try:
+        fields = architecture.config(header)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise LoadError(
+            f"cannot read the header of {source.path}: {source.architecture}.{header.latest} = "
+            f"{header.take(header.latest, None)!r}: {error}"
+        ) from error
     header.refuse_rest(architecture.no_effect)
     try:
         return AutoConfig.for_model(**fields), fields, header

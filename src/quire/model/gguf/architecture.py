@@ -56,20 +56,20 @@ def decoder(header: GGUFHeader, *, feed_forward: bool = True, kv_heads: int | No
     feed_forward: the model has one width of feed-forward layers, and `feed_forward_length` is it. kv_heads: where the
     reader has read them already.
     """
-    heads = header.one("attention.head_count")
-    hidden = header.take("embedding_length")
+    heads = header.size("attention.head_count")
+    hidden = header.size("embedding_length")
     fields = {
         "vocab_size": header.num_words,
-        "max_position_embeddings": header.take("context_length"),
+        "max_position_embeddings": header.size("context_length"),
         "hidden_size": hidden,
-        "num_hidden_layers": header.take("block_count"),
+        "num_hidden_layers": header.num_layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or header.one("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or header.size("attention.head_count_kv", heads),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **header.special_ids(),
     }
     if feed_forward:
-        fields["intermediate_size"] = header.one("feed_forward_length")
+        fields["intermediate_size"] = header.size("feed_forward_length")
     header.expect("embedding_length_out", hidden)
     header.expect("attention.causal", True)
     return fields
@@ -77,7 +77,7 @@ def decoder(header: GGUFHeader, *, feed_forward: bool = True, kv_heads: int | No
 
 def head_dim(header: GGUFHeader, fields: Mapping[str, Any]) -> int:
     """The width of a head. *raises:* LoadError: values are of another width than keys."""
-    width = header.take("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    width = header.size("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
     header.expect("attention.value_length", width)
     return width
 
@@ -102,7 +102,7 @@ def with_partial_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, A
 def kv_heads_of_some(header: GGUFHeader) -> tuple[list[bool], int]:
     """Which layers attend, of a model some of whose layers do, and the number of heads of their keys: the file has 0
     for the others. *raises:* LoadError: layers that attend have different numbers."""
-    groups = header.each("attention.head_count_kv", header.take("block_count"))
+    groups = header.each("attention.head_count_kv", header.num_layers())
     found = {one for one in groups if one}
     if len(found) != 1:
         raise header.refusal(
@@ -113,8 +113,8 @@ def kv_heads_of_some(header: GGUFHeader) -> tuple[list[bool], int]:
 
 def experts(header: GGUFHeader) -> tuple[int, int]:
     """How many experts a layer has, and how many each token takes. *raises:* LoadError: more than there are."""
-    count, used = header.take("expert_count"), header.one("expert_used_count")
-    if not 0 < used <= count:
+    count, used = header.size("expert_count"), header.size("expert_used_count")
+    if used > count:
         raise header.refusal("expert_used_count", used, f"1 to {count}, the number of experts")
     return count, used
 

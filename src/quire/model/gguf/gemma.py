@@ -55,7 +55,7 @@ def _gemma3(header: GGUFHeader) -> dict[str, Any]:
         "layer_types": pattern if window else ["full_attention"] * layers,
         "rope_parameters": {
             "full_attention": full,
-            "sliding_attention": default_rope(float(header.take("rope.freq_base_swa", 10000.0))),
+            "sliding_attention": default_rope(header.number("rope.freq_base_swa", 10000.0)),
         },
         "final_logit_softcapping": header.take("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scale(header, fields),

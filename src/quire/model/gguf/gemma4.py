@@ -20,7 +20,7 @@ _END_IDS = [1, 106, 50]  # <eos>, <turn|>, <|tool_response>: the header has one 
 
 
 def _gemma4(header: GGUFHeader) -> dict[str, Any]:
-    num_layers = header.take("block_count")
+    num_layers = header.num_layers()
     sliding = header.each("attention.sliding_window_pattern", num_layers)
     heads_kv = header.each("attention.head_count_kv", num_layers)
     near = _one_of(header, "attention.head_count_kv", heads_kv, sliding, True)
@@ -62,11 +62,11 @@ def _gemma4(header: GGUFHeader) -> dict[str, Any]:
         "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": header.take("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
-            "sliding_attention": default_rope(float(header.take("rope.freq_base_swa", 10000.0))),
+            "sliding_attention": default_rope(header.number("rope.freq_base_swa", 10000.0)),
             "full_attention": {
                 "rope_type": "proportional",
                 "partial_rotary_factor": _turning(header),
-                "rope_theta": float(header.take("rope.freq_base", 10000.0)),
+                "rope_theta": header.number("rope.freq_base", 10000.0),
             },
         },
     }

@@ -12,6 +12,7 @@ Cost: a look at each key; a small tensor is read where a reader asks for its val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ class GGUFHeader:
         }
         self.taken: set[str] = set()
         """Keys that a reader has asked for, whether the file has them or not."""
+        self.latest = ""
+        """The key that was asked for last: where a value is of no use, that one had it."""
         self._placeless: set[str] = set()  # tensors that are in the config, or of layers that are not run
 
     @property
@@ -61,6 +64,7 @@ class GGUFHeader:
         *raises:* LoadError: the file has no such key, and there is no default.
         """
         self.taken.add(key)
+        self.latest = key
         if key in self._values:
             return self.source.value(self._values[key])
         if default is _REQUIRED:
@@ -68,6 +72,20 @@ class GGUFHeader:
                 f"expected the key {self.architecture}.{key}, {self.source.path} has none - in its header"
             )
         return default
+
+    def size(self, key: str, default: Any = _REQUIRED) -> int:
+        """As `one`, of a number above 0. *raises:* LoadError: as `one`; it is none."""
+        value = self.one(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(key, value, "a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """As `take`, of a finite number above 0. *raises:* LoadError: it is none."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.refusal(key, value, "a number above 0")
+        return float(value)
 
     def one(self, key: str, default: Any = _REQUIRED) -> Any:
         """As `take`; of a list whose values are all the same, that value.
@@ -82,7 +100,7 @@ class GGUFHeader:
         return value[0]
 
     def each(self, key: str, count: int, default: Any = _REQUIRED) -> list[Any]:
-        """As `take`; one value for each of `count` layers. *raises:* LoadError: another number of values."""
+        """As `take`; one value for each of `count` layers. *raises:* LoadError: fewer values."""
         value = self.take(key, default)
         values = value if isinstance(value, list) else [value] * count
         if len(values) < count:
@@ -113,6 +131,13 @@ class GGUFHeader:
         for name in self.tensors:
             if name.startswith("blk.") and int(name.split(".")[1]) >= count:
                 self._placeless.add(name)
+
+    def num_layers(self) -> int:
+        """`block_count`. *raises:* LoadError: the file has tensors of another number of layers."""
+        found = {name.split(".")[1] for name in self.tensors if name.startswith("blk.")}
+        if (count := self.size("block_count")) != len(found):
+            raise self.refusal("block_count", count, f"{len(found)}, as the tensors have it")
+        return count
 
     def special_ids(self) -> dict[str, Any]:
         """The ids of special tokens as a config names them; None for one that the vocabulary does not have."""

@@ -27,7 +27,7 @@ def _mamba(header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": header.num_words,
         "max_position_embeddings": header.take("context_length"),
         "hidden_size": hidden,
-        "num_hidden_layers": header.take("block_count"),
+        "num_hidden_layers": header.num_layers(),
         "layer_norm_epsilon": epsilon,
         "conv_kernel": header.take("ssm.conv_kernel"),
         "state_size": header.take("ssm.state_size"),

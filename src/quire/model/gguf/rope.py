@@ -51,15 +51,15 @@ def scaled_rope(
 
     *raises:* LoadError: a value or a pair of values that transformers' rotary embeddings do not have.
     """
-    rope = default_rope(float(header.take("rope.freq_base", _DEFAULT_BASE)))
+    rope = default_rope(header.number("rope.freq_base", _DEFAULT_BASE))
     if width != head_dim:
         rope["partial_rotary_factor"] = _part(width, head_dim)
     kind = header.take("rope.scaling.type", None)
-    factor = float(header.take("rope.scaling.factor", None) or header.take("rope.scale_linear", None) or 1.0)
-    original = header.take("rope.scaling.original_context_length", None)
-    attention = float(header.take("rope.scaling.attn_factor", 1.0))
-    if not 0.0 < factor < math.inf:
-        raise header.refusal("rope.scaling.factor", factor, "a number above 0")
+    # Files have 0 for none.
+    factor_key = "rope.scaling.factor" if header.take("rope.scaling.factor", None) else "rope.scale_linear"
+    factor = header.number(factor_key, 1.0) if header.take(factor_key, None) else 1.0
+    original = header.size("rope.scaling.original_context_length", max_positions)
+    attention = header.number("rope.scaling.attn_factor", 1.0)
     if kind not in (None, "none", "linear", "yarn", "longrope"):
         raise header.refusal("rope.scaling.type", kind, "none, linear, yarn or longrope")
     freqs, long, short = (header.tensor(name) for name in (_FREQS, _LONG, _SHORT))
@@ -68,18 +68,17 @@ def scaled_rope(
     if kind == "yarn":
         if freqs is not None or long is not None:
             raise header.refusal("rope.scaling.type", kind, "another beside a tensor of factors")
-        return rope | _yarn(header, factor, original or max_positions, attention, truncate)
+        return rope | _yarn(header, factor, original, attention, truncate)
     factor = factor if kind != "none" else 1.0
     if long is not None and short is not None:
         if freqs is not None or factor != 1.0:
             raise header.refusal("rope.scaling.factor", factor, f"absent beside {_LONG}")
-        first = original or max_positions
         return rope | {
             "rope_type": "longrope",
             "short_factor": _factors(header, _SHORT, short, width),
             "long_factor": _factors(header, _LONG, long, width),
-            "original_max_position_embeddings": first,
-            "factor": max_positions / first,
+            "original_max_position_embeddings": original,
+            "factor": max_positions / original,
             "attention_factor": attention,
         }
     if kind == "longrope":
@@ -104,20 +103,20 @@ def scaled_rope(
 def _yarn(
     header: GGUFHeader, factor: float, original: int, attention: float, truncate: bool
 ) -> dict[str, Any]:
-    said = header.take("rope.scaling.yarn_attn_factor", None)
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    said = header.number("rope.scaling.yarn_attn_factor", usual)
     yarn = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": float(header.take("rope.scaling.yarn_beta_fast", 32.0)),
-        "beta_slow": float(header.take("rope.scaling.yarn_beta_slow", 1.0)),
+        "beta_fast": header.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": header.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     header.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     if not truncate:
         yarn["truncate"] = False
-    if said is not None or attention != 1.0:
-        usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-        yarn["attention_factor"] = float(usual if said is None else said) * attention
+    if said * attention != usual:
+        yarn["attention_factor"] = said * attention
     return yarn
 
 
