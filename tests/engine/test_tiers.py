@@ -32,6 +32,7 @@ from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
 from quire.offload.store import Policy
+from quire.scheduler.loading import LoadingQueue
 from quire.scheduler.request import RequestOutput
 from quire.tiers.files import Files
 from quire.tiers.host import HostTier
@@ -220,6 +221,27 @@ def test_a_second_engine_finds_what_the_first_one_stored(
         assert output.num_cached_tokens >= min(whole, len(PROMPTS[3]) - 1)
         assert output.num_tier_tokens == {"disk": output.num_cached_tokens}
         assert answers(llm) == alone[backend]
+
+
+def test_a_search_that_ends_within_a_step_is_loaded_in_the_next(
+    tmp_path: Path, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"disk_cache": tmp_path, "disk_cache_size": "64MiB"}
+    with tiny_llm.llm(**options) as llm:
+        answers(llm)
+    look = LoadingQueue.may_start
+
+    def slow_look(self: LoadingQueue, waiting: list[Any]) -> bool:
+        found = look(self, waiting)
+        for sequence in waiting:
+            assert sequence.search is None or sequence.search.ended.wait(60)
+        return found
+
+    monkeypatch.setattr(LoadingQueue, "may_start", slow_look)
+    with tiny_llm.llm(**options) as llm:
+        output = llm.generate([PROMPTS[3]], GREEDY)[0]
+        assert output.num_tier_tokens == {"disk": output.num_cached_tokens}
+        assert output.num_cached_tokens > 0
 
 
 def test_memory_is_taken_ahead_for_what_the_disk_has_and_for_nothing_else(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ __all__ = ["Search", "TierLoad", "TierLoads"]
 class Search:
     """How far a sequence's tokens are in the tiers; `done` once that is known.
 
+    is_seen: whether the scheduler has found it done, at the begin of a step: what ends within one counts from the next.
     lookups: those made for it. states: of a model with state layers, the states that are there, each ending where its
     name does, with its tier; None for another model.
     """
@@ -62,6 +63,7 @@ class Search:
     ended: threading.Event = field(default_factory=threading.Event)
     lookups: list[Lookup] = field(default_factory=list)
     states: list[tuple[SegmentName, str]] | None = None
+    is_seen: bool = False
 
     @property
     def done(self) -> bool:

@@ -48,11 +48,12 @@ class LoadingQueue:
         self._loads.search(sequence)
 
     def may_start(self, waiting: list[RequestSequence]) -> bool:
-        """Whether a tier has something of one of those who wait."""
-        return any(
-            sequence.search is not None and sequence.search.done and sequence.search.stored
-            for sequence in waiting[:_MAX_LOOKED_AT]
-        )
+        """Whether a tier has something of one of those who wait. Notes which searches are done, for the whole step:
+        of one that ends later in it, the sequence would be computed though a tier has it."""
+        searches = [one.search for one in waiting[:_MAX_LOOKED_AT] if one.search is not None]
+        for search in searches:
+            search.is_seen = search.done
+        return any(search.is_seen and search.stored for search in searches)
 
     def start(
         self,

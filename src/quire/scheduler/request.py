@@ -112,8 +112,8 @@ class RequestSequence:
 
     @property
     def is_searched(self) -> bool:
-        """Whether it is known what the tiers have of it, or nobody asked."""
-        return self.search is None or self.search.done
+        """Whether the step at hand knows what the tiers have of it, or nobody asked."""
+        return self.search is None or self.search.is_seen
 
     @property
     def waits_for_commit(self) -> bool:
