@@ -42,7 +42,7 @@ def written(name: str, path: Path, header: dict[str, Any] | None = None, **tenso
 
 
 # Changes of every key of every case take a minute.
-_SHORT = ("llama yarn", "phi3 longrope", "gpt-oss", "granitehybrid experts", "qwen35moe")
+_SHORT = ("llama yarn", "phi3 longrope", "gpt-oss", "granitehybrid experts", "qwen35moe", "falcon groups")
 SOME = [pytest.param(name, marks=() if name in _SHORT else pytest.mark.ci) for name in CASES]
 
 
@@ -74,7 +74,7 @@ def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "27b" not in name])
+@pytest.mark.parametrize("name", SOME)
 def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = gguf_writer.write(tmp_path / "m.gguf", source_of(name), case.header, coded="Q8_0")
