@@ -2,9 +2,8 @@
 
     header        the keys of a file: taken, of no effect, or refused
     rope          rotary positions: base, scaling, tensors of factors
-    windows       which layers attend within a window
     names         which parameter each tensor becomes
-    architecture  what a module of a family gives for each architecture, and the fields that all decoders share
+    architecture  the reader of one architecture, and the fields that all decoders share
     the others    the families
 
 A new architecture is an entry of its family's `ARCHITECTURES`, or a new module that `_FAMILIES` names.

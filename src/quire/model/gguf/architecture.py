@@ -1,4 +1,4 @@
-"""What a reader of one GGUF architecture gives: a config's fields, and what its tensors become.
+"""`Architecture`: the reader of one GGUF architecture. It gives the fields of a config, and what tensors become.
 
 A new architecture is one entry of a module's `ARCHITECTURES` (see `quire.model.gguf`): a function from the header to
 the fields of a config, and where the file's writer changed tensors, a processor that undoes it.
@@ -23,21 +23,24 @@ __all__ = [
     "NO_DENSE_LAYERS",
     "Architecture",
     "decoder",
+    "drop_head_dim",
     "expect_no_experts",
     "experts",
     "has_tensor",
     "head_dim",
     "kv_heads_of_some",
+    "layer_types",
     "placed",
     "with_partial_rope",
     "with_whole_rope",
 ]
 
+_PATTERN = "attention.sliding_window_pattern"
 
 NO_DENSE_LAYERS: Mapping[str, str] = {
     "feed_forward_length": "of layers without experts, which the model has none of"
 }
-"""What changes no answer of a model with experts in every layer."""
+"""The key without effect on a model with experts in every layer."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,26 @@ def with_partial_rope(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, A
     return fields | {"head_dim": width, "rope_parameters": rope}
 
 
+def drop_head_dim(header: GGUFHeader, fields: dict[str, Any]) -> int:
+    """Takes the width of a head out of `fields`, for a config that has none, and returns it.
+
+    *raises:* LoadError: it is not a head's part of the hidden size.
+    """
+    header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    return fields.pop("head_dim")
+
+
+def layer_types(header: GGUFHeader, num_layers: int, usual: int) -> list[str]:
+    """`layer_types` of a config. The key has a truth value for each layer, or a number n: the last of each n layers
+    attends to everything. usual: n where the file has no such key."""
+    pattern = header.take(_PATTERN, usual)
+    if isinstance(pattern, list):
+        sliding = header.each(_PATTERN, num_layers)
+    else:
+        sliding = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
+    return ["sliding_attention" if one else "full_attention" for one in sliding]
+
+
 def kv_heads_of_some(header: GGUFHeader) -> tuple[list[bool], int]:
     """Which layers attend, of a model some of whose layers do, and the number of heads of their keys: the file has 0
     for the others. *raises:* LoadError: layers that attend have different numbers."""
@@ -131,6 +154,6 @@ def has_tensor(header: GGUFHeader, name: str) -> bool:
 
 
 def placed(weights: np.ndarray) -> Any:
-    """What a processor gives for a tensor whose values it has put in the model's tensors itself."""
+    """A processor's result for a tensor that it has put in the model's tensors itself."""
     named: Any = GGUFTensor
     return named(weights, None, {})

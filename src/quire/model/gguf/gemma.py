@@ -1,4 +1,4 @@
-"""Gemma 1 to 4. The writer adds one to the weights of the norms of the first three."""
+"""Gemma 1 to 3. The writer adds one to the weights of their norms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import Any
 
 from transformers.modeling_gguf_pytorch_utils import Gemma2TensorProcessor
 
-from quire.model.gguf.architecture import Architecture, decoder, expect_no_experts, head_dim, with_whole_rope
+from quire.model.gguf.architecture import (
+    Architecture,
+    decoder,
+    expect_no_experts,
+    layer_types,
+    with_whole_rope,
+)
 from quire.model.gguf.header import GGUFHeader
-from quire.model.gguf.rope import default_rope, rotary_width, scaled_rope
-from quire.model.gguf.windows import layer_types
+from quire.model.gguf.rope import default_rope
 
 __all__ = ["ARCHITECTURES"]
 
@@ -40,11 +45,7 @@ def _gemma2(header: GGUFHeader) -> dict[str, Any]:
 
 def _gemma3(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = decoder(header)
-    width = head_dim(header, fields)
-    rotary_width(header, width, whole=True)
-    fields |= {"model_type": "gemma3_text", "head_dim": width}
-    full = scaled_rope(header, fields["max_position_embeddings"], width=width, head_dim=width)
+    fields: dict[str, Any] = with_whole_rope(header, decoder(header)) | {"model_type": "gemma3_text"}
     window = header.take("attention.sliding_window", 0)
     layers = fields["num_hidden_layers"]
     pattern = layer_types(header, layers, 6)
@@ -54,7 +55,7 @@ def _gemma3(header: GGUFHeader) -> dict[str, Any]:
         "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
         "layer_types": pattern if window else ["full_attention"] * layers,
         "rope_parameters": {
-            "full_attention": full,
+            "full_attention": fields["rope_parameters"],
             "sliding_attention": default_rope(header.number("rope.freq_base_swa", 10000.0)),
         },
         "final_logit_softcapping": header.take("final_logit_softcapping", 0.0) or None,

@@ -15,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProc
 from quire.model.gguf.architecture import (
     Architecture,
     decoder,
+    drop_head_dim,
     expect_no_experts,
     experts,
     has_tensor,
@@ -70,12 +71,10 @@ def _granite_hybrid(header: GGUFHeader) -> dict[str, Any]:
 
 def _scaled(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` with Granite's scales. Its configs have no width of a head."""
-    usual = fields["hidden_size"] // fields["num_attention_heads"]
-    if fields.pop("head_dim") != usual:
-        raise header.refusal("attention.key_length", header.take("attention.key_length"), str(usual))
+    width = drop_head_dim(header, fields)
     return fields | {
         "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
-        "attention_multiplier": header.take("attention.scale", 0.0) or usual**-0.5,
+        "attention_multiplier": header.take("attention.scale", 0.0) or width**-0.5,
         "embedding_multiplier": header.take("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": header.take("residual_scale", 0.0) or 1.0,
         "logits_scaling": header.take("logit_scale", 0.0) or 1.0,

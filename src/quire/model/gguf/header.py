@@ -99,9 +99,9 @@ class GGUFHeader:
             raise self.refusal(key, value, "one value for all layers")
         return value[0]
 
-    def each(self, key: str, count: int, default: Any = _REQUIRED) -> list[Any]:
+    def each(self, key: str, count: int) -> list[Any]:
         """As `take`; one value for each of `count` layers. *raises:* LoadError: fewer values."""
-        value = self.take(key, default)
+        value = self.take(key)
         values = value if isinstance(value, list) else [value] * count
         if len(values) < count:
             raise self.refusal(key, value, f"a value for each of {count} layers")

@@ -17,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from quire.model.gguf.architecture import (
     Architecture,
     decoder,
+    drop_head_dim,
     expect_no_experts,
     has_tensor,
     head_dim,
@@ -64,11 +65,8 @@ def _bloom(header: GGUFHeader) -> dict[str, Any]:
 
 def _falcon(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = decoder(header)
-    usual = fields["hidden_size"] // fields["num_attention_heads"]
-    fields = with_whole_rope(header, fields)
-    if fields.pop("head_dim") != usual:
-        raise header.refusal("attention.key_length", header.take("attention.key_length"), str(usual))
+    fields = with_whole_rope(header, decoder(header))
+    drop_head_dim(header, fields)
     groups = fields.pop("num_key_value_heads")
     grouped = groups > 1
     fields |= {
@@ -88,8 +86,7 @@ def _falcon(header: GGUFHeader) -> dict[str, Any]:
 def _starcoder2(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
     fields = with_whole_rope(header, decoder(header))
-    del fields["head_dim"]
-    header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    drop_head_dim(header, fields)
     return fields | {
         "model_type": "starcoder2",
         "norm_epsilon": header.take("attention.layer_norm_epsilon"),
@@ -101,8 +98,7 @@ def _starcoder2(header: GGUFHeader) -> dict[str, Any]:
 def _stablelm(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
     fields = with_partial_rope(header, decoder(header))
-    del fields["head_dim"]
-    header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    drop_head_dim(header, fields)
     parallel = not has_tensor(header, "ffn_norm.weight")
     header.expect("use_parallel_residual", parallel)
     return fields | {
@@ -128,9 +124,8 @@ def _nemotron(header: GGUFHeader) -> dict[str, Any]:
 def _expect_plain_heads(header: GGUFHeader, fields: dict[str, Any]) -> None:
     """Refuse heads that share keys, or are of another width than their part of the hidden size."""
     header.expect("attention.head_count_kv", fields["num_attention_heads"])
-    width = fields["hidden_size"] // fields["num_attention_heads"]
-    if head_dim(header, fields) != width:
-        raise header.refusal("attention.key_length", header.take("attention.key_length"), str(width))
+    header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
+    head_dim(header, fields)
 
 
 class _FalconTensors(TensorProcessor):

@@ -9,6 +9,7 @@ from transformers.modeling_gguf_pytorch_utils import Lfm2TensorProcessor
 from quire.model.gguf.architecture import (
     Architecture,
     decoder,
+    drop_head_dim,
     expect_no_experts,
     has_tensor,
     kv_heads_of_some,
@@ -23,9 +24,7 @@ def _lfm2(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
     attending, heads = kv_heads_of_some(header)
     fields = with_whole_rope(header, decoder(header, kv_heads=heads))
-    usual = fields["hidden_size"] // fields["num_attention_heads"]
-    if fields.pop("head_dim") != usual:
-        raise header.refusal("attention.key_length", header.take("attention.key_length"), str(usual))
+    drop_head_dim(header, fields)
     header.expect("attention.sliding_window", 0)
     return fields | {
         "model_type": "lfm2",

@@ -15,12 +15,12 @@ from quire.model.gguf.architecture import (
     decoder,
     experts,
     head_dim,
+    layer_types,
     placed,
     with_partial_rope,
 )
 from quire.model.gguf.header import GGUFHeader
 from quire.model.gguf.rope import rotary_width, scaled_rope
-from quire.model.gguf.windows import layer_types
 
 __all__ = ["ARCHITECTURES"]
 

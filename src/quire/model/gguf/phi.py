@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.model.gguf.architecture import Architecture, decoder, expect_no_experts, with_partial_rope
+from quire.model.gguf.architecture import (
+    Architecture,
+    decoder,
+    drop_head_dim,
+    expect_no_experts,
+    with_partial_rope,
+)
 from quire.model.gguf.header import GGUFHeader
 
 __all__ = ["ARCHITECTURES"]
@@ -13,9 +19,7 @@ __all__ = ["ARCHITECTURES"]
 def _phi3(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
     fields = with_partial_rope(header, decoder(header))
-    usual = fields["hidden_size"] // fields["num_attention_heads"]
-    if fields.pop("head_dim") != usual:
-        raise header.refusal("attention.key_length", header.take("attention.key_length"), str(usual))
+    drop_head_dim(header, fields)
     most = fields["max_position_embeddings"]
     return fields | {
         "model_type": "phi3",

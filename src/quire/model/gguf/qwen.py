@@ -10,6 +10,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, Qwen2MoeTensorP
 from quire.model.gguf.architecture import (
     Architecture,
     decoder,
+    drop_head_dim,
     expect_no_experts,
     experts,
     has_tensor,
@@ -31,7 +32,7 @@ def _qwen(header: GGUFHeader, model_type: str) -> dict[str, Any]:
 def _qwen2(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
     fields = _qwen(header, "qwen2")
-    _expect_usual_heads(header, fields)
+    drop_head_dim(header, fields)
     return fields
 
 
@@ -51,7 +52,7 @@ def _expert_fields(header: GGUFHeader) -> dict[str, Any]:
 
 def _qwen2_moe(header: GGUFHeader) -> dict[str, Any]:
     fields = _qwen(header, "qwen2_moe") | _expert_fields(header)
-    _expect_usual_heads(header, fields)
+    drop_head_dim(header, fields)
     whole = fields["intermediate_size"]
     return fields | {
         "moe_intermediate_size": header.one(
@@ -72,12 +73,6 @@ def _qwen3_moe(header: GGUFHeader) -> dict[str, Any]:
         "norm_topk_prob": bool(header.take("expert_weights_norm", True)),
         "attention_bias": has_tensor(header, "attn_q.bias"),
     }
-
-
-def _expect_usual_heads(header: GGUFHeader, fields: dict[str, Any]) -> None:
-    """Qwen 2's config has no width of a head."""
-    header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
-    del fields["head_dim"]
 
 
 class MoeTensors(Qwen2MoeTensorProcessor):
