@@ -509,7 +509,7 @@ def _scratch_rows(
 
 
 def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
-    """What rounding leaves: the C library keeps the end of an ended thread's heap, whatever is asked of it."""
+    """The memory that rounding leaves: the C library keeps the end of an ended thread's heap."""
     import torch
 
     num_threads = torch.get_num_threads()

@@ -74,7 +74,7 @@ def weights_of(
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file has. *raises:* LoadError: it is broken, or no object."""
+    """The object of a JSON file. *raises:* LoadError: it is broken, or no object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _names(settings: dict[str, Any], folder: Path) -> list[str]:
-    """What the weights' file may be called: as the settings say, as AutoGPTQ calls it, or as the only one there is."""
+    """Names that the weights' file may have: the settings', AutoGPTQ's, or that of the only file."""
     said = settings.get("model_file_base_name")
     names = [said] if isinstance(said, str) and said and Path(said).name == said else []
     names.append(f"gptq_model-{settings.get('bits')}bit-{settings.get('group_size')}g")

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[Any, GenerationConfig], bool], str]] = {
 
 
 def sampling_defaults(config: GenerationConfig | None, model_type: str, tokenizer: Any) -> dict[str, Any]:
-    """What the obeyed fields say, those at None left out; temperature 0 of a model that does not sample.
+    """The values of the obeyed fields, those at None left out; temperature 0 of a model that does not sample.
 
     *raises:* UnsupportedModelError: a field asks for what Quire does not do.
     """

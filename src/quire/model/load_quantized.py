@@ -59,7 +59,7 @@ __all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of",
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """What a model's config says of its quantized weights; None where they are plain.
+    """The quantization_config of a model's config; None where its weights are plain.
 
     *raises:* LoadError: it is no object of fields.
     """
