@@ -4,12 +4,13 @@ from fastapi import APIRouter
 
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute
-from quire.server.schemas.common import Body, TokenId
+from quire.server.schemas.common import TokenId
+from quire.server.schemas.part import StrictBody
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class Prompt(Body):
+class Prompt(StrictBody):
     tokens: list[TokenId]
 
 

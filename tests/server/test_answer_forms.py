@@ -171,7 +171,7 @@ def test_model_that_opens_its_thoughts_itself(serve: Callable[[str], str]) -> No
 
 
 def test_conversation_tells_thoughts_apart(serve: Callable[[str], str]) -> None:
-    url = f"{serve('qwq')}/v1/conversations"
+    url = f"{serve('qwq')}/quire/conversations"
     talk = httpx.post(url, json={}).json()["id"]
     body = {
         "messages": ASK, "max_tokens": 40, "temperature": 0, "logit_bias": _thinking("qwq"), "frequency_penalty": 2,

@@ -83,8 +83,8 @@ def test_the_engine_is_told_whose_each_request_is(
     with serve(ServerSettings()) as (url, _):
         httpx.post(f"{url}/v1/completions", json=BODY)
         httpx.post(f"{url}/v1/chat/completions", json=chat)
-        made = httpx.post(f"{url}/v1/conversations", json={"text": "a"}).json()["id"]
-        httpx.post(f"{url}/v1/conversations/{made}/append", json={"max_tokens": 1, "text": "b"})
+        made = httpx.post(f"{url}/quire/conversations", json={"text": "a"}).json()["id"]
+        httpx.post(f"{url}/quire/conversations/{made}/append", json={"max_tokens": 1, "text": "b"})
     assert clients == ["address 127.0.0.1"] * 3
     clients.clear()
     keys = KeyRing([(digest_of_key("a"), Tenant("alice")), (digest_of_key("b"), ANYBODY)])

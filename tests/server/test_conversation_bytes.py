@@ -33,13 +33,16 @@ def talk(*contents: Any, num_tokens: int = 0) -> Talk:
     return Talk(state, None, messages)
 
 
-def test_content_is_kept_as_one_text() -> None:
+def test_content_is_kept_in_its_parts_without_what_changes_nothing() -> None:
     parts = [
-        {"type": "text", "text": "a", "other": "x" * 1000},
-        {"type": "text"},
+        {"type": "text", "text": "a", "annotations": [[]] * 1000},
         {"type": "text", "text": "b"},
     ]
-    assert [message.content for message in talk(parts, "c", None).first] == ["ab", "c", None]
+    first, *others = talk(parts, "c", None).first
+    assert [message.content for message in others] == ["c", None]
+    assert isinstance(first.content, list)
+    assert [(part.text, part.annotations) for part in first.content] == [("a", None), ("b", None)]
+    assert talk([{"type": "text", "text": ""}] * 100).num_bytes > 100_000
 
 
 def test_bytes_of_one_tenant_are_bounded_and_come_back() -> None:
@@ -66,7 +69,7 @@ def test_over_http(serve) -> None:
     with serve(ServerSettings(limits=Limits(max_conversation_bytes=11_000))) as (url, _):
 
         def post(path: str, body: Any) -> Any:
-            answer = httpx.post(f"{url}/v1/conversations{path}", json=body)
+            answer = httpx.post(f"{url}/quire/conversations{path}", json=body)
             code = answer.json().get("error", {}).get("code")
             return answer.status_code, code, answer.json().get("id")
 
@@ -81,5 +84,5 @@ def test_over_http(serve) -> None:
         )
         assert post(f"/{name}/fork", {})[:2] == (429, "conversations_full")
         assert post("", {"tokens": [5] * 1000})[:2] == (429, "conversations_full")
-        assert httpx.delete(f"{url}/v1/conversations/{name}").status_code == 200
+        assert httpx.delete(f"{url}/quire/conversations/{name}").status_code == 200
         assert post("", {"tokens": [5] * 1000})[0] == 201

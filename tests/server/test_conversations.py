@@ -1,4 +1,4 @@
-"""`/v1/conversations` over HTTP: turns, branches, the past, whose they are, and nothing left when they are gone."""
+"""`/quire/conversations` over HTTP: turns, branches, the past, whose they are, and nothing left when they are gone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Client:
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
 
     def __call__(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
-        answer = self.http.request(method, f"/v1/{path}", json=body)
+        root = "/quire" if path.startswith("conversations") else "/v1"
+        answer = self.http.request(method, f"{root}/{path}", json=body)
         assert answer.status_code == status, answer.text
         return answer.json() if answer.content else None
 
@@ -128,7 +129,7 @@ def test_a_streamed_turn(client: Client) -> None:
     name, other = client.make(text="def f(x):"), client.make(text="def f(x):")
     whole = client.turn(name)
     body = {**ASK, "stream": True}
-    with client.http.stream("POST", f"/v1/conversations/{other}/append", json=body) as answer:
+    with client.http.stream("POST", f"/quire/conversations/{other}/append", json=body) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     events = [json.loads(line) for line in lines]
@@ -186,7 +187,7 @@ class Slow:
 
     def __init__(self, client: Client, name: str) -> None:
         body = {**ASK, "max_tokens": 1900, "stream": True}
-        self.stream = client.http.stream("POST", f"/v1/conversations/{name}/append", json=body)
+        self.stream = client.http.stream("POST", f"/quire/conversations/{name}/append", json=body)
 
     def __enter__(self) -> Iterator[str]:
         answer = self.stream.__enter__()
@@ -309,11 +310,11 @@ def test_snapshots_outlive_the_server_and_are_their_tenants(tmp_path: Path) -> N
 
 
 def test_no_body_is_an_empty_one(url: str) -> None:
-    made = httpx.post(f"{url}/v1/conversations")
+    made = httpx.post(f"{url}/quire/conversations")
     assert made.status_code == 201
     name = made.json()["id"]
-    httpx.post(f"{url}/v1/conversations/{name}/append", json={"text": "def f(", "generate": False})
-    turn = httpx.post(f"{url}/v1/conversations/{name}/append", timeout=30)
+    httpx.post(f"{url}/quire/conversations/{name}/append", json={"text": "def f(", "generate": False})
+    turn = httpx.post(f"{url}/quire/conversations/{name}/append", timeout=30)
     assert turn.status_code == 200
     assert turn.json()["usage"]["completion_tokens"] > 0
 
@@ -323,3 +324,20 @@ def test_without_a_disk_cache_there_are_no_snapshots(client: Client) -> None:
     error = client("POST", f"conversations/{name}/snapshot", {"name": "mine"}, 400)["error"]
     assert "disk_cache" in error["message"]
     client("POST", "conversations", {"snapshot": "mine"}, 400)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/conv-1", "/conv-1/append", "/conv-1/items"])
+def test_openais_name_says_where_they_are(url: str, path: str) -> None:
+    for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        answer = httpx.request(method, f"{url}/v1/conversations{path}", json={})
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            None,
+            "unknown_url",
+        )
+        assert f"Quire's own conversations are at /quire/conversations{path} now" in error["message"]
+    assert httpx.head(f"{url}/v1/conversations{path}").status_code == 404
+    described = httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert not any(one.startswith("/v1/conversations") for one in described)

@@ -42,9 +42,13 @@ continue_final_message documents chat_template media_io_kwargs mm_processor_kwar
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=30)
+    answer = httpx.post(f"{url}/{root_of(path)}/{path}", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def root_of(path: str) -> str:
+    return "quire" if path.startswith("conversations") else "v1"
 
 
 def choice_of(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def choice_of(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=30)
+    answer = httpx.post(f"{url}/{root_of(path)}/{path}", json=body, timeout=30)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
 
@@ -94,7 +98,7 @@ def test_a_field_that_is_not_served_takes_what_asks_for_nothing(model: Any, body
     [
         ({"temprature": 1}, "temprature"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"store": True}, "store"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream": True, "stream_options": {"include_all": True}}, "stream_options.include_all"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
@@ -129,9 +133,11 @@ def test_what_cannot_be_done_is_refused_by_name(
 def test_what_changes_no_answer_is_accepted(url: str, path: str, body: dict[str, Any]) -> None:
     more = {
         "user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k", "session_id": "s",
-        "service_tier": "default", "store": False, "n": 1, "use_beam_search": False, "length_penalty": 1.0,
-        "skip_special_tokens": True, "spaces_between_special_tokens": False, "nobody_knows_it": None, "bad_words": [],
-        "min_tokens": 0, "include_stop_str_in_output": False,
+        "service_tier": "flex", "store": True, "prompt_cache_retention": "24h", "keep_alive": "5m", "n": 1,
+        "cache_prompt": False, "id_slot": -1, "timings_per_token": True, "return_progress": True,
+        "repeat_penalty": 1.0, "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True,
+        "spaces_between_special_tokens": False, "nobody_knows_it": None, "bad_words": [], "min_tokens": 0,
+        "include_stop_str_in_output": False,
     }  # fmt: skip
     assert choice_of(url, path, {**body, **more}) == choice_of(url, path, body)
 
@@ -260,12 +266,12 @@ def test_the_chat_template_is_told(
     assert post(url, "chat/completions", {**CHAT, **more})["usage"]["prompt_tokens"] == len(
         llm.tokenizer(text)["input_ids"]
     )
-    conversation = httpx.post(f"{url}/v1/conversations", json={}).json()["id"]
+    conversation = httpx.post(f"{url}/quire/conversations", json={}).json()["id"]
     answer = post(url, f"conversations/{conversation}/append", {**CHAT, **more})
     assert answer["usage"]["prompt_tokens"] == len(llm.tokenizer(text)["input_ids"])
     error = refused(url, f"conversations/{conversation}/append", {"text": "a", **more}) if more else None
     assert error is None or error["param"] in more
-    httpx.delete(f"{url}/v1/conversations/{conversation}")
+    httpx.delete(f"{url}/quire/conversations/{conversation}")
 
 
 RAG = (

@@ -20,7 +20,7 @@ PATHS = (
     "/health",
     "/metrics",
     "/v1/models",
-    "/v1/conversations",
+    "/quire/conversations",
     "/openapi.json",
     "/admin/report",
     "/nothing",
@@ -86,11 +86,11 @@ def test_another_sites_page_does_nothing(url: str, path: str, origin: str) -> No
 def test_a_foreign_page_makes_no_conversation(url: str, server: tuple[str, Any]) -> None:
     service = server[1].state.service
     before = len(service.conversations.of(ANYBODY))
-    httpx.post(f"{url}/v1/conversations", headers={"Origin": PAGE})
+    httpx.post(f"{url}/quire/conversations", headers={"Origin": PAGE})
     assert len(service.conversations.of(ANYBODY)) == before
-    made = httpx.post(f"{url}/v1/conversations", headers={"Origin": url})  # our own page's
+    made = httpx.post(f"{url}/quire/conversations", headers={"Origin": url})  # our own page's
     assert made.status_code == 201
-    httpx.delete(f"{url}/v1/conversations/{made.json()['id']}")
+    httpx.delete(f"{url}/quire/conversations/{made.json()['id']}")
 
 
 def test_a_server_that_is_for_others_has_any_name_but_no_foreign_page(serve: Callable[..., Any]) -> None:

@@ -28,9 +28,9 @@ from quire.server.models import DetokenizeRequest, TokenizeRequest
 from quire.server.off_loop import OffLoop
 from quire.server.schemas.admin import AdminPrompt
 from quire.server.schemas.chat import ChatRequest
-from quire.server.schemas.common import Body
 from quire.server.schemas.completions import CompletionRequest
 from quire.server.schemas.conversations import NewConversation, Turn
+from quire.server.schemas.part import StrictBody
 from quire.server.settings import Limits, ServerSettings
 from quire.server.tenants import KeyRing, Tenant, digest_of_key
 
@@ -43,7 +43,7 @@ JSON = {"Content-Type": "application/json"}
 checked: list[Any] = []
 
 
-class Texts(Body):
+class Texts(StrictBody):
     texts: Annotated[list[str], BeforeValidator(lambda texts: checked.append(texts) or texts)]
 
 
@@ -66,7 +66,7 @@ class Texts(Body):
         (AdminPrompt, {"prompt": MANY, "messages": MANY}),
     ],
 )
-def test_a_list_of_wrong_items_is_one_error_not_one_each(model: type[Body], body: Any) -> None:
+def test_a_list_of_wrong_items_is_one_error_not_one_each(model: type[StrictBody], body: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
     assert refused.value.error_count() <= 8
@@ -215,7 +215,7 @@ def test_arguments_nested_too_deep_are_a_wrong_request(url: str, brackets: str) 
         ("/v1/completions", lambda text: {"prompt": text}, 400),
         ("/v1/completions", lambda text: {"prompt": ["a", text]}, 400),
         ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}, 400),
-        ("/v1/conversations", lambda text: {"text": text}, 400),
+        ("/quire/conversations", lambda text: {"text": text}, 400),
         ("/tokenize", lambda text: {"prompt": text[:200_000]}, 200),
         ("/tokenize", lambda text: {"prompt": text}, 400),
     ],

@@ -95,7 +95,7 @@ def test_what_comes_behind_a_packed_body_is_heard() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/compare", "/health", "/ready", "/metrics", "/v1/models", "/v1/conversations", "/openapi.json",
+    "path", ["/", "/compare", "/health", "/ready", "/metrics", "/v1/models", "/quire/conversations", "/openapi.json",
              "/admin/report", "/window/events", "/window/main.js"]
 )  # fmt: skip
 def test_head_is_get_without_the_body(url: str, path: str) -> None:
@@ -155,7 +155,7 @@ def test_a_path_that_leads_nowhere_names_those_that_do(url: str) -> None:
         "POST /v1/completions",
         "GET /v1/models",
         "POST /tokenize",
-        "DELETE or GET /v1/conversations/{",
+        "DELETE or GET /quire/conversations/{",
     ):
         assert named in error["message"]
     assert "is /v1/models meant?" in httpx.get(f"{url}/v1/v1/models").json()["error"]["message"]

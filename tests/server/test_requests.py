@@ -68,13 +68,13 @@ def test_the_clients_id_goes_all_the_way(url: str, names: list[str], stream: boo
 
 
 def test_a_conversations_turn_has_it_too(url: str, names: list[str]) -> None:
-    made = httpx.post(f"{url}/v1/conversations", json={"text": "def f("}).json()["id"]
+    made = httpx.post(f"{url}/quire/conversations", json={"text": "def f("}).json()["id"]
     answer = httpx.post(
-        f"{url}/v1/conversations/{made}/append", json={"max_tokens": 2}, headers={"X-Request-Id": "turn-7"}
+        f"{url}/quire/conversations/{made}/append", json={"max_tokens": 2}, headers={"X-Request-Id": "turn-7"}
     )
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("turn-7", "chatcmpl-turn-7")
     assert names == ["turn-7"]
-    httpx.delete(f"{url}/v1/conversations/{made}")
+    httpx.delete(f"{url}/quire/conversations/{made}")
 
 
 @pytest.mark.parametrize("given", [None, "", "two words", "x" * 129, "caf\u00e9", "a\tb"])

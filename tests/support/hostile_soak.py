@@ -121,7 +121,7 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     ),
     "stops of objects": (posts("/v1/completions", f'{{"prompt":"a","stop":{MANY}}}'), 4),
     "tokenize objects": (posts("/tokenize", f'{{"messages":{MANY}}}'), 4),
-    "conversations of objects": (posts("/v1/conversations", f'{{"tokens":{MANY}}}'), 4),
+    "conversations of objects": (posts("/quire/conversations", f'{{"tokens":{MANY}}}'), 4),
     "just few enough objects": (posts("/v1/completions", '{"prompt":[' + "{}," * 58_000 + "{}]}"), 4),
     "just few enough names": (
         posts(
@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     "whole, cheap requests": (connects(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 20), 64),
     "conversations that are kept": (
         posts(
-            "/v1/conversations",
+            "/quire/conversations",
             json.dumps({"messages": [{"role": "user", "content": "a", "name": "b" * 1_000_000}]}),
         ),
         4,

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
+from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.forms.answer_form import AnswerForm, AnswerReader
@@ -25,7 +26,6 @@ from quire.server.forms.reasoning import Thought
 from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs
-from quire.server.messages import template_options
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -54,32 +54,16 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
-    tools = await beside_if_large(request, _tools, body, service)
-    options = template_options(service.tokenizer, body)
-    text = await service.render(body.messages, tools, options)
-    prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
-    form = AnswerForm.of(service.tokenizer, text, tools=tools, must_call=_must_call(body))
+    asked = await prompt_of_chat(
+        body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
+    )
+    prompt, tools = body.cut(asked.token_ids), asked.tools
+    form = AnswerForm.of(service.tokenizer, asked.text, tools=tools, must_call=_must_call(body))
     params = await beside_if_large(request, chat_params, body, service, form, tools)
     one = ChatWriter(body, service, params, form)
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
     return await one.respond(request, begun, begun.outputs())
-
-
-def _tools(body: ChatRequest, service: Service) -> list[Tool]:
-    """The tools the model is told of."""
-    limits, tools, choice = service.settings.limits, body.tools or [], body.tool_choice
-    if len(tools) > limits.max_tools:
-        raise ApiError(400, f"expected at most {limits.max_tools} tools, got {len(tools)}", param="tools")
-    for tool in tools:
-        service.check_schema(tool.function.parameters, "tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise ApiError(
-            400, f"expected a choice among the tools, got {choice.function.name!r}", param="tool_choice"
-        )
-    if choice == "required" and not tools:
-        raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
-    return [] if choice == "none" else tools
 
 
 def _must_call(body: ChatFields) -> bool:

@@ -14,18 +14,22 @@ from collections.abc import Sequence
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.server.errors import ApiError
+from quire.server.schemas.accepted import without_accepted
 from quire.server.schemas.chat import ChatMessage
 from quire.server.tenants import Tenant
 
 __all__ = ["Conversations", "Talk", "kept_bytes"]
 
 _BYTES_OF_TOKEN = 4
-_BYTES_OF_OBJECT = 2048  # a conversation, a message, a call of a tool: what Python takes for one, rounded up
+_BYTES_OF_OBJECT = (
+    2048  # a conversation, a message, a part, a call of a tool: what Python takes for one, rounded up
+)
 
 
 def kept_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
     """What a conversation takes that holds these, roughly and not too little."""
     num_objects = 1 + len(messages) + sum(len(message.tool_calls or ()) for message in messages)
+    num_objects += sum(len(message.content) for message in messages if isinstance(message.content, list))
     num_bytes = sum(len(message.model_dump_json()) for message in messages)
     return _BYTES_OF_OBJECT * num_objects + num_bytes + _BYTES_OF_TOKEN * num_tokens
 
@@ -44,7 +48,7 @@ class Talk:
         self.created = int(time.time())
         self.state = state
         self.cache_salt = cache_salt
-        self.first = tuple(map(_as_text, first))
+        self.first = tuple(map(without_accepted, first))  # what a template is given
         self._first_bytes = kept_bytes(self.first, 0)
         self.starts = list(starts)
         self._turn: AsyncConversation | None = None
@@ -89,13 +93,6 @@ class Talk:
         for one in (self._turn, self.state):
             if one is not None:
                 one.close()
-
-
-def _as_text(message: ChatMessage) -> ChatMessage:
-    """With its content as one text, which is all that a template is given of the parts."""
-    if not isinstance(message.content, list):
-        return message
-    return message.model_copy(update={"content": "".join(part.text or "" for part in message.content)})
 
 
 class Conversations:

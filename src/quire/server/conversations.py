@@ -1,4 +1,4 @@
-"""`/v1/conversations`: tokens that grow turn by turn, branch, go back and are kept; our extension.
+"""`/quire/conversations`: tokens that grow turn by turn, branch, go back and are kept; our extension.
 
 A turn is a request like any other, admitted, counted and preempted as such. What it appends becomes the conversation's
 when it ends, or when the client leaves it with some of the answer; an error changes nothing.
@@ -60,7 +60,7 @@ def _one_of(body: NewConversation | Turn, *names: str) -> str | None:
     return given[0] if given else None
 
 
-@router.post("/v1/conversations", status_code=201)
+@router.post("/quire/conversations", status_code=201)
 async def make(
     service: TheService, tenant: TheTenant, body: NewConversation | None = None
 ) -> ConversationCard:
@@ -86,13 +86,13 @@ async def make(
     return _card(service.conversations.add(tenant, Talk(state, salt, body.messages or ())))
 
 
-@router.get("/v1/conversations")
+@router.get("/quire/conversations")
 async def conversations(service: TheService, tenant: TheTenant) -> ConversationList:
     """Those of this tenant."""
     return ConversationList(data=[_card(talk) for talk in service.conversations.of(tenant)])
 
 
-@router.get("/v1/conversations/{conversation_id}")
+@router.get("/quire/conversations/{conversation_id}")
 async def conversation(conversation_id: str, service: TheService, tenant: TheTenant) -> ConversationDetails:
     """How it stands: all of its tokens."""
     talk = service.conversations.get(tenant, conversation_id)
@@ -101,21 +101,21 @@ async def conversation(conversation_id: str, service: TheService, tenant: TheTen
     return ConversationDetails(**_card(talk).model_dump(), tokens=tokens, text=text)
 
 
-@router.delete("/v1/conversations/{conversation_id}")
+@router.delete("/quire/conversations/{conversation_id}")
 async def delete(conversation_id: str, service: TheService, tenant: TheTenant) -> Deleted:
     """Forgets it; a turn under way ends."""
     service.conversations.remove(tenant, conversation_id)
     return Deleted(id=conversation_id)
 
 
-@router.post("/v1/conversations/{conversation_id}/fork", status_code=201)
+@router.post("/quire/conversations/{conversation_id}/fork", status_code=201)
 async def fork(conversation_id: str, service: TheService, tenant: TheTenant) -> ConversationCard:
     """Another one, the same so far, that goes on by itself; also while a turn is answered."""
     talk = service.conversations.get(tenant, conversation_id)
     return _card(service.conversations.add(tenant, talk.fork()))
 
 
-@router.post("/v1/conversations/{conversation_id}/rewind")
+@router.post("/quire/conversations/{conversation_id}/rewind")
 async def rewind(conversation_id: str, body: Rewind, service: TheService, tenant: TheTenant) -> Rewound:
     """Forgets what comes behind a position, or the last turns."""
     talk = service.conversations.get(tenant, conversation_id)
@@ -136,7 +136,7 @@ async def rewind(conversation_id: str, body: Rewind, service: TheService, tenant
 
 
 @router.post(
-    "/v1/conversations/{conversation_id}/append",
+    "/quire/conversations/{conversation_id}/append",
     response_model=ConversationAnswer | ConversationCard,
     responses={200: {"content": {"text/event-stream": {}}, "description": "The answer, or how it stands."}},
 )
@@ -188,8 +188,8 @@ async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int
     given = _one_of(body, "messages", "text", "tokens")
     first = list(talk.first) if num_before == 0 else []
     if not (given == "messages" or first):  # what a chat template would have to be told
-        for name in ("chat_template_kwargs", "reasoning_effort"):
-            if getattr(body, name):
+        for name in ("chat_template_kwargs", "reasoning_effort", "enable_thinking"):
+            if getattr(body, name) not in (None, {}):
                 raise ApiError(400, f"expected messages with {name}, got none", param=name)
     if not body.generate and given not in ("text", "tokens"):
         raise ApiError(400, "expected text or tokens to append without an answer", param="generate")
@@ -244,7 +244,7 @@ async def _answered(
         talk.end(turn, is_kept)
 
 
-@router.post("/v1/conversations/{conversation_id}/snapshot", status_code=201)
+@router.post("/quire/conversations/{conversation_id}/snapshot", status_code=201)
 async def snapshot(
     conversation_id: str, body: SnapshotRequest, service: TheService, tenant: TheTenant
 ) -> SnapshotCard:

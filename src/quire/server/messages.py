@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
@@ -24,15 +25,17 @@ from quire.server.forms.tools import (
     template_writes_calls,
     written_call,
 )
-from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
+from quire.server.message_content import ContentForm, content_form_of, content_of
+from quire.server.schemas.chat import ChatMessage, PromptFields, Tool, WholePromptFields
 from quire.server.settings import Limits
 
 __all__ = ["render", "render_next", "template_options"]
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what templates call a message's thoughts
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_options(tokenizer: Any, body: ChatFields) -> dict[str, Any]:
+def template_options(tokenizer: Any, body: PromptFields) -> dict[str, Any]:
     """What the body has the chat template know beside the messages, by name. *raises:* ApiError: it cannot."""
     options, template = dict(body.chat_template_kwargs or {}), template_text(tokenizer)
     if options and not template:
@@ -63,10 +66,19 @@ def template_options(tokenizer: Any, body: ChatFields) -> dict[str, Any]:
                 param="reasoning_effort",
             )
         options = known | options
-    return options | (_options_of_chats(template, body) if isinstance(body, ChatRequest) else {})
+    if body.enable_thinking is not None:
+        if "enable_thinking" in template:
+            options = options | {"enable_thinking": body.enable_thinking} | (body.chat_template_kwargs or {})
+        elif body.enable_thinking:
+            raise ApiError(
+                400,
+                "expected false or none, as the model's chat template knows no enable_thinking",
+                param="enable_thinking",
+            )
+    return options | (_options_of_chats(template, body) if isinstance(body, WholePromptFields) else {})
 
 
-def _options_of_chats(template: str, body: ChatRequest) -> dict[str, Any]:
+def _options_of_chats(template: str, body: WholePromptFields) -> dict[str, Any]:
     """Those that transformers takes beside the messages. *raises:* ApiError: they say two things, or nothing to it."""
     asked: dict[str, Any] = {}
     if body.continue_final_message:
@@ -118,22 +130,23 @@ def render(
                 "template does not know either",
                 param=f"messages.{index}.role",
             )
-    plain = [_plain(message, index) for index, message in enumerate(messages)]
+    told = [tool.told() for tool in tools] if template_tells_tools(tokenizer) else []
+    form = content_form_of(tokenizer, template, with_tools=bool(told))
+    plain = [_plain(message, index, form) for index, message in enumerate(messages)]
     if not _tells(template, "developer"):  # OpenAI's newer name for the system
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
-    told: list[Any] | None = None
     if not template_writes_calls(tokenizer):
         for one in plain:
             _write_calls(one)
-    if template_tells_tools(tokenizer):
-        told = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    elif tools:
+    if tools and not told:
         plain.insert(0, system_message(tools, form_of(tokenizer)))
+    for one in plain:
+        one["content"] = form.of(one["role"], one["content"])
     if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     asked: dict[str, Any] = {
-        "tools": told,
+        "tools": told or None,
         "tokenize": False,
         "add_generation_prompt": True,
         **(options or {}),
@@ -141,9 +154,9 @@ def render(
     try:
         return tokenizer.apply_chat_template(plain, **asked)
     except Exception as error:  # templates raise what they like
-        for plainer in (_plainer, _with_text):
+        for plainer in _plainer_ones(plain):
             try:
-                return tokenizer.apply_chat_template([plainer(one) for one in plain], **asked)
+                return tokenizer.apply_chat_template(plainer, **asked)
             except Exception:
                 continue  # nor these: the first reason is what the client can do something about
         raise ApiError(
@@ -177,23 +190,16 @@ def _tells(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates read it: content one text, arguments of calls as objects where they are JSON."""
-    content = message.content
-    if isinstance(content, list):
-        kinds = sorted({part.type for part in content if part.type != "text"})
-        if kinds:
-            raise ApiError(
-                400, f"expected text parts, got {', '.join(kinds)}", param=f"messages.{index}.content"
-            )
-        content = "".join(part.text or "" for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+def _plain(message: ChatMessage, index: int, form: ContentForm) -> dict[str, Any]:
+    """A message as templates read it: content in their form, arguments of calls as objects where they are JSON."""
+    content, thoughts = content_of(message, index, form)
+    plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+    if thoughts is not None:
+        plain |= dict.fromkeys(_THOUGHTS, thoughts)
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -220,7 +226,29 @@ def _write_calls(plain: dict[str, Any]) -> None:
     """A message's calls as part of its text, in our form, for a template that knows none."""
     for call in plain.pop("tool_calls", ()):
         text = written_call(call["function"]["name"], _text_of(call["function"]["arguments"]))
-        plain["content"] = f"{plain['content']}\n{text}" if plain["content"] else text
+        content = plain["content"]
+        if isinstance(content, list):
+            plain["content"] = [*content, {"type": "text", "text": f"\n{text}" if content else text}]
+        else:
+            plain["content"] = f"{content}\n{text}" if content else text
+
+
+def _plainer_ones(plain: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages with less in them each time: what some template insists on, and without thoughts beside content."""
+    for without, written in itertools.product(
+        (_as_it_is, _without_thoughts), (_as_it_is, _plainer, _with_text)
+    ):
+        if without is not written:
+            yield [without(written(one)) for one in plain]
+
+
+def _as_it_is(plain: dict[str, Any]) -> dict[str, Any]:
+    return plain
+
+
+def _without_thoughts(plain: dict[str, Any]) -> dict[str, Any]:
+    """A message as gpt-oss's template wants it beside calls: with no thoughts where there is content."""
+    return {name: value for name, value in plain.items() if name not in _THOUGHTS or not plain["content"]}
 
 
 def _plainer(plain: dict[str, Any]) -> dict[str, Any]:

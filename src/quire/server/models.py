@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
+from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant, tenant_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import BodyRoute
-from quire.server.schemas.chat import ChatMessage
-from quire.server.schemas.common import ERRORS, Body, ModelCard, ModelList, TokenId
+from quire.server.schemas.chat import ChatMessage, WholePromptFields
+from quire.server.schemas.common import ERRORS, ModelCard, ModelList, TokenId
+from quire.server.schemas.part import StrictBody
+from quire.server.schemas.unserved import Only
 from quire.server.service import Service
 
 __all__ = ["health_router", "router"]
@@ -20,10 +25,16 @@ router = APIRouter(dependencies=[Depends(tenant_of)], route_class=BodyRoute, res
 health_router = APIRouter(tags=["Health"])
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(WholePromptFields):
+    """A prompt, or messages with what a chat completion's prompt is made of beside them."""
+
+    model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Default: prompts do get them, messages do not, as where they are answered."
+    )
+    return_token_strs: Annotated[Any, Only("ask POST /detokenize", False)] = None
 
 
 class TokenizeAnswer(BaseModel):
@@ -32,7 +43,8 @@ class TokenizeAnswer(BaseModel):
     max_model_len: int
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(StrictBody):
+    model: str | None = None
     tokens: list[TokenId] = Field(max_length=1 << 20)
 
 
@@ -59,16 +71,27 @@ async def model(name: str, service: TheService) -> ModelCard:
 
 
 @router.post("/tokenize", tags=["Tokens"])
-async def tokenize(body: TokenizeRequest, service: TheService) -> TokenizeAnswer:
-    """The tokens of a text, or of messages as the chat template renders them."""
+async def tokenize(body: TokenizeRequest, request: Request, service: TheService) -> TokenizeAnswer:
+    """The tokens of a text, or of messages as a chat completion of the same fields asks them."""
+    service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either a prompt or messages")
     if body.messages is not None:
-        text = await service.render(body.messages)
-        tokens = await service.encode(text, add_special_tokens=False, is_prompt=False)
+        asked = await prompt_of_chat(
+            body,
+            body.messages,
+            request,
+            service,
+            add_special_tokens=bool(body.add_special_tokens),
+            is_asked=False,
+        )
+        tokens = asked.token_ids
     else:
+        for name, field in WholePromptFields.model_fields.items():
+            if getattr(body, name) not in (None, field.default):
+                raise ApiError(400, f"expected messages with {name}, got a prompt", param=name)
         tokens = await service.encode(
-            body.prompt or "", add_special_tokens=body.add_special_tokens, is_prompt=False
+            body.prompt or "", add_special_tokens=body.add_special_tokens is not False, is_prompt=False
         )
     return TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_model_len)
 
@@ -76,6 +99,7 @@ async def tokenize(body: TokenizeRequest, service: TheService) -> TokenizeAnswer
 @router.post("/detokenize", tags=["Tokens"])
 async def detokenize(body: DetokenizeRequest, service: TheService) -> DetokenizeAnswer:
     """The text of tokens."""
+    service.check_model(body.model)
     vocab_size = service.engine.vocab_size
     if any(token >= vocab_size for token in body.tokens):
         raise ApiError(400, f"expected token ids below {vocab_size}, got {max(body.tokens)}", param="tokens")

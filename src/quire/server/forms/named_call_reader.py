@@ -18,10 +18,11 @@ from typing import Any, Literal
 from quire.server.forms.call_reader import CallDelta, SaidText, ValueEnd, overlap
 from quire.server.forms.named_form import NamedForm, ParameterForm
 from quire.server.forms.parameter_values import json_of, types_of
+from quire.server.schemas.chat import TOOL_NAME
 
 __all__ = ["NamedCallReader"]
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(TOOL_NAME)
 _ID = re.compile(r"[a-zA-Z0-9_.:-]{0,64}")
 _KEY = re.compile(r"[^\s<>\[\]{}\"]{1,128}")
 _MOST_BLANKS = 64  # between markers: what is undecided is read again with every piece of text

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from quire.server.schemas.chat import ChatMessage
-from quire.server.schemas.common import Body, TokenId
+from quire.server.schemas.common import TokenId
+from quire.server.schemas.part import StrictBody
 
 __all__ = [
     "AdminPrompt",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-class AdminPrompt(Body):
+class AdminPrompt(StrictBody):
     """A prompt, or messages, and whose: nobody's, as without keys, if no tenant is named."""
 
     prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
@@ -61,7 +62,7 @@ class Dropped(BaseModel):
     )
 
 
-class Resize(Body):
+class Resize(StrictBody):
     kv_memory: Annotated[int, Field(ge=1, lt=2**62)] | Annotated[str, Field(max_length=32)] = Field(
         description='A size ("1GiB", bytes) or a share of the memory that is free ("40%").'
     )
@@ -92,7 +93,7 @@ class Explained(BaseModel):
     is_end: bool = Field(description="The first token missing is one of the last, which fill no block.")
 
 
-class Flush(Body):
+class Flush(StrictBody):
     tiers: bool = Field(True, description="Has the tiers hold all that memory does.")
     memory: bool = Field(False, description="Forgets all that no request and no pin holds.")
 

@@ -6,75 +6,112 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from quire.server.schemas.common import Body, SamplingBody, Usage
-from quire.server.schemas.unserved import UnservedInChats
+from quire.server.schemas.accepted import (
+    AcceptedInCalls,
+    AcceptedInChats,
+    AcceptedInFunctions,
+    AcceptedInMessages,
+    AcceptedInParts,
+    AcceptedInTools,
+)
+from quire.server.schemas.common import SamplingBody, Usage
+from quire.server.schemas.part import StrictBody
+from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, UnservedInParts
 
 __all__ = [
+    "TOOL_NAME",
     "ChatChoice",
     "ChatCompletion",
     "ChatFields",
     "ChatMessage",
     "ChatRequest",
+    "ContentPart",
+    "PromptFields",
     "ToolCall",
+    "WholePromptFields",
 ]
 
+# Of a function. OpenAI's has 64 letters, digits, _ and -; bridges to MCP servers write longer ones with . : and /. Some
+# forms of a call write a name bare, so it has no blank, quote or bracket.
+TOOL_NAME = r"[a-zA-Z0-9_.:/-]{1,128}"
 
-class ContentPart(Body):
-    type: str
+
+class ThoughtChunk(StrictBody):
+    """Mistral's: a thought is a list of texts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ContentPart(AcceptedInParts, UnservedInParts):
+    """A text, or in an assistant's message a refusal or a thought: in the field that is named as its type."""
+
+    type: str = Field(max_length=64)
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[ThoughtChunk] | None = None
+    data: str | None = Field(None, description="Of the type redacted_thinking: nobody can read it.")
 
 
-class FunctionCall(Body):
+class FunctionCall(AcceptedInFunctions):
     name: str
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(AcceptedInCalls):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(Body):
+class ChatMessage(AcceptedInMessages, UnservedInMessages):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[ContentPart] | None = None
+    refusal: str | None = Field(default=None, description="Of an assistant's message: content.")
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None  # ours: an answer's thoughts, for templates that repeat them
+    reasoning_content: str | None = Field(
+        default=None,
+        description="An answer's thoughts, for chat templates that repeat them; others leave them out.",
+    )
+    reasoning: str | None = Field(default=None, description="Likewise, by vLLM's name.")
+    thinking: str | None = Field(default=None, description="Likewise, by gpt-oss's and Ollama's.")
 
 
-class Function(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+class Function(StrictBody):
+    name: str = Field(pattern=f"^{TOOL_NAME}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(AcceptedInTools):
     type: Literal["function"]
     function: Function
 
+    def told(self) -> dict[str, Any]:
+        """What a chat template gets of it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
 
-class NamedFunction(Body):
+
+class NamedFunction(StrictBody):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(StrictBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-class ChatFields(SamplingBody, UnservedInChats):
-    """How a message is to be answered."""
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0)
+
+class PromptFields(StrictBody):
+    """What a prompt is made of beside messages."""
+
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is told.")
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="vLLM's: what the chat template gets by these names, like enable_thinking."
     )
@@ -82,10 +119,14 @@ class ChatFields(SamplingBody, UnservedInChats):
         None,
         description="For a chat template that knows reasoning_effort or enable_thinking; others refuse it.",
     )
+    enable_thinking: bool | None = Field(
+        None, description="Qwen's: for a chat template that knows it; others refuse true."
+    )
 
 
-class ChatRequest(ChatFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+class WholePromptFields(PromptFields):
+    """And beside messages that are all there is, rather than a conversation's next ones."""
+
     add_generation_prompt: bool | None = Field(
         None,
         description="vLLM's: false: the prompt ends with the last message, and asks for no answer by itself.",
@@ -96,6 +137,19 @@ class ChatRequest(ChatFields):
     documents: list[dict[str, Any]] | None = Field(
         None, description="vLLM's: for a chat template that knows documents; others refuse them."
     )
+
+
+class ChatFields(PromptFields, SamplingBody, UnservedInChats, AcceptedInChats):
+    """How a message is to be answered."""
+
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0)
+
+
+class ChatRequest(WholePromptFields, ChatFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class TopLogprob(BaseModel):

@@ -8,16 +8,15 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
 
-from quire.server.schemas.part import Part
-from quire.server.schemas.unserved import Only, StrictBody, UnservedFields
+from quire.server.schemas.accepted import AcceptedFields
+from quire.server.schemas.part import StrictBody
+from quire.server.schemas.unserved import Only, UnservedFields
 
 __all__ = [
-    "Body",
     "ErrorBody",
     "ModelCard",
     "ModelList",
@@ -30,12 +29,6 @@ __all__ = [
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field()]
-
-
-class Body(Part):
-    """A body, or a part of one, whose unknown fields are of no account."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 def _numbers(biases: Any) -> Any:
@@ -59,16 +52,19 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: Annotated[Any, Only("the usage is that of the last event", False)] = None
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(StrictBody):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Any, Only("say type json_schema and json_schema: {schema: ...}")] = Field(
+        None, alias="schema"
+    )
 
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -90,7 +86,7 @@ class StructuredOutputs(StrictBody):
     structural_tag: Annotated[Any, Only("ask for json, regex, choice or grammar")] = None
 
 
-class SamplingBody(UnservedFields):
+class SamplingBody(UnservedFields, AcceptedFields):
     """Fields that say how to draw tokens, and ours that say how to keep them. Unknown ones are refused by name."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")
@@ -140,7 +136,6 @@ class SamplingBody(UnservedFields):
     return_token_ids: bool | None = Field(
         False, description="vLLM's: the answer has token_ids and prompt_token_ids."
     )
-    spaces_between_special_tokens: bool | None = Field(None, description="Text has no special tokens.")
     add_special_tokens: bool | None = Field(
         None,
         description="vLLM's: whether a text gets the tokens that the tokenizer begins texts with. Default: "
@@ -150,11 +145,6 @@ class SamplingBody(UnservedFields):
     n: int | None = Field(1, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted and not used, as the next four.")
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
-    metadata: dict[str, Any] | None = None
     cache_salt: str | None = Field(
         None,
         max_length=1024,

@@ -1,4 +1,4 @@
-"""`/v1/conversations`: bodies. Ours."""
+"""`/quire/conversations`: bodies. Ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from quire.server.schemas.chat import ChatCompletion, ChatFields, ChatMessage
-from quire.server.schemas.common import Body, TokenId
+from quire.server.schemas.common import TokenId
+from quire.server.schemas.part import StrictBody
 from quire.server.schemas.unserved import Only
 
 __all__ = [
@@ -30,7 +31,7 @@ Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Salt = Annotated[str | None, Field(max_length=1024)]
 
 
-class NewConversation(Body):
+class NewConversation(StrictBody):
     """At most one of messages, text, tokens and snapshot."""
 
     messages: Messages | None = Field(None, description="How the first turn begins.")
@@ -53,14 +54,14 @@ class Turn(ChatFields):
     generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
 
 
-class Rewind(Body):
+class Rewind(StrictBody):
     """Either of both."""
 
     position: int | None = Field(None, ge=0, lt=2**31, description="Tokens that are left.")
     turns: int | None = Field(None, ge=1, lt=2**31, description="Answers to forget, with what was asked.")
 
 
-class SnapshotRequest(Body):
+class SnapshotRequest(StrictBody):
     name: str = Field(max_length=200)
     overwrite: bool = False
 

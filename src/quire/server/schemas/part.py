@@ -1,12 +1,12 @@
-"""`Part`: what every body, and every part of one, is made from. What a wrong one costs is bounded here."""
+"""`StrictBody`: what every body, and every part of one, is made from. What a wrong one costs is bounded here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 
-__all__ = ["Part"]
+__all__ = ["StrictBody"]
 
 
 def _end_at_first_error(schema: Any) -> None:
@@ -17,11 +17,24 @@ def _end_at_first_error(schema: Any) -> None:
         _end_at_first_error(part)
 
 
-class Part(BaseModel):
-    """A list's first wrong item is the last one looked at: an error for each took gigabytes and half a minute."""
+class StrictBody(BaseModel):
+    """A body, or a part of one, whose every field is known here: an unknown one is refused unless it is null.
+
+    A list's first wrong item is the last one looked at: an error for each took gigabytes and half a minute.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
         schema = handler(source)
         _end_at_first_error(schema)
         return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in data.items() if value is not None or name in names}

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and vLLM's requests that this server does nothing for: each takes what asks for nothing.
+"""Fields of other servers' requests that this server does nothing for: each takes what asks for nothing.
 
-Null, and the value that stands for what happens anyway, are accepted. All else is refused by the field's name: a client
-that asks for beams must not be answered as if it had not.
+Null, and the value that stands for what happens anyway, are accepted. All else is refused by the field's name, with
+what to do: a client that asks for beams must not be answered as if it had not.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
-from quire.server.schemas.part import Part
+from quire.server.schemas.part import StrictBody
 
-__all__ = ["Only", "StrictBody", "UnservedFields", "UnservedInChats"]
+__all__ = ["Only", "UnservedFields", "UnservedInChats", "UnservedInMessages", "UnservedInParts"]
 
 
 class Only:
@@ -39,24 +38,18 @@ class Only:
         return {"enum": [None, *self.values], "description": f"Not served: {self.why}."}
 
 
-class StrictBody(Part):
-    """A part of a request whose every field is known here: an unknown one is refused unless it is null."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unknown_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in data.items() if value is not None or name in names}
-
-
 _NO_PROMPT_LOGPROBS = "log probabilities are those of generated tokens"
 _NO_BEAMS = "this server searches no beams"
 _NO_TRANSFER = "this server takes no caches from others"
 _NO_RENDER = "this server shows no rendered prompts"
+_TOP = "say temperature, top_p, top_k and the like beside the prompt or the messages"
+_LENGTH = "say max_tokens"
+_THINK = "say reasoning_effort, or enable_thinking: true or false"
+_SAMPLER = "this server has no such sampler; say temperature, top_p, top_k or min_p"
+_PENALTY = "say repetition_penalty, which holds for all tokens"
+_LOGPROBS = "say logprobs"
+_ROUTE = "this server asks no others"
+_READS_TEXT = "this server reads text"
 
 
 class UnservedFields(StrictBody):
@@ -86,11 +79,41 @@ class UnservedFields(StrictBody):
     ec_transfer_params: Annotated[Any, Only(_NO_TRANSFER)] = None
     routed_experts_prompt_start: Annotated[Any, Only("this server returns no routing", 0)] = None
     vllm_xargs: Annotated[Any, Only("this server has no extensions of vLLM's", {})] = None
-    store: Annotated[Any, Only("this server keeps no answers", False)] = None
-    service_tier: Annotated[Any, Only("this server has one", "auto", "default")] = None
-    prompt_cache_retention: Annotated[Any, Only("say keep_for", "in_memory", "in-memory")] = None
     prompt_cache_options: Annotated[Any, Only("say cache_priority, cache_salt or keep_for")] = None
     moderation: Annotated[Any, Only("this server moderates nothing")] = None
+    extra_body: Annotated[Any, Only("its fields are the body's own: say them beside the others", {})] = None
+    # llama.cpp's
+    n_predict: Annotated[Any, Only(_LENGTH, -1)] = None
+    n_probs: Annotated[Any, Only(_LOGPROBS, 0)] = None
+    n_keep: Annotated[Any, Only("a prompt is never shifted; say truncate_prompt_tokens", 0, -1)] = None
+    repeat_penalty: Annotated[Any, Only(_PENALTY, 1.0)] = None
+    repeat_last_n: Annotated[Any, Only(_PENALTY, 64)] = None
+    penalty_last_n: Annotated[Any, Only(_PENALTY, 64)] = None
+    typical_p: Annotated[Any, Only(_SAMPLER, 1.0)] = None
+    tfs_z: Annotated[Any, Only(_SAMPLER, 1.0)] = None
+    top_n_sigma: Annotated[Any, Only(_SAMPLER, -1.0)] = None
+    mirostat: Annotated[Any, Only(_SAMPLER, 0)] = None
+    dynatemp_range: Annotated[Any, Only(_SAMPLER, 0.0)] = None
+    xtc_probability: Annotated[Any, Only(_SAMPLER, 0.0)] = None
+    dry_multiplier: Annotated[Any, Only(_SAMPLER, 0.0)] = None
+    samplers: Annotated[Any, Only("the order of samplers is fixed: temperature, top_k, top_p, min_p")] = None
+    t_max_predict_ms: Annotated[Any, Only("close the connection to end an answer", 0)] = None
+    return_tokens: Annotated[Any, Only("say return_token_ids", False)] = None
+    response_fields: Annotated[Any, Only("answers are whole", [])] = None
+    lora: Annotated[Any, Only("this server serves one model as it is", [])] = None
+    grammar: Annotated[Any, Only("say structured_outputs: {grammar: ...}", "")] = None
+    # Ollama's
+    options: Annotated[Any, Only(_TOP, {})] = None
+    format: Annotated[Any, Only("say response_format", "")] = None
+    num_predict: Annotated[Any, Only(_LENGTH, -1)] = None
+    num_ctx: Annotated[Any, Only("the server's max_model_len says how long a sequence may be")] = None
+    # OpenRouter's
+    models: Annotated[Any, Only(_ROUTE, [])] = None
+    provider: Annotated[Any, Only(_ROUTE, {})] = None
+    route: Annotated[Any, Only(_ROUTE)] = None
+    transforms: Annotated[Any, Only("say truncate_prompt_tokens", [])] = None
+    plugins: Annotated[Any, Only(_ROUTE, [])] = None
+    usage: Annotated[Any, Only("say stream_options: {include_usage: true}", {"include": False})] = None
 
 
 class UnservedInChats(UnservedFields):
@@ -102,10 +125,39 @@ class UnservedInChats(UnservedFields):
     media_io_kwargs: Annotated[Any, Only("this server reads text")] = None
     web_search_options: Annotated[Any, Only("this server searches nothing")] = None
     prediction: Annotated[Any, Only("this server uses no predictions")] = None
-    verbosity: Annotated[Any, Only("the model does not know it; ask in a message", "medium")] = None
     functions: Annotated[Any, Only("use tools", [])] = None
     function_call: Annotated[Any, Only("use tool_choice", "none", "auto")] = None
     include_reasoning: Annotated[Any, Only("thoughts are always told, in reasoning_content", True)] = None
     echo: Annotated[Any, Only("answers of chats are new messages", False)] = None
     chat_template: Annotated[Any, Only("the model's own is used")] = None
     return_prompt_text: Annotated[Any, Only(_NO_RENDER, False)] = None
+    reasoning: Annotated[Any, Only("say reasoning_effort")] = None
+    reasoning_format: Annotated[Any, Only("thoughts are told in reasoning_content", "auto", "deepseek")] = (
+        None
+    )
+    thinking: Annotated[Any, Only(_THINK)] = None
+    think: Annotated[Any, Only(_THINK)] = None
+    thinking_budget: Annotated[Any, Only("thoughts have no limit of their own; use max_tokens", -1)] = None
+    max_length: Annotated[Any, Only(_LENGTH)] = None
+    prompt: Annotated[Any, Only("say messages, or ask POST /v1/completions")] = None
+    system: Annotated[Any, Only("say it in a message of the role system")] = None
+
+
+class UnservedInMessages(StrictBody):
+    """Of messages."""
+
+    function_call: Annotated[Any, Only("use tool_calls")] = None
+    audio: Annotated[Any, Only(_READS_TEXT)] = None
+    images: Annotated[Any, Only(_READS_TEXT, [])] = None
+    prefix: Annotated[Any, Only("say continue_final_message: true beside the messages", False)] = None
+    partial: Annotated[Any, Only("say continue_final_message: true beside the messages", False)] = None
+
+
+class UnservedInParts(StrictBody):
+    """Of the parts of a message's content."""
+
+    image_url: Annotated[Any, Only(_READS_TEXT)] = None
+    input_audio: Annotated[Any, Only(_READS_TEXT)] = None
+    audio_url: Annotated[Any, Only(_READS_TEXT)] = None
+    video_url: Annotated[Any, Only(_READS_TEXT)] = None
+    file: Annotated[Any, Only(_READS_TEXT)] = None

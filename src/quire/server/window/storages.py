@@ -24,7 +24,8 @@ from pydantic import BaseModel, Field
 from quire.server.dependencies import tenant_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import BodyRoute
-from quire.server.schemas.common import ERRORS, Body
+from quire.server.schemas.common import ERRORS
+from quire.server.schemas.part import StrictBody
 from quire.simulate.side_by_side import MAX_MODEL_LEN, Asked, SideBySide
 
 __all__ = ["router"]
@@ -43,23 +44,23 @@ _MAX_STEPS = 64
 _MAX_OPEN = 256  # requests of one simulation
 
 
-class Start(Body):
+class Start(StrictBody):
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512] = Field(16, description="Of paged.")
     reservation: Literal["max", "pow2", "exact"] = Field("max", description="Of contiguous.")
 
 
-class AddRequests(Body):
+class AddRequests(StrictBody):
     count: int = Field(1, ge=1, le=64)
     prompt_tokens: int = Field(ge=1, le=4 * MAX_MODEL_LEN)
     output_tokens: int = Field(ge=1, le=4 * MAX_MODEL_LEN)
     shared_tokens: int = Field(0, ge=0, le=4 * MAX_MODEL_LEN)
 
 
-class Step(Body):
+class Step(StrictBody):
     steps: int = Field(1, ge=1, le=_MAX_STEPS)
 
 
-class Finish(Body):
+class Finish(StrictBody):
     request: int | None = Field(None, ge=0, lt=2**31, description="Its number; all of them if there is none.")
 
 

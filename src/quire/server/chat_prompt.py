@@ -1,0 +1,56 @@
+"""The prompt of a chat, as the chat route asks it and /tokenize counts it: one way from a body to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from quire.server.errors import ApiError
+from quire.server.http.bodies import beside_if_large
+from quire.server.messages import template_options
+from quire.server.schemas.chat import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
+from quire.server.service import Service
+
+__all__ = ["ChatPrompt", "prompt_of_chat"]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """tools: those that the model is told of."""
+
+    text: str
+    token_ids: list[int]
+    tools: list[Tool]
+
+
+async def prompt_of_chat(
+    body: WholePromptFields,
+    messages: Sequence[ChatMessage],
+    request: Request,
+    service: Service,
+    *,
+    add_special_tokens: bool,
+    is_asked: bool = True,
+) -> ChatPrompt:
+    """is_asked: false: it is counted, and may be longer than the model's longest sequence. *raises:* ApiError."""
+    tools = await beside_if_large(request, _tools, body, service)
+    text = await service.render(messages, tools, template_options(service.tokenizer, body))
+    tokens = await service.encode(text, add_special_tokens=add_special_tokens, is_prompt=is_asked)
+    return ChatPrompt(text, tokens, tools)
+
+
+def _tools(body: PromptFields, service: Service) -> list[Tool]:
+    limits, tools, choice = service.settings.limits, body.tools or [], body.tool_choice
+    if len(tools) > limits.max_tools:
+        raise ApiError(400, f"expected at most {limits.max_tools} tools, got {len(tools)}", param="tools")
+    for tool in tools:
+        service.check_schema(tool.function.parameters, "tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
+        raise ApiError(
+            400, f"expected a choice among the tools, got {choice.function.name!r}", param="tool_choice"
+        )
+    if choice == "required" and not tools:
+        raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
+    return [] if choice == "none" else tools
