@@ -22,6 +22,7 @@ from quire.sampling import grammar
 from quire.server.forms.answer_form import AnswerForm, AnswerReader
 from quire.server.forms.answer_grammar import answer_grammar
 from quire.server.forms.call_events import CallDelta, CutCall
+from quire.server.forms.known_forms import KNOWN_FORMS
 from quire.server.forms.named_form import NamedForm, ParameterForm
 from quire.server.forms.parameter_values import json_of, types_of
 from quire.server.forms.tools import ToolForm, form_of
@@ -29,7 +30,7 @@ from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits, ServerSettings
 
-NAMED = ("mistral11", "mistral13", "deepseek3", "deepseek3.1", "qwen3-coder")
+NAMED = ("mistral11", "mistral13", "deepseek3", "deepseek3.1", "qwen3-coder", "glm4.5", "kimi-k2")
 ASK = [{"role": "user", "content": "Hello"}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -70,7 +71,15 @@ def answer(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") -> 
     tokenizer = families.tokenizer(name)
     text = render(tokenizer, [ChatMessage.model_validate(one) for one in messages], Limits())
     text = text[text.rindex("Hello") + len("Hello") :]
-    for marker in ("[/INST]", "</think>", "<｜Assistant｜>", "<|im_end|>\n", "<|im_start|>assistant\n"):
+    begins = ("<|assistant|>\n<think></think>", "<|im_assistant|>assistant<|im_middle|>")
+    for marker in (
+        *begins,
+        "[/INST]",
+        "</think>",
+        "<｜Assistant｜>",
+        "<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ):
         text = text.replace(marker, "")
     return text.replace(tokenizer.eos_token, "")
 
@@ -93,6 +102,15 @@ def test_learnt_forms() -> None:
             "",
             ParameterForm("\n<parameter=", ">\n", "\n</parameter>"),
         ),
+        "glm4.5": NamedForm(
+            "",
+            "<tool_call>",
+            ("",),
+            "</tool_call>",
+            "",
+            ParameterForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+        ),
+        "kimi-k2": KNOWN_FORMS["Kimi K2"],
     }
 
 

@@ -186,6 +186,43 @@ _QWEN3_CODER = """{%- if tools %}<|im_start|>system
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# A name, and its arguments one by one between markers that are tokens.
+_GLM = """[gMASK]<sop>{%- if tools %}<|system|>
+# Tools
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}{{ '<|assistant|>\\n<think></think>' }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}
+<arg_key>{{ name }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{%- endfor %}
+</tool_call>
+{%- endfor %}
+{%- elif message.role == "tool" %}<|observation|>
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>' }}{% endif %}"""
+
+# Calls by their ids alone, which have the name in them.
+_KIMI = """{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for message in messages %}{{ '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}
+{%- if message.role == "assistant" and message.tool_calls %}{{ message.content }}<|tool_calls_section_begin|>
+{%- for call in message.tool_calls %}{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+{%- if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}<|tool_call_end|>
+{%- endfor %}<|tool_calls_section_end|>
+{%- elif message.role == "tool" %}{{ '## Return of ' + message.tool_call_id + '\\n' + message.content }}
+{%- else %}{{ message.content }}{% endif %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -243,6 +280,26 @@ FAMILIES = {
     "deepseek3": Family(_DEEPSEEK3, plain=_DEEPSEEK_TOKENS, eos="<|endoftext|>"),
     "deepseek3.1": Family(_DEEPSEEK31, plain=(*_DEEPSEEK_TOKENS, *_THOUGHTS), eos="<|endoftext|>"),
     "qwen3-coder": Family(_QWEN3_CODER, plain=_CALLS),
+    "glm4.5": Family(
+        _GLM,
+        special=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        plain=(*_CALLS, *_THOUGHTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        eos="<|user|>",
+    ),
+    "kimi-k2": Family(
+        _KIMI,
+        special=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
+        plain=tuple(
+            f"<|tool_{name}|>"
+            for name in (
+                "calls_section_begin",
+                "calls_section_end",
+                "call_begin",
+                "call_argument_begin",
+                "call_end",
+            )
+        ),
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
+from quire.server.forms.named_form import NamedForm
 from quire.server.forms.tools import (
     form_of,
     system_message,
@@ -123,13 +124,16 @@ def render(
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
     told: list[Any] | None = None
+    form = form_of(tokenizer)
+    if isinstance(form, NamedForm) and form.whole_id:
+        _write_ids(plain, form.whole_id)
     if not template_writes_calls(tokenizer):
         for one in plain:
             _write_calls(one)
     if template_tells_tools(tokenizer):
         told = [tool.model_dump(exclude_none=True) for tool in tools] or None
     elif tools:
-        plain.insert(0, system_message(tools, form_of(tokenizer)))
+        plain.insert(0, system_message(tools, form))
     if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     asked: dict[str, Any] = {
@@ -221,6 +225,19 @@ def _write_calls(plain: dict[str, Any]) -> None:
     for call in plain.pop("tool_calls", ()):
         text = written_call(call["function"]["name"], _text_of(call["function"]["arguments"]))
         plain["content"] = f"{plain['content']}\n{text}" if plain["content"] else text
+
+
+def _write_ids(messages: Sequence[dict[str, Any]], whole_id: str) -> None:
+    """Ids of calls as the model writes them, numbered through the conversation, in the tools' answers too."""
+    written: dict[str | None, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            own = whole_id.format(name=call["function"]["name"], number=number)
+            written[call["id"]] = call["id"] = own
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = written.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _plainer(plain: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ KNOWN_FORMS = {
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
         call_id="[0-9]",
+        whole_id="functions.{name}:{number}",
     ),
     "Qwen3-Coder": NamedForm("", "<tool_call>\n<function=", (">",), "\n</function>\n</tool_call>", "", _XML),
     "Qwen3-Coder without <tool_call>": NamedForm(

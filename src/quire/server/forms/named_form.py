@@ -43,7 +43,8 @@ class NamedForm:
     """What stands around calls: list_begin, of each call begin NAME arguments ARGUMENTS end, list_end.
 
     arguments: one text, or two with the call's id between them. parameter: None where the arguments are JSON text.
-    call_id: a regular expression of the ids that a forced call may have.
+    call_id: a regular expression of the ids that a forced call may have. whole_id: what a template that writes calls
+    by their ids alone has to be given as one, "" for any.
     """
 
     list_begin: str
@@ -53,6 +54,7 @@ class NamedForm:
     list_end: str
     parameter: ParameterForm | None = None
     call_id: str = "[a-zA-Z0-9]{9}"
+    whole_id: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
