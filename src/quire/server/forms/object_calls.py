@@ -59,6 +59,8 @@ class ObjectCalls:
         if begun is None:
             return None
         at = yield from next_char(text, begun[0], BLANKS + "[")
+        is_list = "[" in text.text[begun[0] : at] and "]" not in self._end
+        ends = ["]", *self._end] if is_list else self._end
         end = None
         while text.text[at] == "{":
             found = yield from read_object(text, at, self._fields)
@@ -67,7 +69,7 @@ class ObjectCalls:
             end, is_whole = found
             if not is_whole:
                 return end
-            end, num_ends = yield from past(text, end, self._end)
+            end, num_ends = yield from past(text, end, ends)
             if num_ends or not (yield from has_more(text, end, BLANKS + ",;")):
                 break
             at = yield from next_char(text, end, BLANKS + ",;")
