@@ -214,7 +214,7 @@ def test_shown_special_tokens_of_a_request() -> None:
 
 def test_marker_of_a_family_is_part_of_its_form() -> None:
     forms = {name: form_of(families.tokenizer(name)) for name in families.FAMILIES}
-    assert forms["mistral"] == ToolForm("[TOOL_CALLS] [", "]")
+    assert forms["mistral"] == ToolForm("[TOOL_CALLS] [", "]", id_field="id")
     assert forms["llama3"] == ToolForm("", "", "name", "parameters")
     assert forms["python_tag"] == ToolForm("<|python_tag|>", "", "name", "parameters")
     assert {forms[name] for name in ("qwen2.5", "qwen3", "qwq", "hermes")} == {ToolForm()}

@@ -10,16 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 from support.read_calls import Read, pieces_of, read
 from support.running_server import running
 
+from quire import SamplingParams
 from quire.sampling import grammar
 from quire.server import chat
 from quire.server.forms.answer_form import AnswerForm, AnswerReader
+from quire.server.forms.answer_grammar import answer_grammar
+from quire.server.forms.growing_text import ValueEnd
 from quire.server.forms.markers import in_grammar
+from quire.server.forms.named_form import NamedForm
 from quire.server.schemas.chat import Tool
 from quire.server.settings import ServerSettings
 
@@ -187,6 +192,10 @@ TEXTS = {
     "other fields": '{"name": "weather", "description": "d", "parameters": {}}',
     "a list with something else": '[{"name": "weather", "arguments": {}}, 5]',
     "a list that does not end": '[{"name": "weather", "arguments": {}}',
+    "a list over lines with something else": f"[\n{OBJECT},\n{OBJECT},\n5\n]",
+    "a list over lines that does not end": f"{FENCE}json\n[\n{OBJECT},\n{OBJECT},\n",
+    "objects within one that is no JSON": f'{{"name": "weather", "arguments": {{\n{OBJECT}\n}}}}',
+    "objects within one that does not end": f'{{"name": "weather", "arguments": {{\n{OBJECT}\n',
     "code": f"{FENCE}python\nprint({{}})\n{FENCE}\n",
     "markers": "<tool_call> <tools> [TOOL_CALLS] <|python_tag|> <function=weather <tool_call>",
     "blanks": " \n\t \n",
@@ -293,6 +302,26 @@ def test_no_text_is_lost_or_made_up(data: st.DataObject, seed: int) -> None:
     assert all(one in rest for one in found.said if not found.cut)
 
 
+def test_text_that_begins_like_many_calls_is_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = 0
+    find = ValueEnd.find
+
+    def counted(end: ValueEnd, text: str) -> int | None:
+        nonlocal looked_at
+        before = end._position
+        found = find(end, text)
+        looked_at += end._position - before
+        return found
+
+    monkeypatch.setattr(ValueEnd, "find", counted)
+    line = '{"name": "weather", "arguments": {\n'
+    for text in (line * 500, line * 500 + "}" * 1000, f"<tools>{line}" * 500, f"[{OBJECT}, \n" * 500):
+        looked_at = 0
+        found = in_pieces("llama3", [text])
+        assert found.said + "".join(raw for _, _, raw in found.cut) == text
+        assert looked_at < 10 * len(text)
+
+
 @pytest.mark.parametrize(
     ("family", "pieces", "said"),
     [
@@ -315,6 +344,34 @@ def test_no_text_is_lost_or_made_up(data: st.DataObject, seed: int) -> None:
 def test_text_is_held_back_only_while_it_may_be_a_call(family: str, pieces: list[str], said: str) -> None:
     reader = AnswerReader(form(family))
     assert "".join(str(part) for piece in pieces for part in reader.push(piece)) == said
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_forced_call_may_be_what_the_template_writes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(grammar, "try_grammar", lambda text: None)
+    words = families.tokenizer(name)
+    required = {**PARAMETERS, "required": ["city", "days"]}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": "weather", "parameters": required}})
+    ]
+    one = AnswerForm.of(words, "", tools=tools, must_call=True)
+    text = families.written(name, ("weather", {"city": "Oslo", "days": 3}))
+    if isinstance(one.calls, NamedForm):
+        begin, end = (one.calls.list_begin + one.calls.begin).strip(), one.calls.end + one.calls.list_end
+    else:
+        assert one.calls is not None
+        begin, end = one.calls.begin.strip() or '{"name"', one.calls.end
+    text = text[text.index(begin) : text.rindex(end or "}") + len(end or "}")]
+    assert "Oslo" in text
+    matcher = grammar.Grammars(words, len(words), [words.eos_token_id]).matcher(
+        SamplingParams(grammar=answer_grammar(words, one, tools))
+    )
+    assert matcher is not None
+    for token in [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id]:
+        row = torch.zeros(len(words))
+        matcher.mask(row)
+        assert row[token] == 0, words.decode([token])
+        matcher.accept(token)
 
 
 # -- over HTTP

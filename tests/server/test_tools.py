@@ -90,7 +90,7 @@ def with_template(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     [
         (QWEN, ToolForm(), True),
         (LLAMA, ToolForm("", "", "name", "parameters"), True),
-        (MISTRAL, ToolForm("[TOOL_CALLS] [", "]"), True),
+        (MISTRAL, ToolForm("[TOOL_CALLS] [", "]", id_field="id"), True),
         (XML, None, True),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ToolForm(), False),
         (None, ToolForm(), False),

@@ -6,6 +6,7 @@ the family's own tokenizer, and each template writes calls in the family's form.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,8 +18,11 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM
 from quire.model.load import EMBEDDED
+from quire.server.messages import render
+from quire.server.schemas.chat import ChatMessage, Tool
+from quire.server.settings import Limits
 
-__all__ = ["FAMILIES", "llm", "tokenizer"]
+__all__ = ["FAMILIES", "llm", "tokenizer", "written"]
 
 _QWEN_HEAD = """{%- if tools %}<|im_start|>system
 # Tools
@@ -197,10 +201,9 @@ _GLM = """[gMASK]<sop>{%- if tools %}<|system|>
 {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}
 {%- for name, value in call.function.arguments.items() %}
-<arg_key>{{ name }}</arg_key>
-<arg_value>{{ value if value is string else value | tojson }}</arg_value>
-{%- endfor %}
-</tool_call>
+{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson }}{{ '</arg_value>' }}
+{%- endfor %}{{ '\\n</tool_call>' }}
 {%- endfor %}
 {%- elif message.role == "tool" %}<|observation|>
 <tool_response>
@@ -314,6 +317,37 @@ def tokenizer(name: str) -> Any:
     made.eos_token = family.eos
     made.chat_template = family.template
     return made
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") -> str:
+    """The text of an answer with these calls as the family's template writes it."""
+    told = [
+        {"id": "abcdefghi", "type": "function", "function": {"name": one, "arguments": json.dumps(arguments)}}
+        for one, arguments in calls
+    ]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": content, "tool_calls": told},
+    ]
+    words, tools = tokenizer(name), [{"type": "function", "function": {"name": "f"}}]
+    text = render(
+        words,
+        [ChatMessage.model_validate(one) for one in messages],
+        Limits(),
+        [Tool.model_validate(one) for one in tools],
+    )
+    text = text[text.rindex("Hello") + len("Hello") :]
+    begins = ("<|assistant|>\n<think></think>", "<|im_assistant|>assistant<|im_middle|>")
+    for marker in (
+        *begins,
+        "[/INST]",
+        "</think>",
+        "<｜Assistant｜>",
+        "<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ):
+        text = text.replace(marker, "")
+    return text.replace(words.eos_token, "")
 
 
 def llm(name: str, **options: Any) -> LLM:

@@ -78,4 +78,7 @@ class _BareCalls:
         if end is None:
             return None
         closed = yield from next_char(text, end, BLANKS + ",")
-        return closed + 1 if text.text[closed] == "]" else None
+        if text.text[closed] == "]":
+            return closed + 1
+        text.num_said = closed
+        return None

@@ -37,7 +37,12 @@ def call_rules(tokenizer: Any, form: ToolForm | NamedForm, tools: Sequence[Tool]
             yield from _named(tokenizer, form, number, tool.function.name, parameters)
             continue
         head = f'{{"{form.name_field}": {json.dumps(tool.function.name)}, "{form.arguments_field}": '
-        yield f'call_{number}: {json.dumps(head)} arguments_{number} "}}"'
+        tail = ['"}"']
+        if form.id_field:
+            tail = [json.dumps(f', {json.dumps(form.id_field)}: "'), "call_id", json.dumps('"}')]
+            if not number:
+                yield "call_id: /[a-zA-Z0-9]{9}/"
+        yield f"call_{number}: {json.dumps(head)} arguments_{number} {' '.join(tail)}"
         yield f"arguments_{number}: {json_rule(parameters)}"
     calls = "(" + " | ".join(f"call_{number}" for number in range(len(tools))) + ")"
     if isinstance(form, NamedForm):

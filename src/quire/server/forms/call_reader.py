@@ -26,11 +26,11 @@ class CallReader:
     """forms: those that are read, the first that fits at a place. Without any, everything is said."""
 
     def __init__(self, forms: Sequence[CallForm]) -> None:
-        self._forms = forms
+        self._forms = [*forms]
         first = {start[0] for form in forms for start in form.starts}
         self._first = re.compile(f"[{re.escape(''.join(sorted(first)))}]") if first else None
         self._text = GrowingText()  # not yet decided; where a form is read, from its first character on
-        self._run: Run | None = None
+        self._reading: tuple[CallForm, Run] | None = None
         self._ways: Iterator[CallForm] = iter(())  # still to be tried there
         self._is_undecided = False  # one of them was when the text ended
         self._is_open = False  # a call is, which begins at:
@@ -52,7 +52,7 @@ class CallReader:
 
     def _decide(self, *, final: bool) -> Iterator[str | CallDelta | CutCall]:
         while True:
-            if self._run is None:
+            if self._reading is None:
                 at, ways = self._find(0)
                 yield self._say(self._text.text[:at])
                 self._text.text = self._text.text[at:]
@@ -60,21 +60,32 @@ class CallReader:
                     if final and not self.num_calls:
                         yield self._blanks
                     return
-                self._ways, self._is_undecided = iter(ways), False
-                self._run = next(self._ways).read(self._text)
+                self._ways, self._is_undecided, self._text.num_said = iter(ways), False, 0
+                self._read_next_form()
+                continue
+            form, run = self._reading
             try:
-                event = next(self._run)
+                event = next(run)
             except StopIteration as stop:
                 yield from self._end(stop.value)
                 continue
             except EndOfTextError:
                 self._is_undecided = True
+                self._forms.remove(form)  # what has begun and does not end holds all that follows
                 self.is_cut |= self._is_open or self._begin > 0
                 yield from self._end(len(self._text.text) if self._is_open else self._begin or None)
                 continue
             if event is None:
                 return
             yield from self._tell(event)
+
+    def _read_next_form(self) -> bool:
+        """Begins with the next of those that may have a call here; whether there is one."""
+        form = next(self._ways, None)
+        if form is None:
+            return False
+        self._reading = form, form.read(self._text)
+        return True
 
     def _find(self, at: int) -> tuple[int, list[CallForm]]:
         """(the first place where a form may begin, or the text's end; the forms that may)."""
@@ -112,13 +123,12 @@ class CallReader:
 
     def _end(self, end: int | None) -> Iterator[str | CutCall]:
         """A run has ended: with calls, or the next form is tried at its place, or its first character is said."""
-        self._run = None
-        if end is None and (form := next(self._ways, None)) is not None:
-            self._run = form.read(self._text)
+        if end is None and self._read_next_form():
             return
+        self._reading = None
         if end is None:  # the forms of the next place are looked up again once the text before it is said
             self.is_cut |= self._is_undecided
-            at, _ = self._find(1)
+            at, _ = self._find(max(1, self._text.num_said))
             yield self._say(self._text.text[:at])
             self._text.text = self._text.text[at:]
             return

@@ -34,11 +34,12 @@ class EndOfTextError(Exception):
 
 
 class GrowingText:
-    """text: what there is. is_final: no more will come."""
+    """text: what there is. is_final: no more will come. num_said: so many characters hold no call."""
 
     def __init__(self) -> None:
         self.text = ""
         self.is_final = False
+        self.num_said = 0
 
 
 def wait(text: GrowingText) -> Generator[None, None, None]:

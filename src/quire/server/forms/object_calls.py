@@ -152,10 +152,11 @@ class _Call:
 
     def ended(self, end: int) -> Generator[More | Whole, None, tuple[int, bool] | None]:
         text = self._text.text
-        if self.name is None or (self.keys is not None and not _is_object(text[self._begin : end])):
+        if self.name is None:
             return None
         given = NO_ARGUMENTS if self._start is None else _as_object(text[self._start : self._end].strip())
-        if self.keys is not None and not given.startswith("{"):
+        if self.keys is not None and not (given.startswith("{") and _is_object(text[self._begin : end])):
+            self._text.num_said = end
             return None
         yield More(given[self._given - (self._start or 0) :])
         yield Whole(end)

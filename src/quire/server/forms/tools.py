@@ -42,13 +42,14 @@ _NAME, _KEY, _VALUE, _TEXT = "qfn_name", "qfn_key", "qfn_value", "qfn_text"
 class ToolForm:
     """What surrounds a call, special tokens included, and the names of its two fields.
 
-    begin: "" where a message of one object is a call.
+    begin: "" where a message of one object is a call. id_field: of an id behind the arguments, "" for none.
     """
 
     begin: str = "<tool_call>\n"
     end: str = "\n</tool_call>"
     name_field: str = "name"
     arguments_field: str = "arguments"
+    id_field: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -167,7 +168,10 @@ def _object_form(called: str, begin: int, end: int, eos: str | None) -> ToolForm
     arguments = [key for key, inner in value.items() if inner == {_KEY: _VALUE}]
     if len(names) != 1 or len(arguments) != 1:
         return None
-    return ToolForm(called[begin:first], called[last:end].replace(eos or "\0", ""), names[0], arguments[0])
+    last_field = [*value][-1]
+    id_field = last_field if value[last_field] == CALL_ID else ""
+    end_marker = called[last:end].replace(eos or "\0", "")
+    return ToolForm(called[begin:first], end_marker, names[0], arguments[0], id_field)
 
 
 def _object_around(text: str, at: int, low: int) -> tuple[dict[str, Any], int, int] | None:
