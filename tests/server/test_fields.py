@@ -380,7 +380,9 @@ def test_one_call_alone_is_told_where_the_client_wants_no_more(wanted: bool | No
     body = ChatFields(parallel_tool_calls=wanted)
     form = AnswerForm(calls=ToolForm())
     writer = ChatWriter(body, Service(), None, form)  # type: ignore[arg-type]
-    assert [call.function["name"] for call in writer._message(text).tool_calls or []] == names
+    assert [
+        call.function["name"] for call in writer._message(AnswerReader(form), text).tool_calls or []
+    ] == names
     deltas = writer._deltas(AnswerReader(form), text, final=True)
     streamed = [call["function"].get("name") for delta in deltas for call in delta.get("tool_calls", [])]
     assert [name for name in streamed if name] == names

@@ -8,9 +8,12 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.read_calls import read
 
 from quire import LLM
-from quire.server.forms.call_reader import CallDelta, CallReader
+from quire.server.forms.bare_calls import bare_calls
+from quire.server.forms.call_reader import CallReader
+from quire.server.forms.object_calls import ObjectCalls
 from quire.server.forms.tools import ToolForm, form_of, template_tells_tools
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage, Tool
@@ -87,7 +90,7 @@ def with_template(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     [
         (QWEN, ToolForm(), True),
         (LLAMA, ToolForm("", "", "name", "parameters"), True),
-        (MISTRAL, ToolForm("[TOOL_CALLS] [", "]"), True),
+        (MISTRAL, ToolForm("[TOOL_CALLS] [", "]", id_field="id"), True),
         (XML, None, True),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ToolForm(), False),
         (None, ToolForm(), False),
@@ -109,19 +112,8 @@ def test_model_is_told_in_either_way(with_template) -> None:
         assert text.count("q") >= 1
 
 
-def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    said, calls = "", []
-    for number, piece in enumerate(pieces):
-        for part in reader.push(piece, final=number == len(pieces) - 1):
-            if isinstance(part, str):
-                said += part
-            else:
-                assert isinstance(part, CallDelta)
-                if part.name is not None:
-                    assert part.index == len(calls)
-                    calls.append((part.name, ""))
-                calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
-    return said, calls
+def reader(form: ToolForm) -> CallReader:
+    return CallReader([ObjectCalls(form)] if form.begin else bare_calls(["f", "g"]))
 
 
 ARGUMENTS = '{"city": "O}s\\"lo", "a": [1, {"b": "</tool_call>"}]}'
@@ -158,7 +150,6 @@ TEXTS = {
     "no JSON text": ('<tool_call>{"name": "\\x"}', '<tool_call>{"name": "\\x"}', []),
     "no call": ("I like <tool_box> and {braces}", "I like <tool_box> and {braces}", []),
     "no object": ("<tool_call> none", "<tool_call> none", []),
-    "cut short": ('<tool_call>\n{"name": "f", "arguments": {"ci', "", [("f", '{"ci')]),
 }
 
 
@@ -168,7 +159,7 @@ def test_read_whatever_the_pieces(name: str, data: st.DataObject) -> None:
     text, said, calls = TEXTS[name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(CallReader(ToolForm()), pieces) == (said, calls)
+    assert read(reader(ToolForm()), pieces) == (said, calls, [])
 
 
 @pytest.mark.parametrize(
@@ -193,14 +184,15 @@ def test_pieces_do_not_matter(form: ToolForm, data: st.DataObject) -> None:
         '"',
     ]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=14)))
-    assert read(CallReader(form), [*text, ""]) == read(CallReader(form), [text])
+    assert read(reader(form), [*text, ""]) == read(reader(form), [text])
 
 
 def test_list_of_calls() -> None:
     text = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "1"}, {"name": "g", "arguments": {}}]'
     for cut in range(len(text)):
-        reader = CallReader(ToolForm("[TOOL_CALLS] [", "]"))
-        assert read(reader, [text[:cut], text[cut:]]) == ("", [("f", '{"a": 1}'), ("g", "{}")])
+        pieces = [text[:cut], text[cut:]]
+        found = read(reader(ToolForm("[TOOL_CALLS] [", "]")), pieces)
+        assert found == ("", [("f", '{"a": 1}'), ("g", "{}")], [])
 
 
 @given(data=st.data())
@@ -211,14 +203,14 @@ def test_object_alone(data: st.DataObject) -> None:
         ("It is {not} one", "It is {not} one", []),
     ):
         cut = data.draw(st.integers(0, len(text)))
-        assert read(CallReader(form), [text[:cut], text[cut:]]) == (said, calls)
+        assert read(reader(form), [text[:cut], text[cut:]]) == (said, calls, [])
 
 
 @given(st.text(alphabet='<tool_cal>/{}"name:f\\ \n', max_size=60), st.integers(0, 60))
 def test_nothing_is_lost_without_a_call(text: str, cut: int) -> None:
     """Whatever is said comes out, in whatever pieces; a call needs a name."""
-    said, calls = read(CallReader(ToolForm()), [text[:cut], text[cut:]])
-    assert calls or said == text
+    found = read(reader(ToolForm()), [text[:cut], text[cut:]])
+    assert found.calls or found.cut or found.said == text
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, None], ids=["qwen", "llama", "none"])

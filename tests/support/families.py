@@ -6,6 +6,7 @@ the family's own tokenizer, and each template writes calls in the family's form.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,8 +18,11 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM
 from quire.model.load import EMBEDDED
+from quire.server.messages import render
+from quire.server.schemas.chat import ChatMessage, Tool
+from quire.server.settings import Limits
 
-__all__ = ["FAMILIES", "llm", "tokenizer"]
+__all__ = ["FAMILIES", "llm", "tokenizer", "written"]
 
 _QWEN_HEAD = """{%- if tools %}<|im_start|>system
 # Tools
@@ -186,6 +190,42 @@ _QWEN3_CODER = """{%- if tools %}<|im_start|>system
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# A name, and its arguments one by one between markers that are tokens.
+_GLM = """[gMASK]<sop>{%- if tools %}<|system|>
+# Tools
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}{{ '<|assistant|>\\n<think></think>' }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson }}{{ '</arg_value>' }}
+{%- endfor %}{{ '\\n</tool_call>' }}
+{%- endfor %}
+{%- elif message.role == "tool" %}<|observation|>
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>' }}{% endif %}"""
+
+# Calls by their ids alone, which have the name in them.
+_KIMI = """{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for message in messages %}{{ '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}
+{%- if message.role == "assistant" and message.tool_calls %}{{ message.content }}<|tool_calls_section_begin|>
+{%- for call in message.tool_calls %}{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+{%- if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}<|tool_call_end|>
+{%- endfor %}<|tool_calls_section_end|>
+{%- elif message.role == "tool" %}{{ '## Return of ' + message.tool_call_id + '\\n' + message.content }}
+{%- else %}{{ message.content }}{% endif %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -243,6 +283,26 @@ FAMILIES = {
     "deepseek3": Family(_DEEPSEEK3, plain=_DEEPSEEK_TOKENS, eos="<|endoftext|>"),
     "deepseek3.1": Family(_DEEPSEEK31, plain=(*_DEEPSEEK_TOKENS, *_THOUGHTS), eos="<|endoftext|>"),
     "qwen3-coder": Family(_QWEN3_CODER, plain=_CALLS),
+    "glm4.5": Family(
+        _GLM,
+        special=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        plain=(*_CALLS, *_THOUGHTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        eos="<|user|>",
+    ),
+    "kimi-k2": Family(
+        _KIMI,
+        special=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
+        plain=tuple(
+            f"<|tool_{name}|>"
+            for name in (
+                "calls_section_begin",
+                "calls_section_end",
+                "call_begin",
+                "call_argument_begin",
+                "call_end",
+            )
+        ),
+    ),
 }
 
 
@@ -257,6 +317,37 @@ def tokenizer(name: str) -> Any:
     made.eos_token = family.eos
     made.chat_template = family.template
     return made
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") -> str:
+    """The text of an answer with these calls as the family's template writes it."""
+    told = [
+        {"id": "abcdefghi", "type": "function", "function": {"name": one, "arguments": json.dumps(arguments)}}
+        for one, arguments in calls
+    ]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": content, "tool_calls": told},
+    ]
+    words, tools = tokenizer(name), [{"type": "function", "function": {"name": "f"}}]
+    text = render(
+        words,
+        [ChatMessage.model_validate(one) for one in messages],
+        Limits(),
+        [Tool.model_validate(one) for one in tools],
+    )
+    text = text[text.rindex("Hello") + len("Hello") :]
+    begins = ("<|assistant|>\n<think></think>", "<|im_assistant|>assistant<|im_middle|>")
+    for marker in (
+        *begins,
+        "[/INST]",
+        "</think>",
+        "<｜Assistant｜>",
+        "<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ):
+        text = text.replace(marker, "")
+    return text.replace(words.eos_token, "")
 
 
 def llm(name: str, **options: Any) -> LLM:

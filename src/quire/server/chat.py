@@ -21,7 +21,7 @@ from quire.server.errors import ApiError
 from quire.server.forms.answer_form import AnswerForm, AnswerReader
 from quire.server.forms.answer_grammar import answer_grammar
 from quire.server.forms.asked_form import AskedForm, form_asked_for, in_names_of
-from quire.server.forms.call_reader import CallDelta
+from quire.server.forms.call_events import CallDelta, CutCall
 from quire.server.forms.reasoning import Thought
 from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
@@ -173,14 +173,14 @@ class ChatWriter:
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
         for index, text in enumerate(answer.texts):
-            message = self._message(text)
-            reason = answer.finish_reasons[index]
+            reader = AnswerReader(self._form)
+            message = self._message(reader, text)
             choices.append(
                 ChatChoice(
                     index=index,
                     message=message,
                     logprobs=self._logprobs(answer.token_ids[index], answer.logprobs[index]),
-                    finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
+                    finish_reason=reader.finish_reason(answer.finish_reasons[index]),
                     stop_reason=answer.stop_reasons[index],
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
@@ -200,17 +200,21 @@ class ChatWriter:
                 del choice["token_ids"]
         return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
-    def _message(self, text: str) -> AnswerMessage:
+    def _message(self, reader: AnswerReader, text: str) -> AnswerMessage:
+        """The message of a whole text. A call that was cut is part of its content."""
         thoughts: list[str] = []
         said: list[str] = []
         calls: list[AnsweredCall] = []
-        for part in AnswerReader(self._form).push(text, final=True):
+        for part in reader.push(text, final=True):
             if isinstance(part, Thought):
                 thoughts.append(part.text)
             elif isinstance(part, str):
                 said.append(part)
             elif self._is_beyond(part):
                 continue
+            elif isinstance(part, CutCall):
+                calls.pop()
+                said.append(part.text)
             elif part.name is not None:
                 calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
             else:
@@ -222,7 +226,7 @@ class ChatWriter:
             reasoning_content="".join(thoughts) or None,
         )
 
-    def _is_beyond(self, call: CallDelta) -> bool:
+    def _is_beyond(self, call: CallDelta | CutCall) -> bool:
         """Whether this call is one more than the client wants."""
         return self._body.parallel_tool_calls is False and call.index > 0
 
@@ -282,8 +286,7 @@ class ChatWriter:
                             yield write.choice({**choice, "token_ids": ids} if ids else choice)
                             dumped, ids = None, []
                         if reason is not None:
-                            called = reason == "stop" and readers[index].num_calls
-                            last = _choice(index, {}, finish_reason="tool_calls" if called else reason)
+                            last = _choice(index, {}, finish_reason=readers[index].finish_reason(reason))
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         more = {} if self._more is None else self._more()
         if more or with_usage:
@@ -299,7 +302,7 @@ class ChatWriter:
             if isinstance(part, Thought):
                 deltas.append({"reasoning_content": part.text})
                 continue
-            if self._is_beyond(part):
+            if isinstance(part, CutCall) or self._is_beyond(part):
                 continue
             function = {"arguments": part.arguments}
             call: dict[str, Any] = {"index": part.index, "function": function}

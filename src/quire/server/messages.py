@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
+from quire.server.forms.named_form import NamedForm
 from quire.server.forms.tools import (
     form_of,
     system_message,
@@ -136,11 +137,14 @@ def render(
     if not _tells(template, "developer"):  # OpenAI's newer name for the system
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
+    calls = form_of(tokenizer)
+    if isinstance(calls, NamedForm) and calls.whole_id:
+        _write_ids(plain, calls.whole_id)
     if not template_writes_calls(tokenizer):
         for one in plain:
             _write_calls(one)
     if tools and not told:
-        plain.insert(0, system_message(tools, form_of(tokenizer)))
+        plain.insert(0, system_message(tools, calls))
     for one in plain:
         one["content"] = form.of(one["role"], one["content"])
     if not template:
@@ -249,6 +253,19 @@ def _as_it_is(plain: dict[str, Any]) -> dict[str, Any]:
 def _without_thoughts(plain: dict[str, Any]) -> dict[str, Any]:
     """A message as gpt-oss's template wants it beside calls: with no thoughts where there is content."""
     return {name: value for name, value in plain.items() if name not in _THOUGHTS or not plain["content"]}
+
+
+def _write_ids(messages: Sequence[dict[str, Any]], whole_id: str) -> None:
+    """Ids of calls as the model writes them, numbered through the conversation, in the tools' answers too."""
+    written: dict[str | None, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            own = whole_id.format(name=call["function"]["name"], number=number)
+            written[call["id"]] = call["id"] = own
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = written.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _plainer(plain: dict[str, Any]) -> dict[str, Any]:

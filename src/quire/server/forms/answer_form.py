@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.forms.bare_calls import BARE_MARKERS, bare_calls
+from quire.server.forms.call_events import CallDelta, CallForm, CutCall
 from quire.server.forms.call_grammar import listed
-from quire.server.forms.call_reader import CallDelta, CallReader
+from quire.server.forms.call_reader import CallReader
+from quire.server.forms.known_forms import KNOWN_FORMS
 from quire.server.forms.markers import shown_token_ids
-from quire.server.forms.named_call_reader import NamedCallReader
+from quire.server.forms.named_calls import NamedCalls
 from quire.server.forms.named_form import NamedForm
+from quire.server.forms.object_calls import ObjectCalls
 from quire.server.forms.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
 from quire.server.forms.tools import ToolForm, form_of
 from quire.server.schemas.chat import Tool
@@ -20,15 +24,17 @@ __all__ = ["AnswerForm", "AnswerReader"]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """calls, thoughts: None where none are looked for. in_thoughts: the prompt ends where thoughts begin.
+    """calls, thoughts: the model's own forms, None where it has none.
 
-    schemas: of the tools' parameters, by the tools' names.
+    in_thoughts: the prompt ends where thoughts begin. schemas: of the parameters of the tools that are offered, by the
+    tools' names. must_call: the answer is forced to be a call.
     """
 
     calls: ToolForm | NamedForm | None = None
     thoughts: ReasoningForm | None = None
     in_thoughts: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)
+    must_call: bool = False
 
     @classmethod
     def of(
@@ -45,11 +51,26 @@ class AnswerForm:
             calls = ToolForm()
         thoughts = reasoning_form_of(tokenizer)
         in_thoughts = thoughts is not None and prompt.rstrip().endswith(thoughts.begin)
-        return cls(calls, thoughts, in_thoughts, schemas)
+        return cls(calls, thoughts, in_thoughts, schemas, must_call)
+
+    def call_forms(self) -> list[CallForm]:
+        """All forms that are read: the model's own, and those of other models for tools that are offered."""
+        own: list[CallForm] = []
+        if isinstance(self.calls, NamedForm):
+            own.append(NamedCalls(self.calls, self.schemas, any_name=True))
+        elif self.calls is not None and (self.calls.begin.strip() or self.must_call):
+            own.append(ObjectCalls(self.calls))
+        if not self.schemas:
+            return own
+        others = [form for form in KNOWN_FORMS.values() if form != self.calls]
+        named = [NamedCalls(form, self.schemas, any_name=False) for form in others]
+        return [*own, *named, *bare_calls(self.schemas)]
 
     def shown_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """The special tokens that have to be in the text."""
         texts = [] if self.calls is None else [*self.calls.markers]
+        if self.schemas:
+            texts += [*BARE_MARKERS, *(marker for form in KNOWN_FORMS.values() for marker in form.markers)]
         texts += [] if self.thoughts is None else [self.thoughts.begin, self.thoughts.end]
         return shown_token_ids(tokenizer, texts)
 
@@ -59,16 +80,14 @@ class AnswerReader:
 
     def __init__(self, form: AnswerForm) -> None:
         self._thoughts = ReasoningReader(form.thoughts, is_open=form.in_thoughts)
-        if isinstance(form.calls, NamedForm):
-            self._calls = NamedCallReader(form.calls, form.schemas)
-        else:
-            self._calls = CallReader(form.calls)
+        self._calls = CallReader(form.call_forms())
 
-    @property
-    def num_calls(self) -> int:
-        return self._calls.num_calls
+    def finish_reason(self, reason: str | None) -> str | None:
+        """What an answer that ended for this reason tells: calls, if it has some and ended behind a whole one."""
+        has_called = self._calls.num_calls > 0 and not self._calls.is_cut
+        return "tool_calls" if reason == "stop" and has_called else reason
 
-    def push(self, text: str, *, final: bool = False) -> Iterator[Thought | str | CallDelta]:
+    def push(self, text: str, *, final: bool = False) -> Iterator[Thought | str | CallDelta | CutCall]:
         """Takes more text and gives out what it decides. final: no more will come."""
         behind = ""
         for part in self._thoughts.push(text, final=final):

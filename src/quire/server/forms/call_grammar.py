@@ -37,7 +37,12 @@ def call_rules(tokenizer: Any, form: ToolForm | NamedForm, tools: Sequence[Tool]
             yield from _named(tokenizer, form, number, tool.function.name, parameters)
             continue
         head = f'{{"{form.name_field}": {json.dumps(tool.function.name)}, "{form.arguments_field}": '
-        yield f'call_{number}: {json.dumps(head)} arguments_{number} "}}"'
+        tail = ['"}"']
+        if form.id_field:
+            tail = [json.dumps(f', {json.dumps(form.id_field)}: "'), "call_id", json.dumps('"}')]
+            if not number:
+                yield "call_id: /[a-zA-Z0-9]{9}/"
+        yield f"call_{number}: {json.dumps(head)} arguments_{number} {' '.join(tail)}"
         yield f"arguments_{number}: {json_rule(parameters)}"
     calls = "(" + " | ".join(f"call_{number}" for number in range(len(tools))) + ")"
     if isinstance(form, NamedForm):
@@ -84,7 +89,7 @@ def _named(
     for one in with_id:
         symbols += ["call_id", *in_grammar(tokenizer, one)]
         if not number:
-            yield "call_id: /[a-zA-Z0-9]{9}/"
+            yield f"call_id: /{form.call_id}/"
     end = form.end + form.list_end
     if form.parameter is None:
         yield f"arguments_{number}: {json_rule(parameters)}"
@@ -92,10 +97,8 @@ def _named(
     else:
         schema = resolved(parameters, parameters)
         if not listed(parameters):
-            begin, value = (
-                in_grammar(tokenizer, form.parameter.begin),
-                in_grammar(tokenizer, form.parameter.value),
-            )
+            begin = in_grammar(tokenizer, form.parameter.begin)
+            value = in_grammar(tokenizer, form.parameter.value)
             rules, ways = _value(tokenizer, form.parameter.end, f"value_{number}", {}, {})
             yield from rules
             yield f"argument_{number}: {' '.join([*begin, '/[a-zA-Z0-9_.-]{1,64}/', *value, *ways])}"
@@ -106,7 +109,10 @@ def _named(
         wanted = {**properties, **{one: {} for one in required if one not in properties}}
         for place, (key, inner) in enumerate(wanted.items()):
             rule = f"argument_{number}_{place}"
-            begin = in_grammar(tokenizer, form.parameter.begin + key + form.parameter.value)
+            value = form.parameter.value
+            if form.parameter.json_value and types_of(inner, parameters) != {"string"}:
+                value = form.parameter.json_value
+            begin = in_grammar(tokenizer, form.parameter.begin + key + value)
             rules, ways = _value(tokenizer, form.parameter.end, f"value_{number}_{place}", inner, parameters)
             yield from rules
             yield f"{rule}: {' '.join(begin)} ({' | '.join(ways)})"

@@ -27,11 +27,15 @@ _PIECE = r"<[^<>\s]*>|\[[^\[\]\s]*\]|."
 
 @dataclass(frozen=True)
 class ParameterForm:
-    """What stands around an argument that is written by itself: begin KEY value VALUE end."""
+    """What stands around an argument that is written by itself: begin KEY value VALUE end.
+
+    json_value: in place of `value` before one that is no string, where the form tells the two apart.
+    """
 
     begin: str
     value: str
     end: str
+    json_value: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class NamedForm:
     """What stands around calls: list_begin, of each call begin NAME arguments ARGUMENTS end, list_end.
 
     arguments: one text, or two with the call's id between them. parameter: None where the arguments are JSON text.
+    call_id: a regular expression of the ids that a forced call may have. whole_id: what a template that writes calls
+    by their ids alone has to be given as one, "" for any.
     """
 
     list_begin: str
@@ -47,12 +53,14 @@ class NamedForm:
     end: str
     list_end: str
     parameter: ParameterForm | None = None
+    call_id: str = "[a-zA-Z0-9]{9}"
+    whole_id: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All texts with markers in them."""
         one = self.parameter
-        around = () if one is None else (one.begin, one.value, one.end)
+        around = () if one is None else (one.begin, one.value, one.json_value, one.end)
         return (self.list_begin, self.begin, *self.arguments, self.end, self.list_end, *around)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.forms.call_reader import overlap
+from quire.server.forms.growing_text import overlap
 from quire.server.forms.markers import added_tokens
 from quire.server.forms.tools import template_text
 

@@ -7,9 +7,9 @@ is the form. A template that knows no tools gets a system message that describes
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Read are calls that are JSON objects with a name and arguments (Qwen, Hermes, Llama 3, Mistral and their like), and
-those of `named_form` (later Mistral, DeepSeek, Qwen3-Coder); of a template that writes calls otherwise, an answer's
-text stays text.
+A learnt form is of calls that are JSON objects with a name and arguments (Qwen, Hermes, Llama 3, Mistral and their
+like), or one of `named_form` (later Mistral, DeepSeek, Qwen3-Coder). Beside it the forms of `known_forms` and
+`bare_calls` are read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.forms.known_forms import known_form
 from quire.server.forms.markers import added_tokens
 from quire.server.forms.named_form import CALL_ID, Call, NamedForm, learn_named_form
 from quire.server.schemas.chat import Tool
@@ -41,13 +42,14 @@ _NAME, _KEY, _VALUE, _TEXT = "qfn_name", "qfn_key", "qfn_value", "qfn_text"
 class ToolForm:
     """What surrounds a call, special tokens included, and the names of its two fields.
 
-    begin: "" where a message of one object is a call.
+    begin: "" where a message of one object is a call. id_field: of an id behind the arguments, "" for none.
     """
 
     begin: str = "<tool_call>\n"
     end: str = "\n</tool_call>"
     name_field: str = "name"
     arguments_field: str = "arguments"
+    id_field: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -133,6 +135,7 @@ def _learn(tokenizer: Any, template: str) -> _Learnt:
     found = around([(_NAME, {_KEY: _VALUE}, CALL_ID)]) if tells else None
     form = None if found is None else _object_form(*found, tokenizer.eos_token)
     form = form or learn_named_form(written, added_tokens(tokenizer))
+    form = form or known_form(added_tokens(tokenizer))
     if form is not None or tells:
         return _Learnt(form, tells, writes=True)
     return _Learnt()
@@ -165,7 +168,10 @@ def _object_form(called: str, begin: int, end: int, eos: str | None) -> ToolForm
     arguments = [key for key, inner in value.items() if inner == {_KEY: _VALUE}]
     if len(names) != 1 or len(arguments) != 1:
         return None
-    return ToolForm(called[begin:first], called[last:end].replace(eos or "\0", ""), names[0], arguments[0])
+    last_field = [*value][-1]
+    id_field = last_field if value[last_field] == CALL_ID else ""
+    end_marker = called[last:end].replace(eos or "\0", "")
+    return ToolForm(called[begin:first], end_marker, names[0], arguments[0], id_field)
 
 
 def _object_around(text: str, at: int, low: int) -> tuple[dict[str, Any], int, int] | None:
