@@ -22,6 +22,7 @@ ORDER = [
     "config",
     "process",
     "tally",
+    "spans",
     "torch_threads",
     "_native",
     "backends",
