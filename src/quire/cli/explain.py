@@ -58,6 +58,7 @@ def explain(
         raise ArgumentError(f"expected a tenant of {config}, got {tenant!r} (known: {known}) - in --tenant")
     table = {} if stored_as is None else stored_as.model
     own = with_flags({name: table[name] for name in _OF_MODEL if name in table}, engine)
+    options.refuse_models([prompt], own)
     if own.get("disk_cache") is None and own.get("remote_cache") is None:
         raise ArgumentError(
             "expected a place to look at, got none; name one with --disk-cache DIR, --remote-cache URL or a --config "

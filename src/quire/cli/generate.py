@@ -119,6 +119,7 @@ def generate(
         )
     if any(not text for text in texts):
         raise PromptError("expected every prompt to have some text, got an empty one")
+    options.refuse_models(prompt or (), engine)
     if profile_trace is not None:
         engine["profile"] = True
     config = EngineConfig(**engine)

@@ -13,14 +13,8 @@ from quire.config import EngineConfig, with_flags
 __all__ = ["serve"]
 
 
-@options.engine_flags(without=("model", "profile"))
+@options.engine_flags(without=("profile",))
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="Folder, GGUF file or Hub id; the embedded model if not given."
-        ),
-    ] = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address to listen on; 127.0.0.1.")] = None,
     port: Annotated[
         int | None,
@@ -70,8 +64,6 @@ def serve(
         "log_requests": log_requests,
     }  # fmt: skip
     settings, table = load_config(config, flags)
-    if model is not None:
-        engine["model"] = model
     engine_config = EngineConfig(
         **with_flags(table, engine),
         tenant_secret=settings.tenant_secret,
