@@ -23,6 +23,8 @@ ORDER = [
     "process",
     "tally",
     "spans",
+    "hub",
+    "loading",
     "torch_threads",
     "_native",
     "backends",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import open_llm
 from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
 
@@ -69,9 +70,7 @@ def explain(
         own["remote_secret"] = stored_as.remote_secret
     engine_config = EngineConfig(**own, tenant_secret=secret)
 
-    from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
-
-    with LLM(config=engine_config) as llm:
+    with open_llm(engine_config) as llm:
         if tenant is not None:
             llm.tenants.add(tenant)
         explanation = llm.monitor.explain(prompt, tenant=tenant, cache_salt=cache_salt, as_administrator=True)

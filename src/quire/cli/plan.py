@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quire import hub
 from quire.cli import options
 from quire.config import EngineConfig, with_flags
 
@@ -50,6 +51,8 @@ def plan(
         if value is None and given_there is not None:
             kv_dtype, weights = (given_there, weights) if name == "kv_dtype" else (kv_dtype, given_there)
     checked = EngineConfig(**given)  # here, so that --help and bad options do not wait for torch
+    if hub.is_id(checked.model):
+        hub.cached_folder(checked.model, checked.revision)
 
     from quire.engine.plan import plan as make_plan
 

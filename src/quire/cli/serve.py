@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import ask_hub, open_llm
 from quire.config import EngineConfig, with_flags
 
 __all__ = ["serve"]
@@ -70,11 +71,11 @@ def serve(
         remote_secret=settings.remote_secret,
     )
 
+    ask_hub(engine_config)
     from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
 
     listener = bind(settings.host, settings.port)
     try:
-        from quire.engine.llm import LLM
         from quire.server.run import serve as run
 
         if settings.tenant_secret is None and len(settings.tenants) > 1 and engine_config.disk_cache:
@@ -83,7 +84,7 @@ def serve(
                 "tenant_secret in [server] changes that",
                 file=sys.stderr,
             )
-        with LLM(config=engine_config) as llm:
+        with open_llm(engine_config) as llm:
             name = settings.served_model_name or llm.name
             where = url_of(settings.host, listener.getsockname()[1])
 
