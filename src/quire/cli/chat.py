@@ -112,7 +112,7 @@ class _Conversation:
         except KeyboardInterrupt:
             if stream is not None:
                 stream.close()
-            if not answer:
+            if stream is None or not answer:
                 print(file=sys.stderr)
                 return
         print()
