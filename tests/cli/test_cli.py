@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,27 @@ def test_json_is_one_object_of_the_documented_form(run: Run) -> None:
         assert list(output) == keys
         assert len(output["token_ids"]) == 5
         assert output["finish_reason"] == "length"
+
+
+def test_stats_are_ten_figures_for_people_and_all_in_json(run: Run) -> None:
+    arguments = ("generate", "def f(", "def f(x", "--max-tokens", "5", "--temperature", "0", "--stats")
+    code, out, err = run(*arguments)
+    assert (code, "def f(" in out, "prompt tokens" in out) == (0, True, False)
+    shown = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in err.splitlines()[1:])
+    assert list(shown) == [
+        "prompt tokens", "of them from the cache", "generated tokens", "time to first token, mean", "prefill", "decode",
+        "KV memory at most", "blocks with content", "blocks evicted", "preemptions",
+    ]  # fmt: skip
+    _, out, _ = run(*arguments, "--json")
+    stats = json.loads(out)["stats"]
+    counts = ("num_prompt_tokens", "num_generated_tokens", "evicted_blocks", "num_preemptions")
+    labels = ("prompt tokens", "generated tokens", "blocks evicted", "preemptions")
+    assert [shown[label] for label in labels] == [str(stats[name]) for name in counts]
+    assert shown["of them from the cache"] == f"{stats['num_cached_tokens']} ({stats['hit_rate']:.0%})"
+    assert shown["blocks with content"].startswith(f"{stats['cached']} of ")
+    assert " of " in shown["KV memory at most"]
+    for label in ("prefill", "decode"):
+        assert float(shown[label].removesuffix(" tokens/s")) > 0
 
 
 def test_a_disk_cache_serves_the_next_command(run: Run, tmp_path: Path) -> None:

@@ -172,6 +172,11 @@ def test_stats_merge_cache_and_engine(llm: LLM) -> None:
     assert after["num_blocks"] == llm.num_blocks
     assert 0 < after["kv_committed_bytes"] <= after["kv_memory_bytes"] <= 2 * 2**20
     assert after["tokens_per_second"] > 0
+    assert after["num_token_gaps"] == before["num_token_gaps"] + 9  # each token but the first
+    assert 0 < after["time_to_first_token_s"] < after["busy_s"]
+    assert 0 < after["token_gap_s"] < after["busy_s"]
+    assert after["decode_tokens_per_second"] > 0
+    assert after["prefill_tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(

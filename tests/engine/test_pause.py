@@ -50,6 +50,24 @@ def test_a_paused_request_keeps_its_place_while_nobody_wants_it() -> None:
     assert tokens(engine, paused) == expected_tokens(engine.spec, [3, 1, 2], 20)
 
 
+def test_a_pause_is_no_time_between_tokens() -> None:
+    """What a client does not read is not computed; the time until it reads on is its own."""
+    engine = FakeEngine()
+    paused, gaps = submit(engine, 3, 20), engine.scheduler.token_gaps
+    for _ in range(4):
+        engine.step()
+    assert gaps.count == 3  # each token but the first
+    engine.engine.pause(paused)
+    before = gaps.count, gaps.sum_s
+    engine.now += 1000
+    engine.engine.resume(paused)
+    engine.step()
+    assert (gaps.count, gaps.sum_s) == before
+    engine.step()
+    assert gaps.count == before[0] + 1
+    assert gaps.most_s < 1000
+
+
 @pytest.mark.parametrize("room", [{"max_num_seqs": 2}, {"num_blocks": 8, "watermark": 0.0}])
 def test_whoever_is_read_goes_on_whatever_came_before_it(room: dict[str, Any]) -> None:
     """Places and memory are full of paused requests: they give both up, and come back."""

@@ -14,7 +14,7 @@ from support import architectures, every_type
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, hub
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.model import load
 
@@ -173,6 +173,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("We couldn't connect to\n'https://huggingface.co'")
 
+    monkeypatch.setattr(hub, "folder_instead", lambda *_: None)  # the Hub answers
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)  # what is asked for first
     with pytest.raises(
         LoadError, match="cannot load the model 'nobody/nothing': We couldn't connect to 'https"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import open_llm
+from quire.config import EngineConfig
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 
@@ -151,13 +153,11 @@ def verify(
         if recompute is not None:
             from quire.engine.recompute import compare_sample
 
-            def open_llm(block_size: int) -> LLM:
-                from quire.engine.llm import LLM
-
+            def open_one(block_size: int) -> LLM:
                 # An engine with a tier names its world.
-                return LLM(**engine, block_size=block_size, host_cache="1MiB")
+                return open_llm(EngineConfig(**engine, block_size=block_size, host_cache="1MiB"))
 
-            compared = list(compare_sample(tier, open_llm, recompute, seed=seed))
+            compared = list(compare_sample(tier, open_one, recompute, seed=seed))
     finally:
         tier.close()
     if as_json:

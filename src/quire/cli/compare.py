@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import ask_hub, open_llm
 from quire.config import OPTION_OF_STORAGE, STORAGES, EngineConfig
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
@@ -121,6 +122,7 @@ def compare(
             )
     if shared.backend is not None and simulate:
         raise ArgumentError("expected --backend without --simulate: nothing is computed")
+    ask_hub(shared)
     from quire.simulate import CostLine, Lengths, read_trace, synthetic
     from quire.simulate.compare import Comparison
 
@@ -193,7 +195,7 @@ def _run_all(comparison: Comparison, names: list[str], spec: KVSpec, cost: Any) 
         if cost is not None:
             runs[name] = run_simulated(comparison, name, spec, cost)
         else:
-            runs[name] = run_model(comparison, name)
+            runs[name] = run_model(comparison, name, open_llm)
         if errors := runs[name].errors:
             print(
                 f"quire: {name}: {len(errors)} requests were not done; the first: {errors[0]}",

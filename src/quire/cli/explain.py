@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import open_llm
 from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
 
@@ -58,6 +59,7 @@ def explain(
         raise ArgumentError(f"expected a tenant of {config}, got {tenant!r} (known: {known}) - in --tenant")
     table = {} if stored_as is None else stored_as.model
     own = with_flags({name: table[name] for name in _OF_MODEL if name in table}, engine)
+    options.refuse_models([prompt], own)
     if own.get("disk_cache") is None and own.get("remote_cache") is None:
         raise ArgumentError(
             "expected a place to look at, got none; name one with --disk-cache DIR, --remote-cache URL or a --config "
@@ -68,9 +70,7 @@ def explain(
         own["remote_secret"] = stored_as.remote_secret
     engine_config = EngineConfig(**own, tenant_secret=secret)
 
-    from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
-
-    with LLM(config=engine_config) as llm:
+    with open_llm(engine_config) as llm:
         if tenant is not None:
             llm.tenants.add(tenant)
         explanation = llm.monitor.explain(prompt, tenant=tenant, cache_salt=cache_salt, as_administrator=True)

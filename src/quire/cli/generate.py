@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import open_llm
 from quire.config import EngineConfig
 from quire.errors import ArgumentError, PromptError
+from quire.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.scheduler.request import RequestOutput
@@ -74,13 +76,34 @@ def whole(results: list[RequestOutput]) -> list[RequestOutput]:
     return results
 
 
+def figures(stats: dict[str, Any]) -> dict[str, str]:
+    """What of the stats a person reads first. Speeds are of the engine: all requests of a step together."""
+
+    def speed(name: str) -> str:
+        return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"
+
+    with_content = stats["held"] + stats["in_flight"] + stats["pinned"] + stats["cached"]
+    return {
+        "prompt tokens": str(stats["num_prompt_tokens"]),
+        "of them from the cache": f"{stats['num_cached_tokens']} ({stats['hit_rate']:.0%})",
+        "generated tokens": str(stats["num_generated_tokens"]),
+        "time to first token, mean": f"{stats['time_to_first_token_s']:.3f} s",
+        "prefill": speed("prefill_tokens_per_second"),
+        "decode": speed("decode_tokens_per_second"),
+        "KV memory at most": f"{format_size(stats['kv_peak_bytes'])} of {format_size(stats['kv_memory_bytes'])}",
+        "blocks with content": f"{with_content} of {stats['num_blocks']}",
+        "blocks evicted": str(stats["evicted_blocks"]),
+        "preemptions": str(stats["num_preemptions"]),
+    }
+
+
 def print_stats(stats: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("figure", "value", title="stats", title_justify="left")
-    for name, value in stats.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    table = Table(show_header=False, box=None)
+    for name, value in figures(stats).items():
+        table.add_row(name, value)
     Console(stderr=True).print(table)
 
 
@@ -101,7 +124,10 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
     show_stats: Annotated[
-        bool, typer.Option("--stats", help="Print what the cache and the engine did.")
+        bool,
+        typer.Option(
+            "--stats", help="Print ten figures of what the cache and the engine did; --json has all."
+        ),
     ] = False,
     profile_trace: Annotated[
         str | None,
@@ -119,6 +145,7 @@ def generate(
         )
     if any(not text for text in texts):
         raise PromptError("expected every prompt to have some text, got an empty one")
+    options.refuse_models(prompt or (), engine)
     if profile_trace is not None:
         engine["profile"] = True
     config = EngineConfig(**engine)
@@ -130,9 +157,7 @@ def generate(
         check_trace_path(profile_trace)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
 
-    from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
-
-    with LLM(config=config) as llm:
+    with open_llm(config) as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
             results = whole(llm.generate(texts, params))

@@ -1,18 +1,24 @@
-"""The flags of `quire.config.EngineConfig`, for the verbs that open an engine; and two of sampling."""
+"""The flags of `quire.config.EngineConfig`, for the verbs that open an engine; and two of sampling.
+
+One rule for the model: each verb that reads one takes it as `--model M`, and as its argument where it has no other.
+`embedded` is the embedded one; a folder of that name is `./embedded`.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from quire.config import EngineConfig
+from quire.errors import ArgumentError
 
-__all__ = ["MaxTokens", "Temperature", "engine_flags", "flag", "number"]
+__all__ = ["MaxTokens", "Temperature", "engine_flags", "flag", "number", "refuse_models"]
 
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate at most.")]
 Temperature = Annotated[
@@ -23,7 +29,8 @@ Temperature = Annotated[
 def engine_flags(
     *names: str, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a verb flags in place of its `**engine`: those of `names`, or of all options but `without`.
+    """Gives a verb flags in place of its `**engine`: those of `names`, or of all options but `without`; and the model's
+    argument beside its flag, where the verb has no argument of its own.
 
     `engine` holds the options that were given, by name, their values unchecked.
     """
@@ -31,17 +38,44 @@ def engine_flags(
     flags = [all_flags[name] for name in names or all_flags if name not in without]
 
     def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(verb)
-        def run(**given: Any) -> Any:
-            not_given = {flag.name for flag in flags if given[flag.name] is None}
-            return verb(**{name: value for name, value in given.items() if name not in not_given})
-
         own = inspect.signature(verb, eval_str=True).parameters.values()
         kept = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own if one.name != "engine"]
-        run.__signature__ = inspect.Signature([*kept, *flags])  # pyright: ignore[reportAttributeAccessIssue]
+        takes_model = any(flag.name == "model" for flag in flags)
+        argument = [_MODEL] if takes_model and not any(map(_is_argument, kept)) else []
+
+        @functools.wraps(verb)
+        def run(**given: Any) -> Any:
+            model = given.pop(_MODEL.name, None)
+            if takes_model:
+                given["model"] = _one_model(model, given["model"])
+            not_given = {flag.name for flag in flags if given[flag.name] is None}
+            if given.get("model") == _EMBEDDED:
+                given["model"] = None
+            return verb(**{name: value for name, value in given.items() if name not in not_given})
+
+        run.__signature__ = inspect.Signature([*argument, *kept, *flags])  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return decorate
+
+
+def refuse_models(prompts: Iterable[str], given: Mapping[str, Any]) -> None:
+    """*raises:* ArgumentError: a prompt is the path of a model, as an argument of other verbs is, and the options that
+    were given name none."""
+    for prompt in () if "model" in given else prompts:
+        is_file = prompt.endswith(".gguf") and os.path.isfile(prompt)
+        if is_file or (prompt and os.path.isfile(os.path.join(prompt, "config.json"))):
+            raise ArgumentError(
+                f"expected a prompt, got the model {prompt!r}; name it with --model {prompt}, or the embedded one with "
+                f"--model {_EMBEDDED} to have that text continued"
+            )
+
+
+def _one_model(argument: str | None, flag: str | None) -> str | None:
+    """*raises:* ArgumentError: two are named."""
+    if argument is not None and flag is not None and argument != flag:
+        raise ArgumentError(f"expected one model, got {argument!r} and --model {flag}; leave out one of them")
+    return flag if argument is None else argument
 
 
 def flag(name: str) -> str:
@@ -59,6 +93,21 @@ def number(kind: type[int] | type[float]) -> Callable[[str], Any]:
             return text
 
     return parse
+
+
+_EMBEDDED = "embedded"
+_MODEL = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder, GGUF file or Hub id, as with --model.")
+    ],
+)
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return any(isinstance(one, type(typer.Argument())) for one in get_args(parameter.annotation))
 
 
 @functools.cache

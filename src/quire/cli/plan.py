@@ -7,21 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from quire import hub
 from quire.cli import options
 from quire.config import EngineConfig, with_flags
 
 __all__ = ["plan"]
 
 
-@options.engine_flags(without=("model", "kv_dtype", "weights", "profile"))
+@options.engine_flags(without=("kv_dtype", "weights", "profile"))
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Folder (config.json is enough), GGUF file, Hub id in the local cache, or embedded.",
-        ),
-    ] = None,
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a request, prompt and answer together.")
     ] = None,
@@ -43,7 +37,8 @@ def plan(
 ) -> None:
     """Says what MODEL takes and what fits, from its config and headers. Exit status 1: the requests do not fit.
 
-    Options are those of `quire serve`: what fits here starts there.
+    A folder's config.json is enough; a Hub id has to be in the local cache. Options are those of `quire serve`: what
+    fits here starts there.
     """
     table: dict[str, Any] = {}
     if config is not None:
@@ -51,13 +46,13 @@ def plan(
 
         table = dict(load_stored_as(config).model)
     given = with_flags(table, engine)
-    if model not in (None, "embedded"):
-        given["model"] = model
     for name, value in (("kv_dtype", kv_dtype), ("weights", weights)):
         given_there = given.pop(name, None)
         if value is None and given_there is not None:
             kv_dtype, weights = (given_there, weights) if name == "kv_dtype" else (kv_dtype, given_there)
     checked = EngineConfig(**given)  # here, so that --help and bad options do not wait for torch
+    if hub.is_id(checked.model):
+        hub.cached_folder(checked.model, checked.revision)
 
     from quire.engine.plan import plan as make_plan
 

@@ -8,19 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.cli.opening import ask_hub, open_llm
 from quire.config import EngineConfig, with_flags
 
 __all__ = ["serve"]
 
 
-@options.engine_flags(without=("model", "profile"))
+@options.engine_flags(without=("profile",))
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="Folder, GGUF file or Hub id; the embedded model if not given."
-        ),
-    ] = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address to listen on; 127.0.0.1.")] = None,
     port: Annotated[
         int | None,
@@ -70,19 +65,17 @@ def serve(
         "log_requests": log_requests,
     }  # fmt: skip
     settings, table = load_config(config, flags)
-    if model is not None:
-        engine["model"] = model
     engine_config = EngineConfig(
         **with_flags(table, engine),
         tenant_secret=settings.tenant_secret,
         remote_secret=settings.remote_secret,
     )
 
+    ask_hub(engine_config)
     from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
 
     listener = bind(settings.host, settings.port)
     try:
-        from quire.engine.llm import LLM
         from quire.server.run import serve as run
 
         if settings.tenant_secret is None and len(settings.tenants) > 1 and engine_config.disk_cache:
@@ -91,7 +84,7 @@ def serve(
                 "tenant_secret in [server] changes that",
                 file=sys.stderr,
             )
-        with LLM(config=engine_config) as llm:
+        with open_llm(engine_config) as llm:
             name = settings.served_model_name or llm.name
             where = url_of(settings.host, listener.getsockname()[1])
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,6 +142,7 @@ class Engine:
         self.swap.on_reserved = self.collect
         self._num_generated_tokens = 0
         self._busy_s = 0.0
+        self._prefill, self._decode = _Speed(), _Speed()
 
     @property
     def has_work(self) -> bool:
@@ -306,8 +307,12 @@ class Engine:
             self._profile.lap("schedule")
             if scheduled is not None:
                 touched += self._compute(scheduled)
+                seconds = self._clock() - started
                 if scheduled.is_prompt:
-                    self._speeds.computed(len(scheduled.input_ids), self._clock() - started)
+                    self._speeds.computed(len(scheduled.input_ids), seconds)
+                    self._prefill.add(len(scheduled.input_ids), seconds)
+                else:
+                    self._decode.add(len(scheduled.sampled), seconds)
             elif self._loads is not None and self.scheduler.waits_for_tiers:
                 self._loads.changed.wait(_WAIT_S)
             outputs = self._outputs_of(touched)
@@ -439,6 +444,9 @@ class Engine:
         count of what it evicted, partial blocks included.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, where prefixes are shared, else 0. A request
         counts once, at its first start: what a preempted one finds of itself is no hit. hit_rate: their quotient.
+        prefill_tokens_per_second: tokens computed in steps that had some of a prompt, by the time of those;
+        decode_tokens_per_second: tokens generated in the other steps, by theirs. time_to_first_token_s: mean of the
+        requests that have ended, from their arrival. token_gap_s: mean time between two tokens of a sequence.
         """
         scheduler = self.scheduler
         live = scheduler.requests.values()
@@ -471,7 +479,29 @@ class Engine:
             "hit_rate": num_hit / num_query if num_query else 0.0,
             "busy_s": self._busy_s,
             "tokens_per_second": self._num_generated_tokens / self._busy_s if self._busy_s else 0.0,
+            "prefill_tokens_per_second": self._prefill.per_second,
+            "decode_tokens_per_second": self._decode.per_second,
+            "time_to_first_token_s": self._outputs.first_tokens_s / (self._outputs.num_first_tokens or 1),
+            "num_token_gaps": scheduler.token_gaps.count,
+            "token_gap_s": scheduler.token_gaps.mean_s,
+            "token_gap_below_s": scheduler.token_gaps.below(),
         }
+
+
+@dataclass
+class _Speed:
+    """Tokens of steps of one kind, and the time of those."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+
+    @property
+    def per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
 def _prompt(prompt: Any) -> Prompt:

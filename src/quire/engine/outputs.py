@@ -17,7 +17,8 @@ __all__ = ["Outputs"]
 class Outputs:
     """tokenizer: None where only token ids go out.
 
-    num_finished, num_prompt_tokens, num_cached_tokens, hit_tokens: of the requests that have ended.
+    num_finished, num_prompt_tokens, num_cached_tokens, hit_tokens: of the requests that have ended. num_first_tokens,
+    first_tokens_s: those of them that had a first token, and the seconds until it, summed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -26,6 +27,8 @@ class Outputs:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.hit_tokens: Counter[str] = Counter()
+        self.num_first_tokens = 0
+        self.first_tokens_s = 0.0
 
     def finished(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended: call it once."""
@@ -33,6 +36,9 @@ class Outputs:
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_cached_tokens += request.num_cached_tokens
         self.hit_tokens.update(request.hit_tokens())
+        if request.first_token_s is not None:
+            self.num_first_tokens += 1
+            self.first_tokens_s += request.first_token_s - request.arrival_s
         return self.so_far(request)
 
     def so_far(self, request: Request) -> RequestOutput:

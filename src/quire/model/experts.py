@@ -29,6 +29,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quire.loading import observer
 from quire.memory.heap import give_back_freed
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import DenseWeight, NativeWeight, PackedWeight, choose_packing
@@ -232,6 +233,7 @@ def _pack(module: Any, names: tuple[str, str]) -> Callable[[], None] | None:
         if not HeldParameter.take_place(parameter, held, dense):
             undo()
             return None
+        observer().has_read(dense.numel() * dense.element_size())
         taken.append(parameter)
     compute_from(module, names)
 

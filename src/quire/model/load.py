@@ -10,7 +10,6 @@ Cost: reading the weights.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from quire import hub
 from quire.errors import ArgumentError, LoadError, QuireError, UnsupportedModelError
+from quire.loading import observer
 from quire.memory.heap import give_back_freed
 from quire.model.beside_config import refuse_adapter, weights_of
 from quire.model.coded_experts import ExpertForms
@@ -83,7 +84,6 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("quire")
 # Of a language model's tensors within a larger model, and when it is alone.
 _NAMES_OF_TEXT = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +177,9 @@ def load(
     if (file := _gguf_file(source)) is not None:
         return _load_gguf(file, wanted, weights, widened, keep, backend, has_rules)
     where, local = _locate(source)
+    name = "embedded" if source is None else Path(where).name if local else where
+    if not local and (folder := hub.folder_instead(where, revision)) is not None:
+        where, local = str(folder), True
     if local:
         _check_folder(Path(where))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -189,6 +192,7 @@ def load(
         if not local:
             refuse_adapter(where, revision, may_download=True)
         stored = weights_of(config, where, None if local else revision, may_download=not local)
+        observer().begins("reading weights", _num_bytes(stored))
         # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
         tokenizer = _load_tokenizer(where, local, options, source)
         read = _from_pretrained(where, config, stored, widened, weights, keep, backend)
@@ -210,9 +214,10 @@ def load(
             f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
         ) from error
     _refuse_missing(model, report, _shown(source, where))
-    name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
     if weights is not None:
+        if weights.rounds:
+            observer().begins("rounding weights")
         kept = (*kept, *quantize_kept(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted, has_rules)
     return replace(
@@ -317,6 +322,7 @@ def _load_gguf(
         # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
         tokenizer = load_gguf_tokenizer(source, gguf_config(source))
         give_back_freed()
+        observer().begins("reading weights", _num_bytes(source))
         model, report, weights, kept = load_gguf_model(
             source, dtype, widened=widened, rounded=rounded, keep=keep, backend=backend
         )
@@ -326,6 +332,8 @@ def _load_gguf(
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
+        if rounded.rounds:
+            observer().begins("rounding weights")
         kept = (*kept, *quantize_kept(model, rounded, weights, keep, backend))
     loaded = _describe(model, tokenizer, path.stem, wanted, has_rules)
     return replace(
@@ -336,6 +344,11 @@ def _load_gguf(
         reckoned_by=f"{reckoned_by()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )
+
+
+def _num_bytes(source: WeightSource | None) -> int:
+    """Of the files that weights are read from; 0 where that is not known."""
+    return 0 if source is None else sum(path.stat().st_size for path in source.files)
 
 
 def _readers() -> str:
@@ -522,6 +535,8 @@ def config_of(source: str | Path | None) -> Any:
         config.dtype = stored.dtype
         return config
     where, local = _locate(source)
+    if not local and (folder := hub.folder_instead(where)) is not None:
+        where, local = str(folder), True
     if local:
         check_config(Path(where))
         return Path(where)
@@ -559,7 +574,7 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
         raise ArgumentError(
             f"expected a model folder, a GGUF file or a Hub id, got the file {text}; give the folder it lies in"
         )
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(text):
+    if isinstance(source, Path) or not hub.is_id(text):
         raise ArgumentError(
             f"expected a model folder, a GGUF file or a Hub id, got {text!r}: there is no such folder"
         )
@@ -657,19 +672,16 @@ def without_weights(
         found = replace(found, vocabulary=gguf_vocabulary(stored))
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
     where, local = _locate(source)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    name = "embedded" if source is None else Path(where).name if local else where
     if not local:
-        options["revision"] = revision
-    else:
-        check_config(Path(where))
+        where = str(hub.cached_folder(where, revision))
+    check_config(Path(where))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(where, **options)
     except Exception as error:  # transformers and the Hub client raise many kinds
-        hint = "" if local else " (it is not in the local cache, perhaps; nothing is fetched)"
-        raise LoadError(
-            f"cannot read the config of {_shown(source, where)}{hint}: {_one_line(error)}"
-        ) from error
-    header = weights_of(config, where, None if local else revision)
+        raise LoadError(f"cannot read the config of {_shown(source, where)}: {_one_line(error)}") from error
+    header = weights_of(config, where)
     tensors = [] if header is None else list(header)  # a damaged one is said here
     is_plain = quantization_of(config) is None
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
@@ -679,12 +691,10 @@ def without_weights(
         found = _unloaded(
             config if is_plain else plain_config(config),
             wanted.torch_dtype if wanted else stored_dtype,
-            "embedded" if source is None else Path(where).name if local else where,
+            name,
             trust_remote_code=trust_remote_code,
         )
-    found = replace(
-        found, vocabulary=planned_vocabulary(where, None if local else revision, found.vocab_size)
-    )
+    found = replace(found, vocabulary=planned_vocabulary(where, None, found.vocab_size))
     if is_plain:
         return found
     names = _NAMES_OF_TEXT if found.is_part else None

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
+from quire.loading import observer
 from quire.model.coded_experts import ExpertForms
 from quire.model.gguf import ARCHITECTURES, GGUFHeader
 from quire.model.gguf.names import tensor_names
@@ -272,6 +273,7 @@ def _tensors(
             raise LoadError(
                 f"expected tensors that fit the header, {tensor.name} of {source.path} is {list(tensor.shape)}: {error}"
             ) from error
+        observer().has_read(tensor.read().nbytes)
         if result.name in names:
             # What was not widened may lie in the file's mapping still.
             weight = torch.from_numpy(np.ascontiguousarray(result.weights))
@@ -370,7 +372,7 @@ def _read(
             part = data[start : start + step] if is_ordered else data[rows[start : start + step]]
             yield read_gguf(str(tensor.stored), part)
             if is_ordered:
-                mapped.release(part)
+                mapped.release_pages(part)
     finally:  # who has the whole weight asks for no more
         mapped.release(data)
 

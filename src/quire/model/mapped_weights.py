@@ -23,6 +23,8 @@ from typing import Protocol
 
 import torch
 
+from quire.loading import observer
+
 __all__ = ["MappedWeights", "Origin", "Origins", "key_of"]
 
 _SUFFIX = ".safetensors"
@@ -54,10 +56,16 @@ class MappedWeights:
 
     def __init__(self, suffix: str = _SUFFIX) -> None:
         self._suffix = suffix
+        self._observer = observer()  # weights are released in other threads too
         self._regions = _mapped_files(suffix)
         self._starts = [region.start for region in self._regions]
 
     def release(self, weight: torch.Tensor) -> None:
+        """Called with a weight that has been read, once: `release_pages`."""
+        self._observer.has_read(weight.numel() * weight.element_size())
+        self.release_pages(weight)
+
+    def release_pages(self, weight: torch.Tensor) -> None:
         """Gives the pages wholly inside `weight` back if they lie in one of the files; its bytes can still be read."""
         start = weight.data_ptr()
         stop = start + weight.numel() * weight.element_size()

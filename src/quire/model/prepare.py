@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache
 from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.loading import observer
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.heap import give_back_freed
 from quire.memory.storage import Storage
@@ -153,10 +154,12 @@ class PreparedModel:
             with self._threads(), torch.autocast("cpu", enabled=False):
                 self._give_back_training = _eval(loaded.model)
                 self._undo.append(self._give_back_training)
+                observer().begins("packing weights")
                 self._change(loaded.model, packed_weights)
                 if self._attends and (self.routed is None or not self.routed.no_positions):
                     _forward_parameters(loaded, self.needs)
                 before = facts(loaded.model)
+                observer().begins("proving the model")
                 self._prove(loaded.model)
                 if not may_be_replaced(loaded.model) or hooks_on(loaded.model):
                     self.decoder = None  # it calls no module, and would leave out what is on one

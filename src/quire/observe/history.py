@@ -13,18 +13,19 @@ A question reads the whole log: about 2 ms of a full one.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from quire.cache.feed import LOSS_REASONS
 from quire.observe.mirror import Block, Change, TreeMirror
+from quire.spans import Spans
 
-__all__ = ["History", "Loss", "LossLog", "Spans"]
+__all__ = ["History", "Loss", "LossLog"]
+
+_BOUNDS = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # seconds
 
 
 @dataclass(frozen=True)
@@ -120,32 +121,6 @@ class LossLog:
         )  # fmt: skip
 
 
-class Spans:
-    """Lengths of time: how many, their mean and most, and how many below 1, 10, 100, ... seconds."""
-
-    BOUNDS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum_s = 0.0
-        self.most_s = 0.0
-        self._between = [0] * (len(self.BOUNDS) + 1)  # the last: above all bounds
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.sum_s += seconds
-        self.most_s = max(self.most_s, seconds)
-        self._between[bisect_right(self.BOUNDS, seconds)] += 1
-
-    def below(self) -> dict[float, int]:
-        """How many were below each bound: those below a lower one among them."""
-        return dict(zip(self.BOUNDS, accumulate(self._between[:-1]), strict=True))
-
-    @property
-    def mean_s(self) -> float:
-        return self.sum_s / self.count if self.count else 0.0
-
-
 class History:
     """See the module's text. Listens to the mirror from when it is made."""
 
@@ -153,11 +128,13 @@ class History:
         self.mirror = mirror
         self.max_blocks = max_blocks
         self.losses = LossLog(mirror.node_tokens, max_blocks)
-        self.evictions = {reason: Spans() for reason in LOSS_REASONS}  # unused before memory gave them up
+        self.evictions = {
+            reason: Spans(_BOUNDS) for reason in LOSS_REASONS
+        }  # unused before memory gave them up
         self.eviction_ages = {
-            reason: Spans() for reason in LOSS_REASONS
+            reason: Spans(_BOUNDS) for reason in LOSS_REASONS
         }  # the same blocks, from when they were stored
-        self.reuse_gaps = Spans()  # between two uses of a prefix
+        self.reuse_gaps = Spans(_BOUNDS)  # between two uses of a prefix
         self._expired: OrderedDict[bytes, float] = OrderedDict()
         mirror.listeners.append(self._note)
 

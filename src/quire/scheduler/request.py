@@ -77,6 +77,7 @@ class RequestSequence:
         "state",
         "stop_reason",
         "swapped",
+        "token_s",
         "waits_for",
     )
 
@@ -105,6 +106,9 @@ class RequestSequence:
         self.detokenizer: Detokenizer | None = None
         self.matcher: Matcher | None = None
         self.num_shown = 0  # output tokens that an output of deltas has carried
+        self.token_s: float | None = (
+            None  # when its newest token came; None before the first, and once paused
+        )
 
     @property
     def finished(self) -> bool:

@@ -49,8 +49,12 @@ from quire.scheduler.loading import LoadingQueue
 from quire.scheduler.refusals import Refusals
 from quire.scheduler.request import Request, RequestSequence, SequenceState
 from quire.scheduler.step import ScheduledStep
+from quire.spans import Spans
 
 __all__ = ["Scheduler"]
+
+# Seconds between two tokens of a sequence, as `Spans` counts them.
+_TOKEN_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 
 class Scheduler:
@@ -95,6 +99,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
+        self.token_gaps = Spans(_TOKEN_GAPS)  # between two tokens of a sequence, without pauses of its reader
         self._failed: list[RequestSequence] = []
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
@@ -172,6 +177,8 @@ class Scheduler:
         for sequence in waiting:
             self._line(sequence).remove(sequence)
         request.is_paused = is_paused
+        for sequence in request.sequences:
+            sequence.token_s = None
         for sequence in waiting:
             self._wait(sequence)
 
@@ -315,6 +322,9 @@ class Scheduler:
                 self._fork(sequence)
         if isinstance(tokens, np.ndarray):
             tokens = tokens.tolist()
+        num_since: dict[
+            float | None, int
+        ] = {}  # sequences by when their token before came: mostly all at once
         for sequence, token in zip(step.sampled, tokens, strict=True):
             if sequence.state is SequenceState.FINISHED:
                 continue
@@ -322,6 +332,8 @@ class Scheduler:
             if sequence.error is not None:
                 self.finish(sequence, "error")
                 continue
+            num_since[sequence.token_s] = num_since.get(sequence.token_s, 0) + 1
+            sequence.token_s = now
             sequence.output_ids.append(token)
             sequence.last_token = token
             sequence.num_tokens += 1
@@ -334,6 +346,9 @@ class Scheduler:
                 self.finish(sequence, "length")
             elif sequence.cache_sequence is not None and not together:
                 sequence.cache_sequence.append([token])
+        for since, count in num_since.items():
+            if since is not None:
+                self.token_gaps.add(now - since, count)
 
     def refuse(self, step: ScheduledStep, error: BaseException | None) -> list[RequestSequence]:
         """Takes back a step that the storage had no memory for, as if there had been too few blocks; who ends with it.

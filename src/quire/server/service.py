@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -292,7 +293,7 @@ class Service:
         end, or before by the engine: whoever reads slowly holds none. Its prompt is kept, where the body says so, from
         the first output on."""
         record, told = current_request(), self._told(tenant)
-        num_generated = 0
+        num_generated: defaultdict[int, int] = defaultdict(int)  # tokens, by answer
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
         output: RequestOutput | None = None
@@ -300,7 +301,7 @@ class Service:
             async with aclosing(generated):
                 async for output in generated:
                     for part in output.outputs:
-                        num_generated += len(part.token_ids)
+                        num_generated[part.index] += len(part.token_ids)
                     if first_s is not None:
                         if len(output.outputs) == 1:
                             num_behind_first += len(output.outputs[0].token_ids)
@@ -317,16 +318,13 @@ class Service:
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
             seconds = time.monotonic() - began
-            record.num_generated_tokens += num_generated
+            record.num_generated_tokens += sum(num_generated.values())
             record.finish_reasons.append(reason)
             if output is not None:
                 record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
                 record.num_cached_tokens += output.num_cached_tokens
             for one in told:
-                if output is not None:
-                    one.count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
-                one.ended(reason)
-                one.request_latency.observe(seconds)
+                one.ended(reason, seconds, output, num_generated.values())
                 if first_s is not None and num_behind_first:
                     one.time_per_output_token.observe((seconds - first_s) / num_behind_first)
 

@@ -7,9 +7,9 @@ moves along a cost line. A request that a storage can never hold is refused by i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import OPTION_OF_STORAGE, EngineConfig
 from quire.engine.engine import Engine
@@ -20,6 +20,9 @@ from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
 from quire.simulate.workload import Workload
 from quire.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
 
 __all__ = ["Comparison", "Run", "run_model", "run_simulated"]
 
@@ -87,11 +90,9 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
         opened.storage.close()
 
 
-def run_model(comparison: Comparison, storage: str) -> Run:
+def run_model(comparison: Comparison, storage: str, open_llm: Callable[[EngineConfig], LLM]) -> Run:
     """The real engine with a model."""
-    from quire.engine.llm import LLM
-
-    with LLM(config=comparison.config(storage)) as llm:
+    with open_llm(comparison.config(storage)) as llm:
         meter = Meter(llm.cache, llm.runner)
         clock = Clock()
         totals = _drive(llm.engine, comparison, meter, clock, llm.vocab_size)

@@ -1,0 +1,72 @@
+"""An `LLM` as a command opens it: a model of the Hub that cannot be had is told of soon, loads are seen on terminals.
+
+Not here: what a config may say (`quire.config`), what a load does.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from quire import hub
+from quire.config import EngineConfig
+from quire.loading import watched_by
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+__all__ = ["ask_hub", "open_llm"]
+
+
+def ask_hub(config: EngineConfig) -> None:
+    """*raises:* LoadError: the model is one of the Hub that cannot be had. Before torch is imported, which takes
+    seconds."""
+    if hub.is_id(config.model):
+        hub.folder_instead(config.model, config.revision)
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    """*raises:* as `LLM`."""
+    ask_hub(config)
+    with LoadBar() as bar, watched_by(bar):
+        from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
+
+        return LLM(config=config)
+
+
+class LoadBar:
+    """A `LoadObserver` that draws phase and bytes on stderr while its `with` block runs; nothing where that is no
+    terminal. It is gone afterwards."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> LoadBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begins(self, phase: str, num_bytes: int = 0) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=phase, **({"total": num_bytes} if num_bytes else {}))
+
+    def has_read(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, num_bytes)

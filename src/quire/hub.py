@@ -1,0 +1,103 @@
+"""Whether the Hugging Face Hub is asked for a model. Not where it does not answer: that is found out once, and soon.
+
+`huggingface_hub` asks for each file of a model anew, and waits 10 s each time: without a network a start would take
+minutes. Here a model's config is asked for once, before anything else. What the local cache has opens without the Hub.
+Nothing of the process is changed by that, and neither torch nor transformers is imported.
+
+Cost: one request, the answer to which holds for a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.errors import LoadError
+
+__all__ = ["cached_folder", "folder_instead", "is_id"]
+
+_PATIENCE_S = 1.5  # for an answer, the look-up of the name included; HF_HUB_ETAG_TIMEOUT, where it is set
+_HOLDS_S = 60.0
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CONFIGS = ("config.json", "adapter_config.json")  # one of them is in each model
+
+_log = logging.getLogger("quire")
+_answers: dict[str, tuple[float, str]] = {}  # by endpoint: when, and why it cannot be asked or ""
+
+
+def is_id(source: Any) -> bool:
+    """Whether a model's name is one of the Hub: of its form, and no path that is there."""
+    is_name = isinstance(source, str) and _ID.fullmatch(source) is not None
+    return is_name and not source.lower().endswith(".gguf") and not Path(source).exists()
+
+
+def folder_instead(name: str, revision: str | None = None) -> Path | None:
+    """The folder of the local cache that has a model of a Hub that cannot be asked; None: it can be.
+
+    *raises:* LoadError: it cannot be asked, and the local cache has no such model.
+    """
+    from huggingface_hub import constants
+
+    endpoint = constants.ENDPOINT
+    is_offline = constants.HF_HUB_OFFLINE
+    why_not = "is not asked, as HF_HUB_OFFLINE is set" if is_offline else _why_not(endpoint, name, revision)
+    if not why_not:
+        return None
+    folder = cached_folder(name, revision, f"{endpoint} {why_not}")
+    if not is_offline:
+        _log.warning("%s is taken from the local cache: %s %s", name, endpoint, why_not)
+    return folder
+
+
+def cached_folder(name: str, revision: str | None = None, why: str = "nothing is fetched here") -> Path:
+    """The folder of the local cache that has a model. why: the Hub is not asked for it.
+
+    *raises:* LoadError: there is none.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    for file in _CONFIGS:
+        if isinstance(found := try_to_load_from_cache(name, file, revision=revision), str):
+            return Path(found).parent
+    of_revision = f" of revision {revision!r}" if revision else ""
+    raise LoadError(
+        f"cannot load the model {name!r}: there is no such folder, the local cache ({constants.HF_HUB_CACHE}) has no "
+        f"such model{of_revision}, and {why}; fetch it where there is a network (hf download {name} --local-dir DIR) "
+        "and name DIR, or copy the cache and set HF_HUB_OFFLINE=1"
+    )
+
+
+def _why_not(endpoint: str, name: str, revision: str | None) -> str:
+    """Why the Hub cannot be asked; "" where it answers, whatever it says."""
+    at, answer = _answers.get(endpoint, (0.0, ""))
+    if not at or time.monotonic() - at > _HOLDS_S:
+        answer = _ask(f"{endpoint}/{name}/resolve/{revision or 'main'}/config.json")
+        _answers[endpoint] = time.monotonic(), answer
+    return answer
+
+
+def _ask(url: str) -> str:
+    from huggingface_hub import constants, get_session
+
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    asked_s, usual_s = constants.HF_HUB_ETAG_TIMEOUT, constants.DEFAULT_ETAG_TIMEOUT
+    patience_s = _PATIENCE_S if asked_s == usual_s else asked_s
+
+    def ask() -> None:
+        try:
+            status = get_session().head(url, timeout=patience_s + 5, follow_redirects=False).status_code
+            found.put(f"answers with status {status}" if status >= 500 else "")
+        except Exception as error:  # the client's, and the many of proxies and certificates
+            found.put(f"cannot be reached ({' '.join(str(error).split()) or type(error).__name__})")
+
+    # In a thread: looking a name up cannot be given a time.
+    threading.Thread(target=ask, name="quire hub", daemon=True).start()
+    try:
+        return found.get(timeout=patience_s)
+    except queue.Empty:
+        return f"does not answer within {patience_s:g} s (HF_HUB_ETAG_TIMEOUT says how long to wait)"

@@ -1,0 +1,36 @@
+"""A load as a terminal shows it, and as nothing else does."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from quire.cli.opening import open_llm
+from quire.config import EngineConfig
+
+CONFIG = EngineConfig(kv_memory="16MiB")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_shown_phases_and_bytes_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with open_llm(CONFIG):
+        shown = terminal.getvalue()
+    assert "proving the model" in shown
+    assert re.search(r"\d+\.\d/9\.\d MiB", shown), shown[-400:]  # of the file's bytes
+    assert shown.endswith("\x1b[2K")  # the line is taken away again
+
+
+def test_what_is_no_terminal_is_shown_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_llm(CONFIG):
+        out, err = capsys.readouterr()
+    assert (out, err) == ("", "")
