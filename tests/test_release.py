@@ -75,6 +75,13 @@ def test_a_wheel_runs_on_processors_that_the_machine_it_was_built_on_does_not_kn
         assert not re.search("-m(arch|tune|cpu)", line), line
 
 
+def test_the_installation_shows_its_progress_and_says_how_long_it_takes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^.*pip install.*$", readme, re.MULTILINE)
+    assert [line for line in commands if re.search(r"\s(-q+|--quiet)\s", line)] == []
+    assert re.search(r"The installation takes about \w+ minutes", readme)
+
+
 # -- a release ---------------------------------------------------------------------------------------
 
 
