@@ -70,7 +70,7 @@ said = plan(folder, **asked)
 said = plan(folder, **asked, kv_memory=said.needed_bytes)
 gc.collect()
 before = taken()
-options = dict(max_model_len=context, max_batch_tokens=step, max_num_seqs=concurrency,
+options = dict(packed_weights="off", max_model_len=context, max_batch_tokens=step, max_num_seqs=concurrency,
                kv_memory=said.needed_bytes, weights=weights)
 with LLM(folder, **options) as llm:
     draw = np.random.default_rng(0)

@@ -37,7 +37,11 @@ def main() -> None:
         make_model("mixture of experts", quick=arguments.quick).save_pretrained(folder)
         opened = {
             str(weights or "bf16"): LLM(
-                folder, weights=weights, kv_memory="64MiB" if arguments.quick else "512MiB", max_num_seqs=8
+                folder,
+                weights=weights,
+                kv_memory="64MiB" if arguments.quick else "512MiB",
+                max_num_seqs=8,
+                packed_weights="off",
             )
             for weights in formats
         }

@@ -4,11 +4,12 @@
         [--weights FORMAT]
 
 Every measurement is a fresh process, timed by itself from its first statement; the kinds take turns: importing torch
-and transformers and nothing else; `LLM(folder)` and one greedy token; the same with the embedded model. Random weights
-in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters, bfloat16, 903 MiB), saved to a temporary
-folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache. With
---packed-weights the first start of the larger model, reported apart, writes its packed weights there, and a further
-kind, which takes its turn beside the one without, maps them. --weights rounds the larger model's, as `LLM(weights=)`.
+and transformers and nothing else; the embedded model, nothing kept; then the larger model with its weights as they are
+and, with --weights, rounded as `LLM(weights=)` does, each with nothing kept, as a first start, whose folder of packed
+weights is empty, and as a second one, which maps what the first has written. `LLM(folder)` and one greedy token.
+Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters, bfloat16, 903 MiB), saved to a
+temporary folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache.
+--packed-weights is an empty or new folder for what is kept; a temporary one if not given.
 Memory is the process's peak (VmHWM) at the end. Phases are timed by wrapping functions; what is not named is in `rest`.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and one run")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--packed-weights", default=None, help="folder of packed weights; measured too")
+    parser.add_argument("--packed-weights", default=None, help="an empty folder for packed weights")
     parser.add_argument(
         "--weights", default=None, help="what the larger model's are rounded to, such as int4"
     )
@@ -99,37 +101,33 @@ def main() -> None:
             from engine import make_model
 
             make_model(quick=arguments.quick, dtype="bfloat16").save_pretrained(folder)
-        cases: dict[str, tuple[str | None, str | None]] = {
-            "473 M parameters": (folder, None),
-            "embedded model": (None, None),
-        }
-        first = None
-        if arguments.packed_weights is not None:
-            cases["473 M parameters, packed weights kept"] = (folder, arguments.packed_weights)
-        engine = {}
-        for name, (model, packed_weights) in cases.items():
-            given = {"model!r": repr(model), "packed_weights!r": repr(packed_weights),
-                     "weights!r": repr(arguments.weights if model else None),
-                     "prompt_tokens": str(arguments.prompt_tokens),
-                     "decode_tokens": str(arguments.decode_tokens)}  # fmt: skip
-            program = _ENGINE
-            for field, value in given.items():
-                program = program.replace("{" + field + "}", value)
-            engine[name] = program
-            if packed_weights is not None:
-                first = run(program)
+        kept = Path(arguments.packed_weights or Path(temporary) / "kept")
+        if kept.is_dir() and any(kept.iterdir()):
+            raise SystemExit(f"expected an empty folder for packed weights, got {kept} with files in it")
+        cases: dict[str, tuple[str | None, str | None, str]] = {"embedded model": (None, None, "off")}
+        for weights in dict.fromkeys((None, arguments.weights)):
+            name = f"473 M parameters, {weights or 'bfloat16'}"
+            cases[f"{name}, nothing kept"] = (folder, weights, "off")
+            cases[f"{name}, first start"] = (folder, weights, str(kept))
+            cases[f"{name}, second start"] = (folder, weights, str(kept))
         imports: list[float] = []
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engine}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
         for _ in range(repetitions):
             imports.append(run(_IMPORTS))
-            for name, program in engine.items():
+            for name, (model, weights, packed_weights) in cases.items():
+                if name.endswith("first start"):
+                    shutil.rmtree(kept, ignore_errors=True)
+                given = {"model!r": repr(model), "packed_weights!r": repr(packed_weights),
+                         "weights!r": repr(weights), "prompt_tokens": str(arguments.prompt_tokens),
+                         "decode_tokens": str(arguments.decode_tokens)}  # fmt: skip
+                program = _ENGINE
+                for field, value in given.items():
+                    program = program.replace("{" + field + "}", value)
                 runs[name].append(run(program))
     base = statistics.median(imports)
     emit(
         "start", case="import torch, transformers", seconds=round(base, 2), all=[round(s, 2) for s in imports]
     )
-    if first is not None:
-        emit("start", case="first start with packed weights", **first)
     for name, results in runs.items():
         seconds = statistics.median(result["seconds"] for result in results)
         phases = {

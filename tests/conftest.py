@@ -19,6 +19,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The command says so to transformers in its own process, too late for one in which a test has imported it before.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+# No test keeps weights in the user's cache, nor finds any there. Tests of what is kept name a folder.
+os.environ["QUIRE_PACKED_WEIGHTS"] = "off"
+
 # httpx reads all certificates of the machine for every client and every `httpx.post`, 20 ms each. No test speaks TLS:
 # this names a folder that has none.
 os.environ.pop("SSL_CERT_FILE", None)

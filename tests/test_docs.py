@@ -198,7 +198,7 @@ def test_the_readmes_main_job(tmp_path: Path, with_curl: bool) -> None:
     command = [sys.executable, ROOT / "scripts" / "readme-command", "main", number]
     block = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     set_up, _, job = block.partition("\n")
-    assert set_up == "python3 -m venv .venv && .venv/bin/pip install -q ."
+    assert set_up == "python3 -m venv .venv && .venv/bin/pip install ."
     job = job.replace(".venv/bin/quire", f"{sys.executable} -m quire")
     assert job.count(number) == 2
     if not with_curl:

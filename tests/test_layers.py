@@ -16,6 +16,7 @@ ORDER = [
     "new_file",
     "registry",
     "sizes",
+    "kept_folder",
     "secret_text",
     "renamed",
     "spec",

@@ -161,6 +161,12 @@ def _folder(name: str, value: Any) -> None:
         raise ArgumentError(f"expected a folder, got {value!r}")
 
 
+def _kept(value: Any) -> Any:
+    if not isinstance(value, str | os.PathLike) or not str(os.fspath(value)).strip():
+        raise ArgumentError(f"expected auto, off or a folder, got {value!r}")
+    return value
+
+
 def _url(name: str, value: Any) -> None:
     if isinstance(value, str):
         named(value, f"`{name}`")
@@ -364,11 +370,16 @@ class EngineConfig:
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
         None, "N", "Threads of the kernels, and of torch in the thread that computes the steps."
     )
-    packed_weights: _Folder | None = option(
-        None,
+    packed_weights: Annotated[str | os.PathLike[str], BeforeValidator(_kept)] = option(
+        "auto",
         "DIR",
-        "Keep the weights there as the kernels read them, codes too: quicker starts. As large as the weights; may be "
-        "deleted.",
+        "Where weights are kept as the kernels read them, codes too, for quicker starts: auto, quire/weights in the "
+        "user's cache; off, nowhere; or a folder. As large as the weights; may be deleted.",
+    )
+    packed_weights_size: _Size | None = option(
+        None,
+        "SIZE",
+        "What that folder may take, files used longest ago going first; 32GiB if not given.",
     )
     host_cache: _Size | None = option(None, "SIZE", "Host memory for blocks evicted from the KV memory.")
     disk_cache: _Folder | None = option(
@@ -453,6 +464,8 @@ class EngineConfig:
             self._refuse("disk_cache_size", "disk_cache, the folder that may be so large")
         if self.disk_cache_min_free is not None and self.disk_cache is None:
             self._refuse("disk_cache_min_free", "disk_cache, which is to leave so much")
+        if self.packed_weights_size is not None and self.packed_weights == "off":
+            self._refuse("packed_weights_size", "packed_weights, the folder that may be so large")
         if self.remote_secret is not None and self.remote_cache is None:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:

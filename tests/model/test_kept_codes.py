@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM
 from quire.errors import LoadError
+from quire.kept_folder import KeptFolder
 from quire.model import PreparedModel, kept_codes, load
 from quire.model.fingerprint import engine_fingerprint
 from quire.model.prove.probe import rehearse
@@ -71,6 +72,7 @@ def kept(tmp_path: Path) -> Path:
 
 def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None = None) -> Start:
     made, probes = [], []
+    folder = None if keep is None else KeptFolder(keep)
     formats = parse_weights(weights) if isinstance(weights, str) else weights
     with pytest.MonkeyPatch.context() as patch:
         check = QuantizedWeight.__post_init__
@@ -83,13 +85,13 @@ def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None =
         prepare = sys.modules["quire.model.prepare"]
         probe = prepare.Probe
         patch.setattr(prepare, "Probe", lambda *given, **how: (probes.append(1), probe(*given, **how))[1])
-        loaded = load(model, weights=formats, keep=keep)
+        loaded = load(model, weights=formats, keep=folder)
         fingerprint = engine_fingerprint(loaded)
         panels = {}
         for name, weight in coded_weights(loaded.model).items():
             for index, one in enumerate([weight] if isinstance(weight, CodedWeight) else weight):
                 panels[f"{name} {index}"] = _panels(one).tobytes()
-        prepared = PreparedModel(loaded, backend="native", packed_weights=keep)
+        prepared = PreparedModel(loaded, backend="native", packed_weights=folder)
     logits = rehearse(prepared).float().numpy().tobytes()
     told = fingerprint, tell_weights(loaded.model)
     return Start(prepared, logits, panels, told, len(made), bool(probes))
@@ -184,7 +186,7 @@ def test_what_decides_the_codes_names_the_file(
     model = _save(tmp_path / "model")
 
     def starts(num_files: int, weights: str = "int4") -> None:
-        load(model, weights=parse_weights(weights), keep=kept)
+        load(model, weights=parse_weights(weights), keep=KeptFolder(kept))
         assert len(_files(kept)) == num_files
 
     starts(1)
@@ -229,7 +231,7 @@ def test_weights_that_were_cast_are_rounded_at_each_start_which_is_said(
 ) -> None:
     model = _save(tmp_path / "model", dtype=torch.float32)
     with caplog.at_level(logging.WARNING, logger="quire"):
-        loaded = load(model, dtype="bfloat16", weights=parse_weights("int4"), keep=kept)
+        loaded = load(model, dtype="bfloat16", weights=parse_weights("int4"), keep=KeptFolder(kept))
     total = len(coded_weights(loaded.model))
     assert _files(kept) == []
     [said] = [record.message for record in caplog.records if "made at each start" in record.message]

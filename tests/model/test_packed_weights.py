@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from quire import LLM
 from quire.backends import native_module
 from quire.errors import ArgumentError, LoadError
+from quire.kept_folder import KeptFolder
 from quire.model import PreparedModel, load
 from quire.model.huge_pages import huge_pages_are_given
 from quire.model.kept_linears import KeptLinears
@@ -64,7 +65,9 @@ def _prepared(model: Path, kept: Path | None) -> tuple[PreparedModel, bytes, int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NativeWeight, "__init__", count)
-        prepared = PreparedModel(load(model), backend="native", packed_weights=kept)
+        prepared = PreparedModel(
+            load(model), backend="native", packed_weights=None if kept is None else KeptFolder(kept)
+        )
     return prepared, own_logits(prepared).numpy().tobytes(), packed
 
 
@@ -151,7 +154,7 @@ def test_another_variant_is_another_file(tmp_path: Path, monkeypatch: pytest.Mon
     names = set()
     for isa in isas:
         monkeypatch.setattr(native, "panel_layout", lambda dtype, isa=isa: layout(dtype, isa))
-        names.add(KeptLinears(tmp_path, mapped, weights).path.name)
+        names.add(KeptLinears(KeptFolder(tmp_path), mapped, weights).path.name)
     assert len(names) == len(isas)
 
 
@@ -166,7 +169,7 @@ def test_weights_that_were_written_to_or_lie_in_no_file_are_not_kept(tmp_path: P
     assert mapped.origins([weight.clone()]) == [None]
     weight[3, 5] += 1.0
     assert mapped.origins([weight]) == [None]
-    with KeptLinears(tmp_path, mapped, [weight]) as kept:
+    with KeptLinears(KeptFolder(tmp_path), mapped, [weight]) as kept:
         assert torch.equal(kept.pack(weight).unpack(), weight)
     assert _files(tmp_path) == [path.name]
 
@@ -177,7 +180,7 @@ def test_a_source_that_was_replaced_or_touched_is_noticed(tmp_path: Path) -> Non
     weight = load_file(path)["a"]
     mapped = MappedWeights()
     (before,) = mapped.origins([weight])
-    with KeptLinears(tmp_path, mapped, [weight]) as kept:
+    with KeptLinears(KeptFolder(tmp_path), mapped, [weight]) as kept:
         kept.pack(weight)
         os.utime(path, ns=(1, 1))  # while it is packed: not published
     assert not kept.holds_all
@@ -218,14 +221,19 @@ def test_a_full_disk_is_one_warning(
 def test_partial_files_of_ended_writers_go_and_of_running_ones_stay(tmp_path: Path) -> None:
     model, kept = _save(tmp_path / "model"), tmp_path / "kept"
     kept.mkdir()
-    (kept / "dead.partial").write_bytes(b"x" * 100)
+    dead, new = (kept / f".{number:032x}.packed.0123456789abcdef.partial" for number in (1, 2))
+    for path in (dead, new):
+        path.write_bytes(b"x" * 100)
+    os.utime(dead, (1, 1))  # `new` may be locked in a moment
     loaded = load(model)
     assert loaded.mapped is not None
     weights = [loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight").detach()]
-    with KeptLinears(kept, loaded.mapped, weights) as first:
-        assert _files(kept) != ["dead.partial"]
+    with KeptLinears(KeptFolder(kept), loaded.mapped, weights) as first:
+        assert not dead.exists()
+        assert new.exists()
+        new.unlink()
         (running,) = _files(kept)
-        with KeptLinears(kept, loaded.mapped, weights) as second:  # two at once
+        with KeptLinears(KeptFolder(kept), loaded.mapped, weights) as second:  # two at once
             assert running in _files(kept)
             second.pack(weights[0])
         first.pack(weights[0])
@@ -282,17 +290,17 @@ def test_weights_that_moved_to_huge_pages_give_the_same_bits(
     kept.mkdir()
     prepared, expected, _ = _prepared(model, kept)
     num_bytes = (kept / _files(kept)[0]).stat().st_size
-    assert prepared.move_to_huge_pages(2 * num_bytes - 1) is None  # memory is short
+    assert prepared.move_to_huge_pages(num_bytes - 1) is None  # memory is short
     prepared.restore()
     prepared, _, num_packed = _prepared(model, kept)
-    move = prepared.move_to_huge_pages(2 * num_bytes)
+    move = prepared.move_to_huge_pages(num_bytes)
     assert move is not None
     assert num_packed == 0
     move.join()
     if huge_pages_are_given():
         assert move.num_moved_bytes > num_bytes - (4 << 20)
     assert own_logits(prepared).numpy().tobytes() == expected
-    assert prepared.move_to_huge_pages(2 * num_bytes) is None  # once is enough
+    assert prepared.move_to_huge_pages(num_bytes) is None  # once is enough
     prepared.restore()
     _, without, _ = _prepared(model, None)
     assert without == expected

@@ -16,7 +16,18 @@ from quire.server.settings import ServerSettings
 
 ASK = [{"role": "user", "content": "Hello"}]
 NAMES = ["a" * 64, "mcp__files__read-file", "github:search/code.v2", "b" * 128]
-FORMS = ("qwen2.5", "mistral", "llama3", "mistral11", "mistral13", "deepseek3", "deepseek3.1", "qwen3-coder", "glm4.5", "kimi-k2")
+FORMS = (
+    "qwen2.5",
+    "mistral",
+    "llama3",
+    "mistral11",
+    "mistral13",
+    "deepseek3",
+    "deepseek3.1",
+    "qwen3-coder",
+    "glm4.5",
+    "kimi-k2",
+)
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -20,7 +20,6 @@ Cost: a hash of the parameters, under a millisecond for a tiny model.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from quire.backends import extension
+from quire.kept_folder import KeptFolder
 from quire.model import PreparedModel
 from quire.model.held_weight import HeldParameter, bytes_of
 from quire.model.overlay import own_class
@@ -39,7 +39,7 @@ __all__ = ["ProvedOnce", "proved_once"]
 _MOST_HASHED = 4 << 20  # bytes of parameters
 
 _prove: Callable[[PreparedModel, PreTrainedModel], None] = PreparedModel._prove
-_change: Callable[[PreparedModel, PreTrainedModel, Path | None], None] = PreparedModel._change
+_change: Callable[[PreparedModel, PreTrainedModel, KeptFolder | None], None] = PreparedModel._change
 
 
 class ProvedOnce:
@@ -71,7 +71,7 @@ def proved_once(request: pytest.FixtureRequest) -> Iterator[None]:
         patch._change, patch._prove = _change, _prove
 
 
-def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: Path | None) -> None:
+def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
     content = _content_of(self, model) if packed_weights is None else None
     known: Any = None if content is None else ProvedOnce(content)  # says that adapters of states are proved
     self._proof = known

@@ -1,8 +1,9 @@
-"""`quire cache`: what a disk cache's folder holds; to check it, make it smaller, or remove it."""
+"""`quire cache`: what a disk cache's folder holds; to check it, make it smaller, or remove it. And kept weights."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ __all__ = ["cache"]
 
 cache = typer.Typer(
     name="cache",
-    help="A disk cache's folder: list it, verify it, make it smaller, remove it.",
+    help="A disk cache's folder: list it, verify it, make it smaller, remove it. Kept weights: list and remove them.",
     rich_markup_mode=None,
 )
 
@@ -263,3 +264,46 @@ def rm(
         num = count_snapshots(Path(folder).expanduser())
         typer.confirm(f"Remove the disk cache in {folder}, with {num} snapshots?", abort=True, err=True)
     print(f"{format_size(remove_folder(folder))} removed")
+
+
+@cache.command()
+def weights(
+    folder: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DIR]", help="The folder given as packed weights; the user's cache if not given."
+        ),
+    ] = "auto",
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them; engines that use them go on.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lists the packed weights kept for later starts, the one used last first; --clear removes them."""
+    from quire.kept_folder import KeptFolder, sources_of
+
+    kept = KeptFolder.there(folder)
+    files = sorted(kept.files(), key=lambda file: -file.used_at)
+    found = [(file, *sources_of(file.path)) for file in files if file.is_whole]
+    if clear:
+        kept.clear()
+    if as_json:
+        entries = [
+            {
+                "name": file.path.name,
+                "bytes": file.num_bytes,
+                "used_at": file.used_at,
+                "sources": sources,
+                "layouts": layouts,
+            }
+            for file, sources, layouts in found
+        ]
+        print(json.dumps({"path": str(kept.path), "files": entries, "removed": clear}))
+        return
+    now = time.time()
+    for file, sources, layouts in found:
+        if sources:
+            print(
+                f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {', '.join(layouts)} of "
+                f"{os.path.commonpath(sources)}"
+            )
+    total = format_size(sum(file.num_bytes for file, _, _ in found))
+    print(f"{len(found)} files, {total} in {kept.path}" + (", removed" if clear else ""))

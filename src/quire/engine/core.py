@@ -15,10 +15,8 @@ Cost: loading and preparing the model, and address space for the cache.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import extension, is_host_backend
@@ -26,7 +24,7 @@ from quire.cache.feed import EventFeed
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import shares_prefixes
 from quire.config import EngineConfig
-from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
+from quire.engine.capacity import kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.idle_trim import IdleTrim
 from quire.engine.kv_budget import KVBudget
@@ -35,12 +33,14 @@ from quire.engine.plan import refuse_if_none_fits, require_room
 from quire.engine.profile import Profile
 from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, UnsupportedModelError
+from quire.kept_folder import KeptFolder
+from quire.memory.device import HOST
 from quire.offload.speeds import Speeds
 from quire.offload.tiering import OpenTiers, open_tiers, swap_of
 from quire.offload.waiting import InEngine
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
-from quire.sizes import format_size
+from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import layers_left, with_kv_dtype
 
@@ -64,17 +64,13 @@ def _naming_what_runs() -> Iterator[None]:
         ) from error
 
 
-def _writable(name: str | os.PathLike[str]) -> Path:
-    """The folder for packed weights, made if it is not there."""
-    folder = Path(name).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(
-            f"expected a folder that is there or can be made, got {str(name)!r} ({error.strerror}) - in "
-            "`packed_weights`"
-        ) from error
-    return folder
+def _kept_folder(config: EngineConfig) -> KeptFolder | None:
+    """Where packed weights are kept; by default nowhere where there are none."""
+    if config.packed_weights == "auto" and extension(config.backend) is None:
+        return None
+    size = config.packed_weights_size
+    most = None if size is None else parse_size(size, where="packed_weights_size")
+    return KeptFolder.of(config.packed_weights, most)
 
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
@@ -105,7 +101,7 @@ class EngineCore:
         # What would be refused after minutes of loading.
         if is_host_backend(config.backend):
             kv_memory_bytes(config.kv_memory, most_useful_bytes=2**62)
-        packed_folder = None if config.packed_weights is None else _writable(config.packed_weights)
+        packed_folder = _kept_folder(config)
 
         import torch
 
@@ -231,7 +227,7 @@ class EngineCore:
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
             if packed_folder is not None:
-                spare_bytes = free_memory_bytes() - self.budget.num_bytes
+                spare_bytes = HOST.free_bytes() - self.budget.num_bytes
                 self._move = self.prepared.move_to_huge_pages(spare_bytes)
         except BaseException:
             self.close()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.backends import extension
-from quire.memory.free_memory import free_address_bytes, free_memory_bytes
+from quire.memory.free_memory import free_address_bytes, free_memory_bytes, taken_bytes
 from quire.memory.heap import Heap, physical_bytes
 
 __all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory"]
@@ -103,7 +103,7 @@ class HostMemory:
         return min(physical_bytes(), free_address_bytes() // 2)
 
     def free_bytes(self) -> int:
-        return free_memory_bytes()
+        return max(0, free_memory_bytes() - taken_bytes())
 
     def reserve(self, num_bytes: int) -> Allocation:
         return Heap(num_bytes)

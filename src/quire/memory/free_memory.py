@@ -3,17 +3,33 @@
 It is what the kernel says is available (MemAvailable), lowered to what the process's control groups (v1 and v2, every
 level), its own limits (`ulimit -v`, `ulimit -d`) and a kernel that overcommits nothing still allow. Where there is no
 /proc, it is what the kernel says is free, and the process's limits as if nothing of them were used.
+
+The kernel counts a mapped file as available. One that is read at every step is not (`count_as_taken`): who makes a
+budget takes `taken_bytes` off (`HostMemory.free_bytes`).
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["free_address_bytes", "free_memory_bytes", "memory_rooms"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "count_as_taken",
+    "count_moved",
+    "free_address_bytes",
+    "free_memory_bytes",
+    "memory_rooms",
+    "taken_bytes",
+]
 
 _PAGE_BYTES = resource.getpagesize()
+_taken: dict[int, int] = {}  # bytes of the mapped files that are read at every step, by their address
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
@@ -22,6 +38,25 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     for limit_bytes, used_bytes, files in _control_groups(root):
         free = min(free, max(0, limit_bytes - max(0, used_bytes - files["inactive"])))
     return free
+
+
+def taken_bytes() -> int:
+    """Of `free_memory_bytes`: the bytes of mapped files that count as taken."""
+    return sum([*_taken.values()])
+
+
+def count_as_taken(pages: np.ndarray) -> None:
+    """Have the bytes of a mapped file count as taken for as long as `pages` is there."""
+    address = pages.ctypes.data
+    _taken[address] = pages.size
+    weakref.finalize(pages, _taken.pop, address, None).atexit = False
+
+
+def count_moved(pages: np.ndarray, num_bytes: int) -> None:
+    """So many of them lie in memory of this process now, which the system counts itself."""
+    address = pages.ctypes.data
+    if address in _taken:
+        _taken[address] = max(0, _taken[address] - num_bytes)
 
 
 def memory_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:

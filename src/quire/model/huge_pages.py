@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.memory.free_memory import count_moved
 from quire.memory.heap import HUGE_PAGE_BYTES
 
 __all__ = ["HugePageMove", "huge_pages_are_given"]
@@ -89,7 +90,10 @@ def _move_next(of: weakref.ref[np.ndarray], moved: int) -> int:
     start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
     address = _round_up(start) + moved
     num_bytes = min(_PIECE_BYTES, (stop - address) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return num_bytes if num_bytes > 0 and _move(address, num_bytes) else 0
+    if num_bytes <= 0 or not _move(address, num_bytes):
+        return 0
+    count_moved(pages, num_bytes)
+    return num_bytes
 
 
 def _move(address: int, num_bytes: int) -> bool:

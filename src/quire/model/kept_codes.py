@@ -18,12 +18,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from quire.backends import extension
+from quire.kept_folder import KeptFolder
 from quire.model.mapped_weights import Origin, Origins, key_of
 from quire.model.packed_weights import KeptWeights, Wanted
 from quire.model.quantized import quantize_model, round_and_pack, weights_to_round
@@ -55,20 +55,21 @@ class CodesToKeep:
 class KeptCodes(KeptWeights):
     """Those of `weights`. by: what decides the codes of all of them beside the bytes they follow from."""
 
-    def __init__(self, folder: Path, weights: Sequence[CodesToKeep], by: str) -> None:
+    def __init__(self, folder: KeptFolder, weights: Sequence[CodesToKeep], by: str) -> None:
         layout = ("codes", f"panels {PANEL_LAYOUT}, {by}")
         wanted = [
             Wanted(one.key, one.origins, (one.num_outputs, one.num_inputs, *one.how), layout, one.num_bytes)
             for one in weights
         ]
         super().__init__(folder, wanted)
-        if left := [one.name for one in weights if not one.origins]:
+        left = [one.name for one in weights if not one.origins]
+        if left and folder.keeps(sum(one.num_bytes for one in weights)):
             _log.warning(
                 "%d of %d weights of codes are not kept in %s and are made at each start, the first %s: they were cast "
                 "or widened as they were loaded, or their file was replaced meanwhile",
                 len(left),
                 len(weights),
-                folder,
+                folder.path,
                 left[0],
             )
 
@@ -83,7 +84,7 @@ def quantize_kept(
     model: PreTrainedModel,
     formats: WeightFormats,
     mapped: Origins,
-    folder: Path | None,
+    folder: KeptFolder | None,
     backend: str | None = None,
 ) -> tuple[KeptWeights, ...]:
     """`quantize_model`, with the codes taken from `folder` or kept there where that can be done.
@@ -124,11 +125,12 @@ def _to_keep(model: PreTrainedModel, formats: WeightFormats, mapped: Origins) ->
     return found
 
 
-def can_keep(folder: Path, backend: str | None) -> bool:
+def can_keep(folder: KeptFolder, backend: str | None) -> bool:
     """Whether there are panels to keep; a line of the log where not."""
     if extension(backend) is None:
         _log.warning(
-            "codes are not kept in %s: the extension, whose panels they are, does not compute here", folder
+            "codes are not kept in %s: the extension, whose panels they are, does not compute here",
+            folder.path,
         )
         return False
     return True

@@ -9,12 +9,12 @@ Cost: as of `packed_weights`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from quire.backends import native_module
+from quire.kept_folder import KeptFolder
 from quire.model.linear import DTYPE_NAMES, NativeWeight
 from quire.model.mapped_weights import Origins, key_of
 from quire.model.packed_weights import KeptWeights, Wanted
@@ -26,7 +26,7 @@ class KeptLinears(KeptWeights):
     """Of those of `weights`, each [num_outputs, num_inputs] as `weights_to_pack` has them. `pack` is for
     `pack_linears`."""
 
-    def __init__(self, folder: Path, mapped: Origins, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, folder: KeptFolder, mapped: Origins, weights: Sequence[torch.Tensor]) -> None:
         native = cast(Any, native_module())
         wanted = []
         for weight, origin in zip(weights, mapped.origins(weights), strict=True):

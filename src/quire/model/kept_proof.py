@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import platform
 import sys
@@ -38,6 +37,7 @@ import torch
 import transformers
 
 from quire.backends import native_module
+from quire.kept_folder import KeptFolder
 from quire.model.held_weight import bytes_of
 from quire.model.plain_weights import is_packed, plain
 from quire.model.prove.hooks import hooked
@@ -53,22 +53,22 @@ _MAGIC = b"quire proof 1\n"
 _SUFFIX = ".proof"
 _MOST_HASHED = 64 << 20  # bytes of parameters beyond the packed ones: more than that are no norms
 
-_log = logging.getLogger("quire")
-
 
 class KeptProof:
     """The findings in `folder` for a prepared model, JSON: `found` (None: not there) and `keep`."""
 
-    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+    def __init__(self, folder: KeptFolder, key: dict[str, Any]) -> None:
+        self._folder = folder
         self._key = json.dumps(key, sort_keys=True)
-        self.path = folder / (hashlib.sha256(self._key.encode()).hexdigest()[:32] + _SUFFIX)
+        self.path = folder.path / (hashlib.sha256(self._key.encode()).hexdigest()[:32] + _SUFFIX)
         self.found: Any = self._read()
 
     @classmethod
-    def of(cls, packed_weights: Sequence[Path], loaded: LoadedModel, max_model_len: int) -> KeptProof | None:
-        """Of a model whose linear layers are all mapped from the files `packed_weights`; None if it has no key.
-
-        It is kept beside those files."""
+    def of(
+        cls, folder: KeptFolder, packed_weights: Sequence[Path], loaded: LoadedModel, max_model_len: int
+    ) -> KeptProof | None:
+        """Of a model whose linear layers are all mapped from the files `packed_weights` of `folder`; None if it has no
+        key."""
         rest = _hash_of_tensors(loaded.model)
         if rest is None or hooked(loaded.model) is not None:
             return None
@@ -76,7 +76,7 @@ class KeptProof:
         native = native_module()
         files = {*_own_files(), *_files_of(base.__module__ for cls in classes for base in cls.__mro__)}
         return cls(
-            packed_weights[0].parent,
+            folder,
             {
                 "packed_weights": [path.name for path in packed_weights],
                 "rest": rest,
@@ -96,16 +96,16 @@ class KeptProof:
         body = json.dumps({"key": self._key, "found": found}).encode()
         content = _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
         try:
+            self._folder.make_room(len(content))
             with NewFile(self.path) as file:
                 file.write(content)
         except OSError as error:
-            _log.warning(
-                "the proof of the model is not kept in %s (%s)", self.path.parent, error.strerror or error
-            )
+            self._folder.tell("the proof of the model is", error)
 
     def _read(self) -> Any:
         try:
-            content = self.path.read_bytes()
+            with self._folder.open(self.path) as file:
+                content = file.read()
         except OSError:
             return None
         head, body = content[: len(_MAGIC) + 65], content[len(_MAGIC) + 65 :]

@@ -32,6 +32,7 @@ from transformers import (
 
 from quire import hub
 from quire.errors import ArgumentError, LoadError, QuireError, UnsupportedModelError
+from quire.kept_folder import KeptFolder
 from quire.loading import observer
 from quire.memory.heap import give_back_freed
 from quire.model.beside_config import refuse_adapter, weights_of
@@ -136,7 +137,7 @@ def load(
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
     widened: bool = False,
-    keep: Path | None = None,
+    keep: KeptFolder | None = None,
     backend: str | None = None,
     generation_config: str = "auto",
 ) -> LoadedModel:
@@ -235,7 +236,7 @@ def _from_pretrained(
     source: SafetensorsSource | None,
     widened: bool,
     rounded: WeightFormats | None,
-    keep: Path | None,
+    keep: KeptFolder | None,
     backend: str | None,
 ) -> Callable[..., Any]:
     """What makes (model, report, files of kept codes) of a class and options: transformers, or Quire where weights are
@@ -312,7 +313,7 @@ def _load_gguf(
     wanted: KVFormat | None,
     rounded: WeightFormats | None,
     widened: bool,
-    keep: Path | None,
+    keep: KeptFolder | None,
     backend: str | None,
     has_rules: bool,
 ) -> LoadedModel:

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
+from quire.kept_folder import KeptFolder
 from quire.loading import observer
 from quire.model.coded_experts import ExpertForms
 from quire.model.gguf import ARCHITECTURES, GGUFHeader
@@ -109,7 +110,7 @@ def load_gguf_model(
     *,
     widened: bool = False,
     rounded: WeightFormats | None = None,
-    keep: Path | None = None,
+    keep: KeptFolder | None = None,
     backend: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights, tuple[KeptWeights, ...]]:
     """The model in `dtype`, transformers' report of the loading, where its weights come from, and what codes are read

@@ -36,6 +36,7 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from quire.errors import LoadError
+from quire.kept_folder import KeptFolder
 from quire.model.coded_experts import ExpertForms
 from quire.model.kept_codes import can_keep
 from quire.model.linear import is_transposed
@@ -82,7 +83,7 @@ def load_quantized(
     *,
     widened: bool = False,
     rounded: WeightFormats | None = None,
-    keep: Path | None = None,
+    keep: KeptFolder | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any], tuple[KeptWeights, ...]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quire.errors import UnsupportedModelError
+from quire.kept_folder import KeptFolder
 from quire.memory.storage import Storage
 from quire.model import rope
 from quire.model.as_generated import check_generate
@@ -137,7 +137,7 @@ class OwnForwardModel(PreparedModel):
                 f"those of {cache.num_attended}"
             )
 
-    def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
+    def _change(self, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
         """Nothing but rotary embeddings that switch with the length: they would change K that is stored."""
         self._undo.append(rope.freeze(model, self.max_model_len))
 
@@ -184,7 +184,7 @@ def prepare(
     *,
     backend: str | None = None,
     max_model_len: int | None = None,
-    packed_weights: Path | None = None,
+    packed_weights: KeptFolder | None = None,
 ) -> PreparedModel:
     """A `PreparedModel` of `loaded`, or, where that is refused, an `OwnForwardModel` or `OwnStateModel`.
 

@@ -15,7 +15,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quire.errors import UnsupportedModelError
+from quire.kept_folder import KeptFolder
 from quire.model.as_generated import check_generate
 from quire.model.cache_keyword import cache_keyword
 from quire.model.load import LoadedModel
@@ -188,7 +188,7 @@ class OwnStateModel(PreparedModel):
             for name, states in cache.state_of(state.layer).items():
                 states[slot].copy_(values[name])
 
-    def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
+    def _change(self, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
         """Nothing; but RWKV halves weights of deep layers in its first forward, which is to be behind it."""
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)

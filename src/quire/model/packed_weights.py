@@ -26,6 +26,8 @@ Invariants
         somebody else cuts short while it is mapped ends the process, as with any mapped file.)
     K4  a failure to write (disk full) is one warning; the weights packed so far stay in memory.
 
+Whose the folder is, how large it gets and which files go first: `quire.kept_folder`.
+
 The packed bytes themselves are not checked at a start: that would read them all. A thread does it afterwards
 (`packed_check`). A source file changed in place without a change of its size and times is not noticed.
 
@@ -34,7 +36,6 @@ Cost: the first start writes as many bytes as the weights have, and syncs them; 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -44,16 +45,17 @@ import mmap
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import xxhash
 
+from quire.kept_folder import KeptFolder
+from quire.memory.free_memory import count_as_taken
 from quire.model.mapped_weights import Origin
 from quire.model.packed_check import PackedCheck, digest_of
-from quire.new_file import UNFINISHED, NewFile
+from quire.new_file import NewFile
 
 __all__ = ["KeptWeights", "Packed", "Wanted"]
 
@@ -109,7 +111,7 @@ class KeptWeights:
     A context: inside, `take` gives each weight's packed form; a file that was missing is there after it.
     """
 
-    def __init__(self, folder: Path, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, folder: KeptFolder, wanted: Sequence[Wanted]) -> None:
         self._num_in_memory = 0  # of the weights taken, those that are not read from the file
         self._offsets: dict[Hashable, int] = {}
         self._sizes: dict[int, int] = {}  # of the packed form at each offset
@@ -118,13 +120,14 @@ class KeptWeights:
         self._sources: set[tuple[str, tuple[int, ...]]] = set()
         self.check: PackedCheck | None = None
         self._header, self._end = self._plan([one for one in wanted if one.origins])
-        self.path = folder / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
+        self._folder = folder
+        self.path = folder.path / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
         self._pages: np.ndarray | None = None  # the mapped file
         self._writer: NewFile | None = None
         self._in_memory: list[tuple[Packed, int]] = []
 
     def __enter__(self) -> Self:
-        if self._offsets and not self._map():
+        if self.is_kept and not self._map():
             self._begin()
         return self
 
@@ -143,6 +146,11 @@ class KeptWeights:
     def pages(self) -> np.ndarray | None:
         """The mapped file, uint8; None where nothing is read from one."""
         return self._pages
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a file of so many bytes to read or to write."""
+        return bool(self._offsets) and self._folder.keeps(self._end)
 
     @property
     def holds_all(self) -> bool:
@@ -195,7 +203,7 @@ class KeptWeights:
     def _map(self) -> bool:
         """Map the file if it is the one that was planned."""
         try:
-            with self.path.open("rb") as file:
+            with self._folder.open(self.path) as file:
                 if file.read(len(self._header)) != self._header or (end := self._read_end(file)) is None:
                     return False
                 told, digest, num_bytes = end
@@ -204,6 +212,7 @@ class KeptWeights:
             return False
         pages.madvise(mmap.MADV_WILLNEED)
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
+        count_as_taken(self._pages)
         Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
         self._told = dict(zip(self._offsets.values(), json.loads(told), strict=True))
         self._offsets = {
@@ -226,9 +235,10 @@ class KeptWeights:
 
     def _begin(self) -> None:
         try:
-            _remove_abandoned(self.path.parent)
+            self._folder.make_room(self._end)
             self._writer = NewFile(self.path)
             fcntl.flock(self._writer.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._writer.descriptor, self._end)  # other processes see what it will take
             self._writer.write(self._header)
         except OSError as error:
             self._fail(error)
@@ -263,6 +273,7 @@ class KeptWeights:
                 return False
             self._writer = None
             writer.publish()
+            self._folder.written(self.path)
         except OSError as error:
             self._fail(error)
             return False
@@ -276,11 +287,7 @@ class KeptWeights:
         return True
 
     def _fail(self, error: OSError) -> None:
-        _log.warning(
-            "packed weights are not kept in %s (%s); they stay in memory, the next start packs again",
-            self.path.parent,
-            error.strerror or error,
-        )
+        self._folder.tell("packed weights are", error)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -304,11 +311,3 @@ def _touch(pages: np.ndarray) -> None:
         size = min(_TOUCHED_AT_ONCE, stop - address)
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_READ):
             return  # before Linux 5.14: they come as they are read
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Partial files of processes that ended while they wrote: nobody holds their lock."""
-    for path in folder.glob("*" + UNFINISHED):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()

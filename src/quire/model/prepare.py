@@ -24,7 +24,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from transformers.cache_utils import Cache
 from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.kept_folder import KeptFolder
 from quire.loading import observer
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.heap import give_back_freed
@@ -105,7 +105,7 @@ class PreparedModel:
         *,
         backend: str | None = None,
         max_model_len: int | None = None,
-        packed_weights: Path | None = None,
+        packed_weights: KeptFolder | None = None,
     ) -> None:
         self.backend: Backend = attention_backend(backend)
         if loaded.dtype not in self.backend.dtypes:
@@ -120,7 +120,7 @@ class PreparedModel:
         self.lock = ForkSafeLock()  # for who runs the model in several threads; nobody else needs it
         self._prepare(loaded, packed_weights)
 
-    def _prepare(self, loaded: LoadedModel, packed_weights: Path | None) -> None:
+    def _prepare(self, loaded: LoadedModel, packed_weights: KeptFolder | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
         # By layer, what is taken off keys that are kept in codes (`quire.model.key_offsets`).
@@ -343,11 +343,12 @@ class PreparedModel:
     def move_to_huge_pages(self, spare_bytes: int) -> HugePageMove | None:
         """Begin to move packed weights that are mapped from files to memory of this process, in huge pages.
 
-        Only where that leaves as much free: spare_bytes is what this process can still use and has no other use for.
+        Only where that leaves as much free: spare_bytes is what this process can still use beside
+        the files, and has no other use for.
         None where it is not begun. Not what the weights are, nor where: only how fast they are read.
         """
         files, self._kept_pages = self._kept_pages, []
-        if not files or 2 * sum(pages.size for pages in files) > spare_bytes:
+        if not files or sum(pages.size for pages in files) > spare_bytes:
             return None
         return HugePageMove(*files)
 
@@ -360,7 +361,7 @@ class PreparedModel:
             self._undo.pop()()
         let_go(self._model, self)
 
-    def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
+    def _change(self, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
         if self.spec.has_indexer:
             layers = [layer.index_of for layer in self.spec.layers if layer.index_of is not None]
             raise UnsupportedModelError(
@@ -377,13 +378,14 @@ class PreparedModel:
         else:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
-            if kept is not None:
+            if kept is not None and packed_weights is not None:
                 files = (*self.loaded.kept, kept)
                 self._read_from(files)
+                paths = [one.path for one in files if one.pages is not None]
                 codes_are_kept = all(weight.is_kept for weight in coded_weights(model).values())
-                if self.backend.is_native and codes_are_kept and all(one.holds_all for one in files):
-                    paths = [one.path for one in files if one.pages is not None]
-                    self._proof = KeptProof.of(paths, self.loaded, self.max_model_len) if paths else None
+                are_all_kept = codes_are_kept and all(one.holds_all for one in files)
+                if self.backend.is_native and are_all_kept and paths:
+                    self._proof = KeptProof.of(packed_weights, paths, self.loaded, self.max_model_len)
         if self._adapters:
             are_proved = self._proof is not None and self._proof.found is not None
             self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
@@ -531,7 +533,9 @@ def _eval(model: PreTrainedModel) -> Callable[[], None]:
     return undo
 
 
-def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[], None], KeptWeights | None]:
+def _pack_linears(
+    loaded: LoadedModel, folder: KeptFolder | None
+) -> tuple[Callable[[], None], KeptWeights | None]:
     """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done.
 
     Returns what undoes it, and the kept weights if there may be some.

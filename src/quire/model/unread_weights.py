@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.backends import extension
 from quire.errors import ArgumentError, LoadError
+from quire.kept_folder import KeptFolder
 from quire.model.coded_experts import ExpertForms, give_back_unproved, hold_experts
 from quire.model.kept_codes import CodesToKeep, KeptCodes, digest_of_order, rounded_by
 from quire.model.linear import is_transposed
@@ -62,7 +62,7 @@ def may_hold(model: nn.Module, name: str, num_outputs: int, num_inputs: int) -> 
 class Keep:
     """Where codes are kept. by: what decides them beside the bytes that they follow from: versions, settings."""
 
-    folder: Path
+    folder: KeptFolder
     by: str
 
 
