@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from quire import LLM
 from quire.model.load import EMBEDDED
 
-__all__ = ["FAMILIES", "llm", "tokenizer"]
+__all__ = ["FAMILIES", "llm", "model", "tokenizer"]
 
 _QWEN_HEAD = """{%- if tools %}<|im_start|>system
 # Tools
@@ -259,7 +259,7 @@ def tokenizer(name: str) -> Any:
     return made
 
 
-def llm(name: str, **options: Any) -> LLM:
+def model(name: str, *, max_positions: int = 4096) -> Any:
     words = tokenizer(name)
     torch.manual_seed(5)
     config = Qwen3Config(
@@ -270,12 +270,16 @@ def llm(name: str, **options: Any) -> LLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_positions,
         eos_token_id=words.eos_token_id,
         pad_token_id=0,
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    model = Qwen3ForCausalLM(config).float().eval()
-    randomize(model)
-    return LLM((model, words), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
+    made = Qwen3ForCausalLM(config).float().eval()
+    randomize(made)
+    return made
+
+
+def llm(name: str, **options: Any) -> LLM:
+    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
