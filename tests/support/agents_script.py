@@ -165,8 +165,8 @@ def session(number: int, folder: Path) -> list[Turn]:
 def tokens(
     tokenizer: Any, answer: Answer, call: Callable[[str, dict[str, Any]], dict[str, Any]]
 ) -> list[int]:
-    """An answer as the model would write it: what its chat template makes of one, up to the end of the answer. Templates
-    that tell of thoughts have one told.
+    """An answer as the model would write it: what its chat template makes of one, up to the end of the answer. A
+    template that writes thoughts gets one.
 
     call: a call of a tool and arguments in the agent's names.
     """
