@@ -34,15 +34,14 @@ LEAD = 50.0  # by which the due logit is beyond the others: nothing that a clien
 class Script:
     """Which token comes next in each sequence."""
 
-    def __init__(self, path: Path) -> None:
-        script = json.loads(path.read_text())
+    def __init__(self, script: dict[str, Any], tokenizer: Any = None) -> None:
         self._answers: dict[str, list[list[int]]] = script["answers"]
         self._tool: str = script["tool"]
         self._else: list[int] = script["else"]
         self._marker = re.compile("|".join(map(re.escape, self._answers)) or "(?!)")
         self._num_asked: dict[str, int] = {}
         self._of: dict[str, list[int]] = {}
-        self.tokenizer: Any = None
+        self.tokenizer = tokenizer
 
     def token(self, request: Request, position: int) -> int | None:
         """Of a request's answer; None behind its end, where the model speaks for itself."""
@@ -61,18 +60,19 @@ class Script:
         return answers[number] if number < len(answers) else self._else
 
 
-class ScriptedRunner(runner.Runner):
+def runner_of(script: Script) -> type[runner.Runner]:
     """A runner whose logits follow the script."""
 
-    script: Script
+    class ScriptedRunner(runner.Runner):
+        def run(self, step: ScheduledStep) -> torch.Tensor:
+            logits = super().run(step)
+            for sequence, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
+                token = script.token(sequence.request, len(sequence.output_ids))
+                if token is not None:
+                    logits[row, token] = logits[row].max() + LEAD
+            return logits
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
-        logits = super().run(step)
-        for sequence, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
-            token = self.script.token(sequence.request, len(sequence.output_ids))
-            if token is not None:
-                logits[row, token] = logits[row].max() + LEAD
-        return logits
+    return ScriptedRunner
 
 
 class Recorder:
@@ -117,11 +117,6 @@ class Recorder:
 
 def scripted(script: Script, record: Path) -> None:
     """*changes:* this process's engine and server, for good."""
-
-    class Scripted(ScriptedRunner):
-        pass
-
-    Scripted.script = script
     made = run.make_app
 
     def make_app(engine: Any, settings: Any) -> Any:
@@ -131,10 +126,10 @@ def scripted(script: Script, record: Path) -> None:
         return app
 
     run.make_app = make_app
-    runner.Runner = Scripted  # type: ignore[misc]
+    runner.Runner = runner_of(script)  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    scripted(Script(Path(sys.argv[1])), Path(sys.argv[2]))
+    scripted(Script(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))
     sys.argv[1:] = ["serve", *sys.argv[3:]]
     main()
