@@ -1,7 +1,8 @@
 """Requests as other people's programs send them, on tokenizers whose markers are tokens of their own.
 
 The bodies in recorded_requests.json are what instructor, pydantic-ai, LangChain and the Vercel AI SDK sent to a server
-that wrote them down, with lengths in their schemas, so that a random model's texts end.
+that wrote them down, with lengths in their schemas, so that a random model's texts end. And what the coding agents
+opencode and qwen-code sent, with shorter texts and fewer tools; they force nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from support import families
+from support.chat_stream import streamed
 from support.running_server import running
 
 from quire import LLM
@@ -21,7 +23,9 @@ from quire.sampling import grammar
 from quire.server.settings import ServerSettings
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_requests.json").read_text())
+AGENTS = [name for name in RECORDED if name.startswith(("opencode", "qwen-code"))]
 ADDRESS = {"street", "city"}
+ONE_CALL = ("llama3", "python_tag")  # families whose templates refuse an answer with more
 
 
 @pytest.fixture(scope="module", params=list(families.FAMILIES))
@@ -59,7 +63,7 @@ def with_bias(name: str, body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name in RECORDED if name not in AGENTS])
 def test_recorded_request(family: tuple[str, str, LLM], name: str) -> None:
     which, url, _ = family
     body = with_bias(which, RECORDED[name])
@@ -90,3 +94,19 @@ def check_stream(url: str, body: dict[str, Any]) -> None:
                 arguments += call["function"].get("arguments") or ""
     assert reason == "tool_calls"
     check_call(body, {"function": {"name": name, "arguments": arguments}})
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_recorded_agent(family: tuple[str, str, LLM], name: str) -> None:
+    """Whatever a random model says to an agent comes as a stream of the right form."""
+    which, url, _ = family
+    body = {**RECORDED[name], "model": None, "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    if which in ONE_CALL and name.endswith("several calls"):
+        assert answer.status_code == 400
+        assert "only supports single tool-calls" in answer.json()["error"]["message"]
+        return
+    assert answer.status_code == 200, answer.text
+    told = streamed(answer.text)
+    assert told.finish_reason in ("length", "stop", "tool_calls")
+    assert told.num_prompt > 0

@@ -22,7 +22,7 @@ from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits
 
-__all__ = ["FAMILIES", "llm", "tokenizer", "written"]
+__all__ = ["FAMILIES", "llm", "model", "tokenizer", "written"]
 
 _QWEN_HEAD = """{%- if tools %}<|im_start|>system
 # Tools
@@ -350,7 +350,7 @@ def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") ->
     return text.replace(words.eos_token, "")
 
 
-def llm(name: str, **options: Any) -> LLM:
+def model(name: str, *, max_positions: int = 4096) -> Any:
     words = tokenizer(name)
     torch.manual_seed(5)
     config = Qwen3Config(
@@ -361,12 +361,16 @@ def llm(name: str, **options: Any) -> LLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_positions,
         eos_token_id=words.eos_token_id,
         pad_token_id=0,
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    model = Qwen3ForCausalLM(config).float().eval()
-    randomize(model)
-    return LLM((model, words), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
+    made = Qwen3ForCausalLM(config).float().eval()
+    randomize(made)
+    return made
+
+
+def llm(name: str, **options: Any) -> LLM:
+    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})

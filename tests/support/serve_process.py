@@ -7,20 +7,27 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from support.until import until
 
 __all__ = ["ServeProcess", "serving"]
 
+PROGRAM = ("-m", "quire", "serve")
+
 
 class ServeProcess:
-    """A running `quire serve`; `url` once it serves. `log()`: all it has written, stdout and stderr together."""
+    """A running `quire serve`; `url` once it serves. `log()`: all it has written, stdout and stderr together.
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    program: what Python runs with the arguments, another one that serves.
+    """
+
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", *arguments],
+            [sys.executable, *program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,9 +70,11 @@ class ServeProcess:
 
 
 @contextmanager
-def serving(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[ServeProcess]:
+def serving(
+    *arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> Iterator[ServeProcess]:
     """`quire serve --port 0 ARGUMENTS` until the block ends."""
-    server = ServeProcess("--port", "0", *arguments, env=env)
+    server = ServeProcess("--port", "0", *arguments, env=env, program=program)
     try:
         yield server
     finally:
