@@ -87,7 +87,7 @@ def answering(status: int) -> http.server.HTTPServer:
             self.send_response(status)
             self.end_headers()
 
-        def log_message(self, *about: object) -> None:
+        def log_message(self, format: str, *about: object) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
