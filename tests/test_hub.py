@@ -81,9 +81,13 @@ def cache_model(folder: Path) -> None:
         (snapshot / file.name).symlink_to(file)
 
 
-def answering(status: int) -> http.server.HTTPServer:
+def answering(status: int, after: threading.Event | None = None) -> http.server.HTTPServer:
+    """after: it answers only then."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            if after is not None:
+                after.wait(60)
             self.send_response(status)
             self.end_headers()
 
@@ -104,8 +108,34 @@ def test_a_hub_that_is_silent_is_asked_once(silent: Silent, monkeypatch: pytest.
     assert silent.num_asked == 1
 
 
-def test_the_usual_patience_leaves_a_start_within_three_seconds() -> None:
-    assert hub._PATIENCE_S <= 2
+def test_a_hub_without_a_connection_is_not_waited_for(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a name's look-up or a firewall swallows what is sent: the time for an answer is far longer."""
+    monkeypatch.setattr(constants, "ENDPOINT", silent.url)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1e6)
+    monkeypatch.setattr(hub, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: threading.Event().wait())
+    with pytest.raises(LoadError, match=r"cannot be reached within 0.1 s; .*" + WHAT_TO_DO):
+        hub.folder_instead("org/name")
+
+
+def test_a_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may take longer than a connection: it comes once the time for that is over."""
+    waited = threading.Event()
+
+    class Slow(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            is_set = super().wait(timeout)
+            waited.set()
+            return is_set
+
+    server = answering(200, after=waited)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://{}:{}".format(*server.server_address[:2]))
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 60)
+    monkeypatch.setattr(hub.threading, "Event", Slow)
+    assert hub.folder_instead("org/name") is None
+    server.shutdown()
 
 
 def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from quire.errors import LoadError
 
 __all__ = ["cached_folder", "folder_instead", "is_id"]
 
-_PATIENCE_S = 1.5  # for an answer, the look-up of the name included; HF_HUB_ETAG_TIMEOUT, where it is set
+_CONNECT_S = 1.5  # for a connection, the look-up of the name included
 _HOLDS_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONFIGS = ("config.json", "adapter_config.json")  # one of them is in each model
@@ -82,22 +82,33 @@ def _why_not(endpoint: str, name: str, revision: str | None) -> str:
 
 
 def _ask(url: str) -> str:
+    """HF_HUB_ETAG_TIMEOUT is the time for an answer, and for the connection too where it is shorter."""
     from huggingface_hub import constants, get_session
 
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
-    asked_s, usual_s = constants.HF_HUB_ETAG_TIMEOUT, constants.DEFAULT_ETAG_TIMEOUT
-    patience_s = _PATIENCE_S if asked_s == usual_s else asked_s
+    is_connected = threading.Event()
+    answer_s = constants.HF_HUB_ETAG_TIMEOUT
+    connect_s = min(_CONNECT_S, answer_s)
+
+    def trace(event: str, info: Any) -> None:
+        if event == "connection.connect_tcp.complete" or event.endswith("send_request_headers.started"):
+            is_connected.set()
 
     def ask() -> None:
         try:
-            status = get_session().head(url, timeout=patience_s + 5, follow_redirects=False).status_code
-            found.put(f"answers with status {status}" if status >= 500 else "")
+            answer = get_session().head(
+                url, timeout=answer_s + 5, follow_redirects=False, extensions={"trace": trace}
+            )
+            found.put(f"answers with status {answer.status_code}" if answer.status_code >= 500 else "")
         except Exception as error:  # the client's, and the many of proxies and certificates
             found.put(f"cannot be reached ({' '.join(str(error).split()) or type(error).__name__})")
+        is_connected.set()
 
     # In a thread: looking a name up cannot be given a time.
     threading.Thread(target=ask, name="quire hub", daemon=True).start()
+    if not is_connected.wait(connect_s):
+        return f"cannot be reached within {connect_s:g} s"
     try:
-        return found.get(timeout=patience_s)
+        return found.get(timeout=answer_s)
     except queue.Empty:
-        return f"does not answer within {patience_s:g} s (HF_HUB_ETAG_TIMEOUT says how long to wait)"
+        return f"does not answer within {answer_s:g} s (HF_HUB_ETAG_TIMEOUT says how long to wait)"
