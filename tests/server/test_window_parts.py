@@ -10,7 +10,7 @@ import pytest
 
 from quire import Cache, KVSpec
 from quire.cache.block_map import CACHED, FREE, HELD, IN_FLIGHT, PINNED
-from quire.server.window.details import first_words
+from quire.server.window.details import first_words, fork_words
 from quire.server.window.prefix_summary import Births, summarize
 from quire.server.window.snapshot import MAX_CELLS, idle_cells, runs_of, state_cells
 from quire.spec import LayerSpec, Span
@@ -157,6 +157,55 @@ def test_the_longest_idle_time_of_a_cell() -> None:
     steps = np.frombuffer(base64.b64decode(idle_cells(cache.tree(), idle_s, MAX_CELLS * 2)), np.uint8)
     assert set(steps.tolist()) == {255}
     cache.close(held)
+
+
+def named(shared: Any, own: Any) -> tuple[str, str]:
+    found = fork_words(shared, own, Letters())
+    assert found is not None
+    return found
+
+
+class Letters:
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def names_of(texts: list[str], block_size: int, **more: Any) -> list[tuple[int, str, str]]:
+    """(level, begun word, words) of the tree of some texts, a token for each letter."""
+    cache = Cache(SPEC, num_blocks=256, block_size=block_size)
+    for text in texts:
+        store(cache, [ord(c) for c in text], **more)
+    tree = cache.tree()
+    content = {
+        int(node): cache.content_of(int(block))
+        for node, block in zip(tree.node_ids, tree.block_ids[:, 0], strict=True)
+    }
+    own = {node: one.tokens[len(one.tokens) - one.num_own :].tolist() for node, one in content.items() if one}
+    rows = summarize(tree, {}, Births(), 0.0, tokens=own.get, named=named)["rows"]
+    return sorted((row["level"], row["before"], row["words"]) for row in rows)
+
+
+def test_branches_are_named_by_where_they_differ() -> None:
+    # All begin alike within the first block, so that each is a branch of its own from the root on.
+    assert names_of(["import os, first", "import os, second", "import sys"], 32) == [
+        (0, "", "first"),
+        (0, "", "second"),
+        (0, "", "sys"),
+    ]
+    # Two share blocks, and differ within the next one; the words go on into the blocks behind it.
+    assert names_of(["abcdefgh said this and that", "abcdefgh said thus far"], 4) == [
+        (0, "", "abcdefgh sai"),
+        (1, "th", "is and that"),
+        (1, "th", "us far"),
+    ]
+
+
+def test_a_branch_that_begins_as_no_sibling_does_is_named_by_its_beginning() -> None:
+    assert names_of(["first of all", "second of all"], 32) == [
+        (0, "", "first of all"),
+        (0, "", "second of al"),
+    ]
+    assert names_of(["alone in the tree"], 32) == [(0, "", "alone in the")]
 
 
 def test_first_words_are_one_harmless_line() -> None:

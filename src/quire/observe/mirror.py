@@ -22,7 +22,6 @@ from quire.cache.block_hash import block_hashes, chained_hashes, root_hash
 from quire.cache.events import CacheEvent
 from quire.cache.feed import DROPPED, Forgotten
 from quire.cache.protocol import PrefixKVCache
-from quire.cache.types import NORMAL
 
 __all__ = ["Block", "BlockWatcher", "Change", "TreeMirror"]
 
@@ -80,7 +79,7 @@ class Change:
     reason: str = ""
     owner_id: int = 0
     cause: str = ""
-    cache_priority: int = NORMAL
+    cache_priority: int = CacheEvent.cache_priority
 
 
 class BlockWatcher(Protocol):

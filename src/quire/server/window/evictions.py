@@ -1,0 +1,67 @@
+"""What memory gave up lately, as some rows: blocks that went one behind the other for the same reason are one.
+
+Of each row: when, how many blocks and tokens, why (`LOSS_REASONS`), for whose need and within which limit, how the
+blocks were kept (`cache_priority`), for how long they had been unused, and the words of the one that went last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.observe.history import Loss
+from quire.server.tenants import name_of_owner
+
+__all__ = ["eviction_rows"]
+
+_MAX_ROWS = 12
+_GAP_S = 1.0  # between two blocks of a row
+_PRIORITIES = ("discard", "normal", "keep")
+
+
+def eviction_rows(
+    losses: Sequence[Loss],
+    offset_s: float,
+    num_blocks: int,
+    tenants: Mapping[int, tuple[str, int | None]],
+    words: Callable[[list[int]], str | None],
+) -> list[dict[str, Any]]:
+    """The newest first, as `losses` are. offset_s: from the losses' clock to the snapshot's. num_blocks: of the pool.
+    tenants: by number, name and quota in blocks."""
+    rows: list[dict[str, Any]] = []
+    last: tuple[Any, float] | None = None
+    for loss in losses:
+        kind = (loss.cause, loss.owner_id, loss.cache_priority)
+        if last is not None and last[0] == kind and last[1] - loss.at <= _GAP_S:
+            row = rows[-1]
+            row["blocks"] += 1
+            row["tokens"] += len(loss.tokens)
+            row["idle"] = [
+                min(row["idle"][0], round(loss.idle_s, 1)),
+                max(row["idle"][1], round(loss.idle_s, 1)),
+            ]
+        elif len(rows) == _MAX_ROWS:
+            break
+        else:
+            name, quota = tenants.get(loss.owner_id, (None, None))
+            is_need = loss.cause in ("space", "quota")
+            rows.append(
+                {
+                    "at": round(loss.at + offset_s, 1),
+                    "blocks": 1,
+                    "tokens": len(loss.tokens),
+                    "reason": loss.cause,
+                    "limit": num_blocks
+                    if loss.cause == "space"
+                    else quota
+                    if loss.cause == "quota"
+                    else None,
+                    "tenant": name_of_owner(name) if is_need else None,
+                    "cache_priority": _PRIORITIES[loss.cache_priority],
+                    "idle": [round(loss.idle_s, 1)] * 2,
+                    "words": words(loss.tokens.tolist()),
+                    "begins": loss.parent is None,
+                }
+            )
+        last = kind, loss.at
+    return rows
