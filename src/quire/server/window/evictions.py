@@ -1,7 +1,8 @@
 """What memory gave up lately, as some rows: blocks that went one behind the other for the same reason are one.
 
 Of each row: when, how many blocks and tokens, why (`LOSS_REASONS`), for whose need and within which limit, how the
-blocks were kept (`cache_priority`), for how long they had been unused, and the words of the one that went last.
+blocks were kept (`cache_priority`), for how long they had been unused, the words of the one that went last, and whether
+there were more of them than the losses that are looked at.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = ["eviction_rows"]
 
 _MAX_ROWS = 12
 _GAP_S = 1.0  # between two blocks of a row
+_SPAN_S = 5.0  # between the first and the last
 _PRIORITIES = ("discard", "normal", "keep")
 
 
@@ -25,14 +27,17 @@ def eviction_rows(
     num_blocks: int,
     tenants: Mapping[int, tuple[str, int | None]],
     words: Callable[[list[int]], str | None],
+    *,
+    are_cut: bool,
 ) -> list[dict[str, Any]]:
     """The newest first, as `losses` are. offset_s: from the losses' clock to the snapshot's. num_blocks: of the pool.
-    tenants: by number, name and quota in blocks."""
+    tenants: by number, name and quota in blocks. are_cut: there are losses before these."""
     rows: list[dict[str, Any]] = []
-    last: tuple[Any, float] | None = None
+    last: tuple[Any, float, float] | None = None  # kind, when its newest block went, when its oldest did
     for loss in losses:
         kind = (loss.cause, loss.owner_id, loss.cache_priority)
-        if last is not None and last[0] == kind and last[1] - loss.at <= _GAP_S:
+        goes_on = last is not None and last[0] == kind
+        if goes_on and last[2] - loss.at <= _GAP_S and last[1] - loss.at <= _SPAN_S:
             row = rows[-1]
             row["blocks"] += 1
             row["tokens"] += len(loss.tokens)
@@ -40,8 +45,9 @@ def eviction_rows(
                 min(row["idle"][0], round(loss.idle_s, 1)),
                 max(row["idle"][1], round(loss.idle_s, 1)),
             ]
+            last = kind, last[1], loss.at
         elif len(rows) == _MAX_ROWS:
-            break
+            return rows
         else:
             name, quota = tenants.get(loss.owner_id, (None, None))
             is_need = loss.cause in ("space", "quota")
@@ -61,7 +67,10 @@ def eviction_rows(
                     "idle": [round(loss.idle_s, 1)] * 2,
                     "words": words(loss.tokens.tolist()),
                     "begins": loss.parent is None,
+                    "more": False,
                 }
             )
-        last = kind, loss.at
+            last = kind, loss.at, loss.at
+    if rows:
+        rows[-1]["more"] = are_cut
     return rows

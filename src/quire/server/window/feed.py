@@ -216,6 +216,7 @@ class Feed:
                         len(snapshot.blocks.states),
                         snapshot.tenants,
                         lambda tokens: first_words(tokens, tokenizer),
+                        are_cut=snapshot.num_losses > len(snapshot.losses),
                     )
                     self._num_known_losses = snapshot.num_losses
                 tree_s = time.thread_time() - tree_began
