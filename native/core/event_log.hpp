@@ -20,7 +20,7 @@ namespace quire {
 
 struct Event {
     enum class Kind : std::int32_t { stored, removed, cleared };
-    enum class Reason : std::int32_t { none, evicted, forgotten };
+    enum class Reason : std::int32_t { none, evicted, forgotten, quota };
 
     Kind kind;
     Reason reason = Reason::none;

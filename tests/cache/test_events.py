@@ -47,6 +47,24 @@ def test_full_blocks_are_stored_and_removed_with_all_that_is_known_of_them(backe
     assert [event.kind for event in cache.take_events()] == ["stored", "stored"]
 
 
+def test_events_say_which_limit_took_a_block(backend: str) -> None:
+    """The owner's quota while the pool has free blocks, else the pool."""
+    cache = make(backend, num_blocks=6)
+    cache.record_events(True)
+    cache.set_limits(7, 0, 2)
+    store(cache, prompt(8), owner_id=7)
+    store(cache, prompt(8, seed=1), owner_id=7)
+    assert cache.stats()["free"] == 4
+    gone = [(event.reason, event.owner_id) for event in cache.take_events() if event.kind == "removed"]
+    assert gone == [("quota", 7)] * 2
+    store(cache, prompt(24, seed=2), owner_id=8)
+    removed = [event for event in cache.take_events() if event.kind == "removed"]
+    assert [(event.reason, event.owner_id) for event in removed] == [("evicted", 8)] * 2
+    assert all(event.is_eviction for event in removed)
+    cache.drop(prompt(24, seed=2)[:1])
+    assert {event.is_eviction for event in cache.take_events()} == {False}
+
+
 def test_events_say_how_content_is_kept(backend: str) -> None:
     """As it was stored, and as it was when it went: a use in between may have raised it."""
     cache = make(backend, num_blocks=3)

@@ -12,8 +12,9 @@ import pytest
 from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
 
 from quire.cache.block_hash import block_hashes, namespace_digest
-from quire.cache.feed import EventFeed
+from quire.cache.feed import LOSS_REASONS, EventFeed
 from quire.cache.report import aligned, report
+from quire.cache.types import DISCARD, KEEP, NORMAL
 from quire.observe.history import History, Loss, LossLog
 from quire.observe.mirror import Change, TreeMirror
 from quire.observe.prefixes import prefix_table
@@ -99,6 +100,22 @@ def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Span, ..
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_to_a_quota_is_told_apart_and_to_subscribers_an_eviction(backend: str) -> None:
+    cache = make(backend, num_blocks=6)
+    _, feed, mirror, history = watched(cache)
+    reasons: list[str] = []
+    mirror.listeners.append(lambda changes: reasons.extend(c.reason for c in changes if c.kind == "removed"))
+    cache.set_limits(7, 0, 2)
+    store(cache, prompt(8), owner_id=7, cache_priority=0)
+    store(cache, prompt(4, 1), owner_id=7)
+    feed.collect()
+    (loss,) = history.losses
+    assert (loss.cause, loss.reason, loss.owner_id, loss.cache_priority) == ("quota", "evicted", 7, 0)
+    assert reasons == ["evicted"]
+    assert (history.evictions["quota"].count, history.evictions["space"].count) == (1, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) -> None:
     cache = make(backend, num_blocks=6)
     clock, feed, _, history = watched(cache)
@@ -114,6 +131,7 @@ def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) ->
     loss, expired_at = history.loss_of(hashes, 2, prompt(12)[8:], {})
     assert loss is not None
     assert (loss.at, loss.reason, loss.owner_id, loss.idle_s, loss.age_s) == (14, "evicted", 7, 4, 14)
+    assert (loss.cause, loss.cache_priority) == ("space", 1)
     assert expired_at is None
     assert history.loss_of(hashes, 0, prompt(12)[:4], {}) == (None, None)
     # A prompt that ends within the block that was lost: it is found by its beginning.
@@ -183,8 +201,9 @@ def test_the_log_of_losses_is_its_plain_twin(seed: int) -> None:
         if block.parent is None:
             block.parent_name = None
         change = Change(
-            "removed", None, rng.choice(["evicted", "forgotten", "cleared"]), rng.choice([0, 7, 2**40])
-        )
+            "removed", None, rng.choice(["evicted", "forgotten", "cleared"]), rng.choice([0, 7, 2**40]),
+            rng.choice(LOSS_REASONS), rng.choice([DISCARD, NORMAL, KEEP]),
+        )  # fmt: skip
         log.add(block, change, float(step))
         plain.add(block, change, float(step))
         assert len(log) == len(list(log)) == len(plain.kept)
@@ -192,6 +211,7 @@ def test_the_log_of_losses_is_its_plain_twin(seed: int) -> None:
         def same(loss: Loss, block, change, now) -> bool:
             return (
                 (loss.at, loss.reason, loss.owner_id) == (now, change.reason, change.owner_id)
+                and (loss.cause, loss.cache_priority) == (change.cause, change.cache_priority)
                 and (loss.idle_s, loss.age_s) == (now - block.used_at, now - block.made_at)
                 and (loss.name, loss.parent, loss.extra_keys)
                 == (block.hash, block.parent_name, block.extra_keys)
@@ -227,7 +247,7 @@ def test_a_loss_leaves_no_object_behind() -> None:
     assert (
         lose(2000) - before < 200
     )  # of a block that is there some objects more or fewer, of 2 000 lost ones none
-    assert history.losses.nbytes == 4096 * (97 + 16 * 4)
+    assert history.losses.nbytes == 4096 * (99 + 16 * 4)
 
 
 def test_reuse_gaps_are_from_the_last_use_to_the_beginning_of_the_next() -> None:

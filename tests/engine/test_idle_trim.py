@@ -271,6 +271,11 @@ def one_of_each(llm: LLM, prompts: list[list[int]]) -> None:
     assert set(check(llm)) - set(before) == {"resize"}
     for prompt in prompts * 2:
         llm.generate([prompt], ONE)
+    before = check(llm)
+    assert set(before) == {*LOSS_REASONS} - {"quota"}
+    llm.tenants.add("small", quota=14 * llm.cache.block_bytes)
+    for prompt in prompts:
+        llm.generate([prompt], ONE, tenant="small")
     assert set(check(llm)) == set(LOSS_REASONS)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
+from support.browser import by_id, start_browser
 from support.running_server import running
 from support.until import until
 
@@ -58,3 +60,22 @@ def is_idle(llm: LLM) -> bool:
 def serve(llm: LLM) -> Callable[..., object]:
     """`with serve(settings) as (url, app):` a server of one's own over the same model."""
     return lambda settings: running(llm, settings)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    driver = start_browser()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    """The live page, connected; nothing in it may have failed when the test ends."""
+    browser.get_log("browser")
+    browser.get(url)
+    until(lambda: by_id(browser, "status").text == "live")
+    yield browser
+    errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    browser.get("about:blank")  # else it goes on watching
+    assert not errors

@@ -7,12 +7,15 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.running_server import running
 from support.until import until
 from support.window_client import Generating, Watcher, ask
 
+from quire import LLM
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 from quire.server.window.feed import MAX_SHARE, Feed
@@ -30,9 +33,10 @@ def keyed(serve: Any, llm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_words(state: dict[str, Any]) -> str:
-    """All that a watcher was told but the words that name branches."""
-    rows = [{**row, "words": None} for row in state["tree"]["rows"]]
-    return json.dumps({**state, "tree": {**state["tree"], "rows": rows}})
+    """All that a watcher was told but the words that name branches and evictions."""
+    rows = [{**row, "words": None, "before": None} for row in state["tree"]["rows"]]
+    gone = [{**row, "words": None} for row in state.get("evictions", [])]
+    return json.dumps({**state, "tree": {**state["tree"], "rows": rows}, "evictions": gone})
 
 
 def test_the_page_allows_nothing_from_elsewhere(url: str) -> None:
@@ -110,6 +114,64 @@ def test_states_are_counted_where_the_model_keeps_some(
         assert not counts.keys() & watcher.state["counts"].keys()
         monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
         watcher.until(lambda state: counts.items() <= state["counts"].items())
+
+
+def test_what_each_sequence_does_or_waits_for_is_told(serve: Any, llm: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(llm.engine.scheduler, "max_num_seqs", 1)
+    with serve(ServerSettings()) as (url, _), Generating(url, "def first(argv):") as first:
+        body = {"prompt": "def second(argv):", "max_tokens": 4, "stream": True}
+        with ThreadPoolExecutor(1) as others, Watcher(url) as watcher:
+            second = others.submit(ask, url, "/v1/completions", body=body)
+            state = watcher.until(lambda state: state.get("waiting") and state["sequences"])
+            (running,), (waiting,) = state["sequences"], state["waiting"]
+            assert (running["id"], running["phase"], running["preempted"]) == (first.id, "decode", False)
+            assert (waiting["phase"], waiting["preempted"], waiting["blocks"]) == ("seat", False, 0)
+            first.__exit__()
+            assert second.result()[0] == 200
+        assert not llm.engine.scheduler.waiting
+
+
+def test_evictions_are_told_with_the_limit_and_what_was_given_up(serve: Any) -> None:
+    """To the administrator; the counts by reason to everybody."""
+    tenant = Tenant("small", quota_bytes="2MiB")
+    keys = KeyRing([(digest_of_key(ALICE), tenant), (digest_of_key(BOSS), ADMIN)])
+    with (
+        LLM(kv_memory="8MiB") as small,
+        running(small, ServerSettings(keys=keys, tenants=(tenant,))) as (url, _),
+    ):
+        quota = 2 * 1024**2 // small.cache.block_bytes
+        for word in ("import", "class", "return", "while"):
+            body = {"prompt": f"{word} os\n" * 150, "max_tokens": 1, "cache_priority": "discard"}
+            assert ask(url, "/v1/completions", ALICE, body=body)[0] == 200
+        with Watcher(url, BOSS) as boss, Watcher(url, ALICE) as alice:
+            boss.until(lambda state: state.get("evictions"))
+            row = boss.state["evictions"][0]
+            assert (row["reason"], row["limit"], row["tenant"]) == ("quota", quota, "small")
+            assert row["cache_priority"] == "discard"
+            assert row["tokens"] == 16 * row["blocks"]
+            assert 0 <= row["idle"][0] <= row["idle"][1]
+            assert "os" in row["words"]
+            counts = boss.state["evictions_by_reason"]
+            assert counts["quota"] == sum(one["blocks"] for one in boss.state["evictions"]) > 0
+            assert counts["space"] == 0
+            assert alice.state["evictions_by_reason"] == counts
+            assert "evictions" not in alice.state
+            for word in ("def", "for", "with", "try"):
+                body = {"prompt": f"{word} os\n" * 300, "max_tokens": 1}
+                assert ask(url, "/v1/completions", BOSS, body=body)[0] == 200
+            boss.until(lambda state: state["evictions"][0]["reason"] == "space")
+            row = boss.state["evictions"][0]
+            assert (row["limit"], row["tenant"]) == (small.num_blocks, "admin")
+            small.between_steps(lambda: small.engine.trim())
+            boss.until(lambda state: state["evictions"][0]["reason"] == "dropped")
+            assert (boss.state["evictions"][0]["limit"], boss.state["evictions"][0]["tenant"]) == (None, None)
+
+
+def test_the_page_is_told_whether_messages_get_a_template(url: str, llm: Any, monkeypatch: Any) -> None:
+    with Watcher(url) as watcher:
+        assert watcher.state["has_chat_template"] is True
+        monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+        watcher.until(lambda state: not state["has_chat_template"])
 
 
 def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:

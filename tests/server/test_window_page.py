@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.browser import ask_for_completion, by_id, cells_of, complete, start_browser, type_into
 from support.running_server import running
 from support.until import until
 
@@ -17,61 +15,13 @@ from quire import LLM
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-if not CHROMIUM or not DRIVER:
-    pytest.skip("chromium and its driver are not installed", allow_module_level=True)
 webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 pytestmark = pytest.mark.ci  # a browser takes seconds for each
 
 HTML = "<img src=x onerror=\"document.title='owned'\"><b>bold</b><script>document.title='owned'</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    driver = start_browser()
-    yield driver
-    driver.quit()
-
-
-def start_browser(font_size: int = 16) -> Any:
-    """font_size: of the browser's settings; 16 unless a person has chosen another."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    # No sandbox: these tests also run as root, where Chromium's does not work. Only our own page is opened.
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.add_argument("--window-size=1300,1000")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    options.add_experimental_option("prefs", {"webkit.webprefs.default_font_size": font_size})
-    return webdriver.Chrome(options=options, service=Service(DRIVER))
-
-
-@pytest.fixture
-def page(browser: Any, url: str) -> Iterator[Any]:
-    browser.get_log("browser")
-    browser.get(url)
-    until(lambda: browser.find_element(By.ID, "status").text == "live")
-    yield browser
-    errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    browser.get("about:blank")  # else it goes on watching
-    assert not errors
-
-
-def by_id(browser: Any, name: str) -> Any:
-    return browser.find_element(By.ID, name)
-
-
-def cells_of(browser: Any, body: str) -> list[list[str]]:
-    """The texts of a table's rows, read at one moment."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0] + ' tr')].map(r => [...r.children].map(c => c.textContent))",
-        body,
-    )
 
 
 def pixel(browser: Any, cell_x: int, cell_y: int) -> list[int]:
@@ -81,14 +31,6 @@ def pixel(browser: Any, cell_x: int, cell_y: int) -> list[int]:
         cell_x,
         cell_y,
     )
-
-
-def complete(url: str, prompt: str, **more: Any) -> None:
-    body = json.dumps({"prompt": prompt, "max_tokens": 2, **more}).encode()
-    request = urllib.request.Request(
-        url + "/v1/completions", body, {"Content-Type": "application/json", **more.pop("headers", {})}
-    )
-    urllib.request.urlopen(request, timeout=60).read()
 
 
 def test_blocks_are_allocated_while_a_prompt_is_answered(
@@ -105,12 +47,10 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(
     llm.cache.reset()
     until(lambda: by_id(page, "legend").text.startswith("free") and "held 0" in by_id(page, "legend").text)
     free = pixel(page, 8, 8)
-    by_id(page, "max-tokens").clear()
-    by_id(page, "max-tokens").send_keys("400")
-    by_id(page, "send").click()
+    ask_for_completion(page, 400)
     until(lambda: "in " in by_id(page, "try-status").text and "blocks:" in by_id(page, "try-status").text)
     assert by_id(page, "answer").text
-    table = until(lambda: [row[6] for row in cells_of(page, "#sequences") if len(row) == 7])[0]
+    table = until(lambda: [row[7] for row in cells_of(page, "#sequences") if len(row) == 8])[0]
     assert int(table.split(",")[0].split("\u2013")[0]) == 0
     until(lambda: pixel(page, 8, 8) != free)
     blocks = [int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1])]
@@ -123,18 +63,16 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(
 
 def test_a_prompt_with_markup_is_shown_as_text(page: Any, url: str, llm: Any) -> None:
     llm.cache.reset()
-    by_id(page, "prompt").clear()
-    by_id(page, "prompt").send_keys(HTML)
-    by_id(page, "max-tokens").clear()
-    by_id(page, "max-tokens").send_keys("3")
-    by_id(page, "send").click()
-    until(lambda: "ended" in by_id(page, "try-status").text)
+    ask_for_completion(page, 3, HTML)
+    until(lambda: "ended" in by_id(page, "completion-meta").text)
     by_id(page, "find-block").send_keys("1")
     page.find_element(By.CSS_SELECTOR, "#find button").click()
     until(lambda: by_id(page, "details").is_displayed())
     shown = page.find_element(By.CSS_SELECTOR, "#details .tokens").get_attribute("textContent")
     assert shown.startswith(HTML[:30])
-    assert not page.find_elements(By.CSS_SELECTOR, "#details img, #details b, #details script, #answer *")
+    assert not page.find_elements(
+        By.CSS_SELECTOR, "#details img, #details b, #details script, #answer :not(span)"
+    )
     assert page.title == "Quire: what the cache does now"
 
 
@@ -159,10 +97,10 @@ def test_with_the_keyboard(page: Any, url: str, llm: Any) -> None:
 def test_the_map_as_a_table_says_what_the_cache_counts(page: Any, url: str, llm: Any) -> None:
     llm.cache.reset()
     complete(url, "Counted in a table for those who do not see the map.")
-    page.find_element(By.TAG_NAME, "summary").click()
+    page.find_element(By.CSS_SELECTOR, "#map-section summary").click()
     pin = llm.pins.add("Counted in a table for those who do not see the map.", compute=False)
     stats = llm.cache.stats()
-    wanted = {name: str(stats[name]) for name in ("cached", "held", "in_flight", "pinned")}
+    wanted = {name.replace("_", " "): str(stats[name]) for name in ("cached", "held", "in_flight", "pinned")}
 
     def told() -> dict[str, str]:
         return {row[0]: row[1] for row in cells_of(page, "#map-table")}
@@ -347,10 +285,9 @@ def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve:
             until(lambda: by_id(browser, "status").text == "live")
             assert by_id(browser, "no-admin").is_displayed()
             assert not by_id(browser, "sequences").is_displayed()
-            by_id(browser, "max-tokens").clear()
-            by_id(browser, "max-tokens").send_keys("3")
+            type_into(browser, "max-tokens", "3")
             by_id(browser, "send").send_keys(Keys.ENTER)
-            until(lambda: "ended" in by_id(browser, "try-status").text)  # a tenant may send prompts
+            until(lambda: "ended" in by_id(browser, "turns").text)  # a tenant may send prompts
             assert "alice-name" not in browser.page_source
             assert alice not in browser.page_source
 
@@ -383,9 +320,7 @@ def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> Non
             until(lambda: by_id(browser, "status").text == "live")
             kind = llm.cache.block_name
             until(lambda: by_id(browser, "map-title").text == f"{kind.capitalize()}s")
-            by_id(browser, "max-tokens").clear()
-            by_id(browser, "max-tokens").send_keys("1500")
-            by_id(browser, "send").click()
+            ask_for_completion(browser, 1500)
             until(lambda: f"{kind}s: 0" in by_id(browser, "try-status").text)
             by_id(browser, "map").send_keys(Keys.HOME + Keys.ENTER)
             until(lambda: by_id(browser, "details").is_displayed())

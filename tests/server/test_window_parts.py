@@ -10,7 +10,9 @@ import pytest
 
 from quire import Cache, KVSpec
 from quire.cache.block_map import CACHED, FREE, HELD, IN_FLIGHT, PINNED
-from quire.server.window.details import first_words
+from quire.observe.history import Loss
+from quire.server.window.details import first_words, fork_words
+from quire.server.window.evictions import eviction_rows
 from quire.server.window.prefix_summary import Births, summarize
 from quire.server.window.snapshot import MAX_CELLS, idle_cells, runs_of, state_cells
 from quire.spec import LayerSpec, Span
@@ -159,6 +161,55 @@ def test_the_longest_idle_time_of_a_cell() -> None:
     cache.close(held)
 
 
+def named(shared: Any, own: Any) -> tuple[str, str]:
+    found = fork_words(shared, own, Letters())
+    assert found is not None
+    return found
+
+
+class Letters:
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def names_of(texts: list[str], block_size: int, **more: Any) -> list[tuple[int, str, str]]:
+    """(level, begun word, words) of the tree of some texts, a token for each letter."""
+    cache = Cache(SPEC, num_blocks=256, block_size=block_size)
+    for text in texts:
+        store(cache, [ord(c) for c in text], **more)
+    tree = cache.tree()
+    content = {
+        int(node): cache.content_of(int(block))
+        for node, block in zip(tree.node_ids, tree.block_ids[:, 0], strict=True)
+    }
+    own = {node: one.tokens[len(one.tokens) - one.num_own :].tolist() for node, one in content.items() if one}
+    rows = summarize(tree, {}, Births(), 0.0, tokens=own.get, named=named)["rows"]
+    return sorted((row["level"], row["before"], row["words"]) for row in rows)
+
+
+def test_branches_are_named_by_where_they_differ() -> None:
+    # All begin alike within the first block, so that each is a branch of its own from the root on.
+    assert names_of(["import os, first", "import os, second", "import sys"], 32) == [
+        (0, "", "first"),
+        (0, "", "second"),
+        (0, "", "sys"),
+    ]
+    # Two share blocks, and differ within the next one; the words go on into the blocks behind it.
+    assert names_of(["abcdefgh said this and that", "abcdefgh said thus far"], 4) == [
+        (0, "", "abcdefgh sai"),
+        (1, "th", "is and that"),
+        (1, "th", "us far"),
+    ]
+
+
+def test_a_branch_that_begins_as_no_sibling_does_is_named_by_its_beginning() -> None:
+    assert names_of(["first of all", "second of all"], 32) == [
+        (0, "", "first of all"),
+        (0, "", "second of al"),
+    ]
+    assert names_of(["alone in the tree"], 32) == [(0, "", "alone in the")]
+
+
 def test_first_words_are_one_harmless_line() -> None:
     class Characters:
         def decode(self, tokens: list[int]) -> str:
@@ -171,3 +222,41 @@ def test_first_words_are_one_harmless_line() -> None:
     assert len(words) == 48
     assert first_words([32], Characters()) is None
     assert first_words([65], None) is None
+
+
+def test_evictions_are_rows_by_reason_and_time() -> None:
+    def loss(at: float, cause: str, idle_s: float, tokens: str, priority: int = 1) -> Loss:
+        ids = np.array([ord(c) for c in tokens], np.int32)
+        return Loss(at, "evicted", 7, idle_s, 9.0, b"", b"" if at else None, ids, {}, cause, priority)
+
+    losses = [
+        loss(20.5, "space", 3.0, "head"),
+        loss(20.0, "space", 1.0, "tail"),
+        loss(18.0, "space", 2.0, "more"),  # too long before those
+        loss(17.5, "space", 2.0, "less", 0),
+        loss(17.0, "quota", 2.0, "mine"),
+        loss(0.0, "dropped", 2.0, "gone"),
+    ]
+
+    def words(tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    rows = eviction_rows(losses, 100.0, 64, {7: ("alice", 9)}, words, are_cut=True)
+    told = [
+        (row["at"], row["reason"], row["blocks"], row["limit"], row["tenant"], row["words"]) for row in rows
+    ]
+    assert told == [
+        (120.5, "space", 2, 64, "alice", "head"),
+        (118.0, "space", 1, 64, "alice", "more"),
+        (117.5, "space", 1, 64, "alice", "less"),
+        (117.0, "quota", 1, 9, "alice", "mine"),
+        (100.0, "dropped", 1, None, None, "gone"),
+    ]
+    assert (rows[0]["tokens"], rows[0]["idle"]) == (8, [1.0, 3.0])
+    assert [row["cache_priority"] for row in rows] == ["normal", "normal", "discard", "normal", "normal"]
+    assert [row["begins"] for row in rows] == [False] * 4 + [True]
+    assert [row["more"] for row in rows] == [False] * 4 + [True]
+    steady = [loss(20.0 - at / 2, "space", 1.0, "x") for at in range(200)]
+    rows = eviction_rows(steady, 0.0, 64, {}, words, are_cut=True)
+    assert [row["blocks"] for row in rows] == [11] * 12
+    assert not any(row["more"] for row in rows)

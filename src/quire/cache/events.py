@@ -25,7 +25,7 @@ EventArrays: TypeAlias = dict[str, Any]
 """The entries of `CacheEvents`, by name: what a block manager gives."""
 
 KINDS = ("stored", "removed", "cleared")
-REASONS = ("", "evicted", "forgotten")
+REASONS = ("", "evicted", "forgotten", "quota")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class CacheEvent:
     blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for those the event is not about. parent_id:
     -1 below a root.
     owner: stored: whose the blocks are; removed: for whose need, 0 for nobody's.
-    reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`, `trim`); else "".
+    reason: of removed: "evicted" (`reserve` needed room in the pool), "quota" (room in its owner's quota) or
+    "forgotten" (`drop`, `resize`, `trim`); else "".
     cache_priority: the highest of the blocks': of stored those of the event, of removed all that the node had.
     namespace, tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
     """
@@ -50,6 +51,11 @@ class CacheEvent:
     tokens: Int32Array | None = None
     cache_priority: int = NORMAL
     extra_keys: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def is_eviction(self) -> bool:
+        """Whether a reservation took the blocks."""
+        return self.reason in ("evicted", "quota")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from quire.cache.protocol import PrefixKVCache
 
 __all__ = ["DROPPED", "LOSS_REASONS", "EventFeed", "Forgotten", "Listener"]
 
-LOSS_REASONS = ("space", "idle", "dropped", "resize")
-"""Why content left memory: a request needed its blocks, the system was short while the engine was idle, a caller asked
-for it (`drop`, `trim`, `reset`), or the cache got fewer blocks (`resize`)."""
+LOSS_REASONS = ("space", "quota", "idle", "dropped", "resize")
+"""Why content left memory: a request needed blocks while the pool had none, or while its tenant was at its quota, the
+system was short while the engine was idle, a caller asked for it (`drop`, `trim`, `reset`), or the cache got fewer
+blocks (`resize`)."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ had been unused and how old they were; how long it takes until a prefix is used 
 The log is a ring of records in one buffer, not objects: those would live so long, and be so many, that they keep what
 the requests of their time left around them from being given back (3.5 KB a loss were seen in a busy server).
 
-Cost: a few us for each block lost; at most `max_blocks` of them are remembered, the latest, in 97 bytes and 4 a token.
+Cost: a few us for each block lost; at most `max_blocks` of them are remembered, the latest, in 99 bytes and 4 a token.
 A question reads the whole log: about 2 ms of a full one.
 """
 
@@ -32,7 +32,8 @@ _BOUNDS = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # seconds
 class Loss:
     """A block that was there. at: of the mirror's clock. reason: "evicted" (for `owner_id`'s need), "forgotten" (drop,
     resize) or "cleared". idle_s: since it was last used; age_s: since it was stored. name, parent: of the block and of
-    the one before it, None where it is the first. tokens, extra_keys: its own."""
+    the one before it, None where it is the first. tokens, extra_keys: its own. cause: of `LOSS_REASONS`.
+    cache_priority: the block's."""
 
     at: float
     reason: str
@@ -43,6 +44,8 @@ class Loss:
     parent: bytes | None
     tokens: np.ndarray
     extra_keys: dict[int, bytes]
+    cause: str
+    cache_priority: int
 
 
 class LossLog:
@@ -54,7 +57,7 @@ class LossLog:
     def __init__(self, node_tokens: int, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_added = 0
-        self._record = struct.Struct(f"<32s32sdddqB{4 * node_tokens}s")
+        self._record = struct.Struct(f"<32s32sdddqBBB{4 * node_tokens}s")
         fields = [
             ("name", "<u8", (4,)),
             ("parent", "<u8", (4,)),
@@ -62,7 +65,8 @@ class LossLog:
             ("idle_s", "<f8"),
             ("age_s", "<f8"),
         ]
-        fields += [("owner_id", "<i8"), ("reason", "u1"), ("tokens", "<i4", (node_tokens,))]
+        fields += [("owner_id", "<i8"), ("reason", "u1"), ("cause", "u1"), ("cache_priority", "u1")]
+        fields += [("tokens", "<i4", (node_tokens,))]
         # Not zeros: where they lie in memory that was used before, all of it would be touched at once.
         self._rows = np.empty(max_blocks, np.dtype(fields))
         assert self._rows.itemsize == self._record.size
@@ -82,7 +86,7 @@ class LossLog:
         self._record.pack_into(
             self._bytes, row * self._record.size, block.hash, self._NONE if block.parent is None else block.parent.hash,
             now, now - block.used_at, now - block.made_at, change.owner_id, self.REASONS.index(change.reason),
-            np.asarray(block.tokens, "<i4").tobytes(),
+            LOSS_REASONS.index(change.cause), change.cache_priority, np.asarray(block.tokens, "<i4").tobytes(),
         )  # fmt: skip
         if block.extra_keys:
             self._extra_keys[row] = block.extra_keys
@@ -117,7 +121,7 @@ class LossLog:
         return Loss(
             float(one["at"]), self.REASONS[one["reason"]], int(one["owner_id"]), float(one["idle_s"]),
             float(one["age_s"]), one["name"].tobytes(), None if parent == self._NONE else parent, one["tokens"].copy(),
-            self._extra_keys.get(row, {}),
+            self._extra_keys.get(row, {}), LOSS_REASONS[one["cause"]], int(one["cache_priority"]),
         )  # fmt: skip
 
 

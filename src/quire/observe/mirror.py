@@ -25,6 +25,8 @@ from quire.cache.protocol import PrefixKVCache
 
 __all__ = ["Block", "BlockWatcher", "Change", "TreeMirror"]
 
+_CAUSES = {"evicted": "space", "quota": "quota"}  # of the reasons of events that are one by themselves
+
 
 class Block:
     """A full block. children: by node id. made_at, used_at: of the mirror's clock."""
@@ -69,14 +71,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """A block has come or gone, or all have (block None). reason, owner: of one that is gone, see `CacheEvent`; cause:
-    of such a one, of `feed.LOSS_REASONS`."""
+    """A block has come or gone, or all have (block None). Of one that is gone: reason ("evicted" for a quota too),
+    owner and cache priority as in `CacheEvent`; cause: of `feed.LOSS_REASONS`."""
 
     kind: Literal["stored", "removed", "cleared"]
     block: Block | None = None
     reason: str = ""
     owner_id: int = 0
     cause: str = ""
+    cache_priority: int = CacheEvent.cache_priority
 
 
 class BlockWatcher(Protocol):
@@ -166,8 +169,9 @@ class TreeMirror:
                 block.block_ids[column] = -1
         if block.is_there and not self._is_whole(block):
             block.is_there = False
-            cause = "space" if event.reason == "evicted" else forgotten.reason
-            yield Change("removed", block, event.reason, event.owner_id, cause)
+            cause = _CAUSES.get(event.reason, forgotten.reason)
+            reason = "evicted" if event.is_eviction else event.reason
+            yield Change("removed", block, reason, event.owner_id, cause, event.cache_priority)
         if max(block.block_ids) < 0:
             self._remove(block)
             for watcher in self.watchers:

@@ -158,7 +158,7 @@ class TierStores:
     def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
         kept = self._kept[block.node_id]
         kept.cache_priority = max(kept.cache_priority, event.cache_priority)
-        if event.reason == "evicted" or forgotten.is_kept:
+        if event.is_eviction or forgotten.is_kept:
             self._save(block)
 
     def block_gone(self, block: Block) -> None:

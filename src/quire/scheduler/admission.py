@@ -54,6 +54,7 @@ class Admission:
         self._watermark = watermark
         self._open = open_sequence
         self.refused: RequestSequence | None = None  # by the last `admit`, for want of a place or of memory
+        self.short_owners: set[int] = set()  # of which one waits for blocks since the last `admit`
 
     @property
     def margin(self) -> int:
@@ -79,6 +80,7 @@ class Admission:
         budget: tokens at most, chunk_limit: of one.
         """
         self.refused = None
+        self.short_owners = short = set()  # nobody of them overtakes the one that waits
         if not waiting or budget <= 0:
             return []
         if room <= 0:
@@ -90,7 +92,6 @@ class Admission:
         being_computed = PrefixesUnderWay(running, cache.block_size) if cache.prefix_caching else None
         admitted: list[tuple[RequestSequence, int]] = []
         taken_by = self.taken_by_owner(chosen)
-        short: set[int] = set()  # owners of which one waits for blocks: nobody of them overtakes it
         for sequence in order:
             if not room or not budget:
                 break

@@ -115,6 +115,12 @@ class RequestSequence:
         return self.state is SequenceState.FINISHED
 
     @property
+    def is_preempted(self) -> bool:
+        """Whether it has lost its place, and waits for one."""
+        is_out = self.state in (SequenceState.WAITING, SequenceState.LOADING)
+        return is_out and self.request.num_preemptions > 0 and (self.index == 0 or len(self.output_ids) > 1)
+
+    @property
     def is_searched(self) -> bool:
         """Whether the step at hand knows what the tiers have of it, or nobody asked."""
         return self.search is None or self.search.is_seen

@@ -46,6 +46,7 @@ from quire.scheduler.admission import MAX_LOOKED_AT, Admission
 from quire.scheduler.clients import Clients
 from quire.scheduler.fair_share import FairShare
 from quire.scheduler.loading import LoadingQueue
+from quire.scheduler.phase import Phase, phase_of
 from quire.scheduler.refusals import Refusals
 from quire.scheduler.request import Request, RequestSequence, SequenceState
 from quire.scheduler.step import ScheduledStep
@@ -235,6 +236,15 @@ class Scheduler:
     def loading(self) -> list[RequestSequence]:
         """The sequences whose prefix comes from a tier just now."""
         return [] if self._loading is None else self._loading.sequences
+
+    def phase_of(self, sequence: RequestSequence) -> Phase:
+        """What a sequence that is here does, or waits for."""
+        return phase_of(
+            sequence,
+            short_owners=self._admission.short_owners,
+            is_refused=self._admission.refused is not None,
+            is_full=len(self.running) >= self.max_num_seqs,
+        )
 
     @property
     def has_work(self) -> bool:

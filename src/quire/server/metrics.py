@@ -13,7 +13,7 @@
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     what each tier holds and has done, as `quire.tiers.guarded.TierCounts` says
     quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
-    quire:evicted_blocks_total{reason}       full blocks whose content memory gave up: space, idle, dropped or resize
+    quire:evicted_blocks_total{reason}       full blocks whose content memory gave up, why: `LOSS_REASONS`
     quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks
     quire:reuse_gap_seconds                  histogram
 

@@ -86,7 +86,7 @@ class Blocks:
         while owner_id.quota != NO_QUOTA and owner_id.num_owned + owner_id.need > owner_id.quota:
             block_id = self.pool.cached.first([number])
             assert block_id is not None
-            self._evict(block_id, number, "evicted")
+            self._evict(block_id, number, "quota")
 
     def resize(self, num_blocks: int) -> list[int]:
         """Have `num_blocks` blocks from now on; the blocks given up, which must have been available.

@@ -2,6 +2,7 @@
 
 snapshot.py         what is taken from the engine between two steps, and what is sent of it
 prefix_summary.py   the prefix tree as some rows
+evictions.py        what memory gave up lately, as some rows
 feed.py             one snapshot for all who watch, as often as its cost allows
 details.py          one block, one sequence
 routes.py           the page and its events over HTTP

@@ -18,12 +18,14 @@ from quire.server.errors import ApiError
 from quire.server.tenants import name_of_owner
 from quire.server.window.snapshot import runs_of, table_of
 
-__all__ = ["block_details", "first_words", "readable", "sequence_details"]
+__all__ = ["block_details", "first_words", "fork_words", "readable", "sequence_details"]
 
-_STATES = ("free", "cached", "held", "in_flight", "given up", "pinned")
+_STATES = ("free", "cached", "held", "in flight", "given up", "pinned")
 _MAX_TOKENS = 2048  # of those before the block
 _MAX_HOLDERS = 64
 _MAX_WORDS = 48  # characters
+_MAX_WORD = 16  # characters of the word within which a branch begins
+_NUM_WORD_TOKENS = 8  # in which that word is looked for
 
 
 def block_details(core: EngineCore, block_id: int, last: int | None = None) -> dict[str, Any]:
@@ -129,8 +131,9 @@ def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tu
 
 
 def sequence_details(core: EngineCore, request_id: str, index: int) -> dict[str, Any]:
-    """A running sample with its whole block table and its tokens. *raises:* ApiError where it has ended."""
-    for sequence in core.engine.scheduler.running:
+    """A sample with blocks, its whole block table and its tokens. *raises:* ApiError where it has ended."""
+    scheduler = core.engine.scheduler
+    for sequence in (*scheduler.running, *scheduler.loading):
         if (
             sequence.request.request_id == request_id
             and sequence.index == index
@@ -158,8 +161,23 @@ def first_words(tokens: list[int], tokenizer: Any) -> str | None:
     """The text of some tokens on one line, with what would move or hide text replaced; None without a tokenizer."""
     if tokenizer is None:
         return None
-    text = " ".join(tokenizer.decode(tokens).split())
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)[:_MAX_WORDS] or None
+    return _one_line(tokenizer.decode(tokens))[:_MAX_WORDS] or None
+
+
+def fork_words(shared: SequenceOf[int], own: SequenceOf[int], tokenizer: Any) -> tuple[str, str] | None:
+    """A branch by the tokens that are its own, behind those that others share: the begun word that these end with, if
+    the branch goes on within it, and the text of its own."""
+    if tokenizer is None:
+        return None
+    head = tokenizer.decode(list(shared[-_NUM_WORD_TOKENS:])) if shared else ""
+    together = tokenizer.decode([*shared[-_NUM_WORD_TOKENS:], *own])
+    text = together.removeprefix(head) if together.startswith(head) else tokenizer.decode(list(own))
+    begun = "" if not head or head[-1].isspace() or text[:1].isspace() else head.split()[-1]
+    return _one_line(begun)[-_MAX_WORD:], _one_line(text)[:_MAX_WORDS]
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
 
 
 def readable(details: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -22,11 +22,13 @@ import numpy as np
 
 from quire.errors import CancelledError
 from quire.server.errors import ApiError
+from quire.server.forms.tools import template_text
 from quire.server.http.sse import event
 from quire.server.service import Service
-from quire.server.window.details import first_words
-from quire.server.window.prefix_summary import Births, Known, Words, summarize
-from quire.server.window.snapshot import NUM_WORD_TOKENS, Painter, Snapshot, collect, idle_cells
+from quire.server.window.details import first_words, fork_words
+from quire.server.window.evictions import eviction_rows
+from quire.server.window.prefix_summary import Births, Known, Tokens, summarize
+from quire.server.window.snapshot import Painter, Snapshot, collect, idle_cells
 
 __all__ = ["MAX_SHARE", "Feed"]
 
@@ -63,6 +65,7 @@ class Feed:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._next_slow = 0.0
+        self._num_known_losses = -1
         self.number = 0  # of the newest update
         self.cpu_s = 0.0  # spent so far on all but
         self.slow_cpu_s = 0.0  # the tree and the committed bytes
@@ -139,6 +142,7 @@ class Feed:
                 with_sequences=is_private,
                 with_tree=is_private and is_due,
                 with_committed=is_due,
+                num_known_losses=self._num_known_losses,
             )
 
         snapshot = await self._service.engine.between_steps(take)
@@ -165,22 +169,23 @@ class Feed:
 
         return known
 
-    def _words(self, snapshot: Snapshot) -> Words:
+    def _tokens(self, snapshot: Snapshot) -> Tokens:
         monitor = self._service.engine.core.monitor
         blocks = {} if monitor is None else monitor.mirror.by_id
 
-        def words(node: int) -> str | None:
+        def tokens(node: int) -> list[int] | None:
             block = blocks.get(node)
-            tokens = snapshot.beginnings.get(node) if block is None else block.tokens[:NUM_WORD_TOKENS]
-            return None if tokens is None else first_words(tokens.tolist(), self._service.tokenizer)
+            found = snapshot.beginnings.get(node) if block is None else block.tokens
+            return None if found is None else found.tolist()
 
-        return words
+        return tokens
 
     def _paint(self, snapshot: Snapshot, is_private: bool) -> tuple[float, float]:
         """(processor seconds, those of the tree, which has its own share)."""
         began = time.thread_time()
         public = {
             "model": self._service.model_name,
+            "has_chat_template": bool(template_text(self._service.tokenizer)),
             **self._painter.public(snapshot, self._service.metrics.first_tokens()),
         }
         self._history.append(_point(public))
@@ -191,12 +196,29 @@ class Feed:
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
                 known = self._known(snapshot)
+                tokenizer = self._service.tokenizer
                 private["tree"] = summarize(
-                    snapshot.tree, snapshot.owners, self._births, snapshot.at, known, self._words(snapshot)
+                    snapshot.tree,
+                    snapshot.owners,
+                    self._births,
+                    snapshot.at,
+                    known,
+                    self._tokens(snapshot),
+                    lambda shared, own: fork_words(shared, own, tokenizer),
                 )
                 spans = (known(node) for node in snapshot.tree.node_ids.tolist())
                 idle_s = np.array([np.nan if span is None else span[1] for span in spans])
                 private["idle"] = idle_cells(snapshot.tree, idle_s, len(snapshot.blocks.states))
+                if snapshot.losses is not None:
+                    private["evictions"] = eviction_rows(
+                        snapshot.losses,
+                        snapshot.at - snapshot.mirror_now,
+                        len(snapshot.blocks.states),
+                        snapshot.tenants,
+                        lambda tokens: first_words(tokens, tokenizer),
+                        are_cut=snapshot.num_losses > len(snapshot.losses),
+                    )
+                    self._num_known_losses = snapshot.num_losses
                 tree_s = time.thread_time() - tree_began
             self._parts[True].update(public | private, self.number + 1)
         return time.thread_time() - began - tree_s, tree_s

@@ -4,11 +4,12 @@
 
 Who may see what
     anybody let in      counts, rates, the map by state, memory by tier: what `/metrics` tells, drawn
-    the administrator   also tenants (the map's owners), the sequences with their block tables, the prefix tree with
-                        the first words of its branches, for how long cached blocks have not been used
+    the administrator   also tenants (the map's owners), the sequences with their block tables and those that wait, the
+                        prefix tree with the words of its branches, for how long cached blocks have not been used, and
+                        which blocks memory gave up lately
 
-No key and no salt is in either part. Of the content only those first words are, in the administrator's part; tokens are
-told one block at a time (`details.py`).
+No key and no salt is in either part. Of the content only those words are, in the administrator's part; tokens are told
+one block at a time (`details.py`).
 
 Cost, of 100 000 blocks: some 5 ms together (benchmarks/window.py), the tree apart (`prefix_summary.py`).
 """
@@ -19,6 +20,7 @@ import base64
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,18 +31,19 @@ from quire.cache.block_map import CACHED, HELD, IN_FLIGHT, PINNED, BlockMap
 from quire.cache.protocol import shares_prefixes
 from quire.cache.tree_view import STATES, TreeView
 from quire.engine.core import EngineCore
+from quire.observe.history import Loss
 from quire.scheduler.request import RequestSequence
 from quire.server.tenants import name_of_owner
 from quire.tiers.guarded import TierCounts
 
-__all__ = ["MAX_CELLS", "NUM_WORD_TOKENS", "Painter", "Snapshot", "collect", "idle_cells", "runs_of"]
+__all__ = ["MAX_CELLS", "Painter", "Snapshot", "collect", "idle_cells", "runs_of"]
 
 MAX_CELLS = 4096
 _MAX_SEQUENCES = 64
 _MAX_RUNS = 24  # of a block table that are sent
 _MAX_TENANTS = 14  # with a colour of their own
 _NOBODY = 255
-NUM_WORD_TOKENS = 12  # with which a branch of the tree is named
+_MAX_LOSSES = 256  # the latest, of which rows are made
 _MAX_PARTIAL = 32  # nodes without a full block, the newest, that are named
 _CACHED_NODE = STATES.index("cached")
 _IDLE_STEPS_S = (10.0, 60.0, 600.0, 3600.0)  # idle times told apart; page/map.js has the same
@@ -62,11 +65,15 @@ _STATE_COUNTS = (
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One running sample. table: int32, its entries in all groups, one group after another."""
+    """One sample that runs, loads or waits. phase: of `scheduler.phase`. is_preempted: it waits to run again;
+    is_swapped: and host memory keeps its bytes. table: int32, its entries in all groups, one group after another."""
 
     id: str
     index: int
     tenant: str
+    phase: str
+    is_preempted: bool
+    is_swapped: bool
     num_prompt_tokens: int
     num_tokens: int
     num_computed: int
@@ -80,8 +87,11 @@ class Snapshot:
     """Copies: nothing in it changes any more. owners: whose each namespace is.
 
     committed_bytes: that the cache has taken from the system, if asked. mirror_now: of the clock by which the cache's
-    mirror notes times. beginnings: by node id, the first tokens of some nodes that the mirror does not know (partial
-    blocks).
+    mirror notes times. beginnings: by node id, the tokens of some nodes that the mirror does not know (partial blocks).
+
+    evictions_by_reason: how many blocks memory gave up since the start. num_losses: those that the log of losses has
+    ever had. losses: the latest of them, the newest first, if more than the caller knows; tenants: by number, the
+    name and the quota in blocks, of those that took them.
 
     cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
 
@@ -94,10 +104,15 @@ class Snapshot:
     block_name: str
     committed_bytes: int | None
     cache_sequences: list[SequenceRow]
+    waiting: list[SequenceRow]
     tiers: list[tuple[str, int]]
     tree: TreeView | None
     beginnings: dict[int, NDArray[np.int32]]
     mirror_now: float
+    evictions_by_reason: dict[str, int]
+    num_losses: int
+    losses: list[Loss] | None
+    tenants: dict[int, tuple[str, int | None]]
     cpu_s: float
     slow_cpu_s: float
 
@@ -126,29 +141,22 @@ def collect(
     with_sequences: bool,
     with_tree: bool,
     with_committed: bool,
+    num_known_losses: int = 0,
 ) -> Snapshot:
     """Copies of what there is now. For the engine's thread, between two steps.
 
     with_committed: the system is asked about every page of the pool, which takes a millisecond a GiB.
+    num_known_losses: with the tree come the latest losses too, if there are others.
     """
     began = time.thread_time()
     scheduler, now = core.engine.scheduler, core.engine.scheduler.clock()
+    here = (*scheduler.running, *scheduler.loading) if with_sequences else ()
+    out = (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.held[:_MAX_SEQUENCES]) if with_sequences else ()
     cache_sequences = [
-        SequenceRow(
-            id=sequence.request.request_id,
-            index=sequence.index,
-            tenant=name_of_owner(sequence.request.tenant),
-            num_prompt_tokens=len(sequence.request.prompt_token_ids),
-            num_tokens=sequence.num_tokens,
-            num_computed=sequence.num_computed,
-            num_cached=sequence.request.num_cached_tokens,
-            age_s=now - sequence.request.arrival_s,
-            table=table_of(core, sequence),
-        )
-        for sequence in (scheduler.running if with_sequences else ())
-        if sequence.cache_sequence is not None
+        _sequence_row(core, sequence, now) for sequence in here if sequence.cache_sequence is not None
     ]
-    cache = core.cache
+    waiting = [_sequence_row(core, sequence, now) for sequence in out[:_MAX_SEQUENCES]]
+    cache, history = core.cache, None if core.monitor is None else core.monitor.history
     slow_began = time.thread_time()
     mirror_now = 0.0
     if with_tree and core.monitor is not None:
@@ -157,6 +165,10 @@ def collect(
     committed_bytes = core.bytes_committed if with_committed else None
     tree = cache.tree() if with_tree and shares_prefixes(cache) else None
     beginnings = {} if tree is None else _beginnings(core, tree)
+    num_losses = 0 if history is None else history.losses.num_added
+    losses = None
+    if history is not None and with_tree and num_losses != num_known_losses:
+        losses = list(islice(history.losses, _MAX_LOSSES))
     slow_cpu_s = time.thread_time() - slow_began
     blocks = cache.block_map()
     return Snapshot(
@@ -169,13 +181,45 @@ def collect(
         block_name=cache.block_name,
         committed_bytes=committed_bytes,
         cache_sequences=cache_sequences,
+        waiting=waiting,
         tiers=[(tier.name, tier.bytes) for tier in tiers],
         tree=tree,
         beginnings=beginnings,
         mirror_now=mirror_now,
+        evictions_by_reason=(
+            {} if history is None else {reason: one.count for reason, one in history.evictions.items()}
+        ),
+        num_losses=num_losses,
+        losses=losses,
+        tenants={
+            tenant.owner_id: (tenant.name, _blocks(tenant.quota_bytes, cache.block_bytes))
+            for tenant in (core.engine.tenants if losses else ())
+        },
         cpu_s=time.thread_time() - began - slow_cpu_s,
         slow_cpu_s=slow_cpu_s,
     )
+
+
+def _sequence_row(core: EngineCore, sequence: RequestSequence, now: float) -> SequenceRow:
+    is_open = sequence.cache_sequence is not None
+    return SequenceRow(
+        id=sequence.request.request_id,
+        index=sequence.index,
+        tenant=name_of_owner(sequence.request.tenant),
+        phase=core.engine.scheduler.phase_of(sequence),
+        is_preempted=sequence.is_preempted,
+        is_swapped=sequence.swapped is not None,
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        num_tokens=sequence.num_tokens,
+        num_computed=sequence.num_computed,
+        num_cached=sequence.request.num_cached_tokens,
+        age_s=now - sequence.request.arrival_s,
+        table=table_of(core, sequence) if is_open else np.empty(0, np.int32),
+    )
+
+
+def _blocks(num_bytes: int | None, block_bytes: int) -> int | None:
+    return None if num_bytes is None else num_bytes // block_bytes
 
 
 def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]]:
@@ -191,7 +235,7 @@ def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]
         there = block_ids[block_ids >= 0]
         content = core.cache.content_of(int(there[0])) if len(there) else None
         if content is not None:
-            found[node] = content.tokens[start : start + NUM_WORD_TOKENS]
+            found[node] = content.tokens[start:]
     return found
 
 
@@ -216,6 +260,7 @@ class Painter:
             "block": snapshot.block_name,
             "block_size": snapshot.block_size,
             "counts": {name: stats[name] for name in (*_COUNTS, *_STATE_COUNTS) if name in stats},
+            "evictions_by_reason": snapshot.evictions_by_reason,
             "rates": self._rates(snapshot, first_tokens),
             "memory": {
                 "total": stats["num_blocks"] * snapshot.block_bytes,
@@ -233,6 +278,7 @@ class Painter:
             **self._owners(snapshot),
             "sequences": [_row(one) for one in snapshot.cache_sequences[:_MAX_SEQUENCES]],
             "num_sequences": len(snapshot.cache_sequences),
+            "waiting": [_row(one) for one in snapshot.waiting],
         }
 
     def _rates(self, snapshot: Snapshot, first_tokens: tuple[float, float]) -> dict[str, float | None]:
@@ -364,6 +410,9 @@ def _row(one: SequenceRow) -> dict[str, Any]:
         "id": one.id,
         "index": one.index,
         "tenant": one.tenant,
+        "phase": one.phase,
+        "preempted": one.is_preempted,
+        "swapped": one.is_swapped,
         "prompt": one.num_prompt_tokens,
         "tokens": one.num_tokens,
         "computed": one.num_computed,

@@ -2,6 +2,7 @@
 
 import { announce, bytes, colour, fillRows, make, number, percent } from "./format.js";
 import { keyDialog, send } from "./server.js";
+import { errorWords } from "./words.js";
 
 const COLUMNS = 32;
 const NOBODY = -1;
@@ -51,7 +52,7 @@ function call(method, path, body) {
       if (answer) take(answer);
       else session = null; // it is deleted
     } catch (error) {
-      setStatus(error.message, "lost");
+      setStatus(errorWords(error), "lost");
       if (error.status === 401 || error.status === 403) openKey();
       if (error.status === 404) session = null;
     }

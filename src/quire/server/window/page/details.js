@@ -2,6 +2,7 @@
 
 import { announce, bytes, make, number, runs } from "./format.js";
 import { get } from "./server.js";
+import { errorWords } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const mark = (list) => document.dispatchEvent(new CustomEvent("quire-mark", { detail: list }));
@@ -62,8 +63,8 @@ export async function showBlocks(first, last, kind = "block") {
     show(title, [it.place ?? [it.block, 1]], facts(...rows),
       it.tokens.length ? tokenText(it.before, it.texts, it.tokens) : make("p", { className: "muted" }, "No known content."));
   } catch (error) {
-    announce(error.message);
-    show(title, [], make("p", {}, error.message));
+    announce(errorWords(error));
+    show(title, [], make("p", {}, errorWords(error)));
   }
 }
 
@@ -74,7 +75,7 @@ export async function showSequence(id, index) {
       facts(["Tenant", it.tenant], ["Tokens", number(it.num_tokens)], ["Block table", runs(it.runs)]),
       tokenText(it.num_tokens > it.tokens.length ? "…" : "", it.texts, it.tokens));
   } catch (error) {
-    announce(error.message);
-    show(`Sequence ${id}`, [], make("p", {}, error.message));
+    announce(errorWords(error));
+    show(`Sequence ${id}`, [], make("p", {}, errorWords(error)));
   }
 }

@@ -52,6 +52,21 @@ export function fillRows(body, rows, dress = () => {}) {
   });
 }
 
+// A legend: [ink or null, name, count, meaning] of each entry; changed in place.
+export function fillLegend(list, entries) {
+  while (list.children.length > entries.length) list.lastElementChild.remove();
+  entries.forEach(([ink, name, count, meaning = ""], i) => {
+    const about = JSON.stringify([ink, name, count, meaning]);
+    const item = list.children[i] ?? list.appendChild(make("li"));
+    if (item.dataset.about === about) return;
+    item.dataset.about = about;
+    const swatch = ink === null ? null : make("i", { className: "swatch" });
+    if (swatch) swatch.style.background = `var(${ink})`;
+    const more = meaning && make("span", { className: "meaning" }, meaning);
+    item.replaceChildren(...[swatch, `${name} ${count}`.trim(), more && " ", more].filter((part) => part));
+  });
+}
+
 export function runs(list) {
   return list.map(([first, length]) => (length === 1 ? `${first}` : `${first}–${first + length - 1}`)).join(", ");
 }

@@ -1,13 +1,15 @@
-// The live view: events of the server into figures, the map, sequences, the tree and memory over time.
+// The live view: events of the server into figures, the map, charts, requests, the tree and evictions.
 
-import { drawLines } from "./charts.js";
-import { announce, bytes, fillRows, make, number, percent, runs, seconds } from "./format.js";
+import { drawChart } from "./charts.js";
+import { announce, bytes, fillLegend, make, number, percent, runs, seconds } from "./format.js";
 import { BlockMap, drawLegend } from "./map.js";
 import { Refused, keyDialog, stream } from "./server.js";
 import { showSequence, showBlocks } from "./details.js";
-import { Prompt } from "./prompt.js";
+import { Try } from "./try.js";
+import { LOSSES, PHASES, PREEMPTED, errorWords, lossWords, phaseKind, phaseWords } from "./words.js";
 
 const MOST_POINTS = 480;
+const MOST_RUNS = 8; // of a block table; a click shows all
 const $ = (id) => document.getElementById(id);
 const state = { history: [] };
 let isAdmin = false;
@@ -18,17 +20,18 @@ const map = new BlockMap($("map"), (first, last) => {
   else announce("Tokens and holders are shown to the administrator only.");
 });
 const openKey = keyDialog(() => connection.abort());
-const prompt = new Prompt((runsOfPrompt) => map.mark(runsOfPrompt));
+const box = new Try((runsOfPrompt) => map.mark(runsOfPrompt));
 
 // -- figures --------------------------------------------------------------------------------------------------
 
+const inUse = (counts) => counts.held + counts.in_flight + counts.pinned;
 const FIGURES = [
-  ["Generated", (s) => [number(s.rates.generated_per_s, 0), "tokens/s"], 1, "--c0"],
-  ["First token, lately", (s) => [seconds(s.rates.first_token_s), ""], 2, "--c1"],
-  ["Hit rate, lately", (s) => [percent(s.rates.hit_rate), "of prompts"], 3, "--c2", 1],
+  ["Generated", (s) => [number(s.rates.generated_per_s, 0), "tokens/s"]],
+  ["First token", (s) => [seconds(s.rates.first_token_s), "lately"]],
+  ["Hit rate", (s) => [percent(s.rates.hit_rate), "of prompts, lately"]],
   ["Running", (s) => [number(s.counts.num_running), "sequences"]],
-  ["Waiting", (s) => [number(s.counts.num_waiting), "requests"]],
-  ["In use", (s) => [percent((s.counts.held + s.counts.in_flight + s.counts.pinned) / s.counts.num_blocks), `of ${s.block}s`]],
+  ["Waiting", (s) => [number(s.counts.num_waiting), "sequences"]],
+  ["In use", (s) => [percent(inUse(s.counts) / s.counts.num_blocks), `of ${s.block}s`]],
   ["Preempted", (s) => [number(s.counts.num_preemptions), "times"]],
   ["Evicted", (s) => [number(s.counts.evicted_blocks), `${s.block}s`]],
 ];
@@ -43,42 +46,38 @@ const STATE_FIGURES = [
 const figuresOf = (s) => (s?.counts?.state_slots === undefined ? FIGURES : [...FIGURES, ...STATE_FIGURES]);
 
 function makeFigures() {
-  $("figures").replaceChildren(...figuresOf(state).map(([name, , column]) => make("dl", { className: "figure" },
-    make("dt", {}, name), make("dd", {}, "–"),
-    column ? make("dd", {}, make("canvas", { "aria-hidden": "true" })) : null)));
+  $("figures").replaceChildren(...figuresOf(state).map(([name]) => make("dl", { className: "figure" },
+    make("dt", {}, name), make("dd", {}, "–"))));
 }
 
 function drawFigures() {
   const figures = figuresOf(state);
   if ($("figures").children.length !== figures.length) makeFigures();
-  figures.forEach(([, read, column, ink, top], i) => {
-    const figure = $("figures").children[i];
-    const [value, block] = read(state);
-    figure.querySelector("dd").replaceChildren(value, " ", make("small", {}, block));
-    const canvas = figure.querySelector("canvas");
-    if (canvas) drawLines(canvas, [{ values: state.history.map((point) => point[column]), ink }], { top: top ?? null });
+  figures.forEach(([, read], i) => {
+    const [value, unit] = read(state);
+    $("figures").children[i].querySelector("dd").replaceChildren(value, " ", make("small", {}, unit));
   });
 }
 
-function drawMemory() {
-  const { memory, history } = state;
-  const used = history.map((point) => point[4]);
-  const both = history.map((point) => point[4] + point[5]);
-  const text = `In memory ${bytes(memory.used)} in use and ${bytes(memory.cached)} cached of ${bytes(memory.total)}`;
-  const tiers = memory.tiers.map((tier, i) => ({ values: history.map((point) => point[6 + i] ?? null), ink: `--c${2 + i}` }));
+// -- over time ------------------------------------------------------------------------------------------------
+
+function drawCharts() {
+  const { rates, memory, history } = state;
+  const times = history.map((point) => point[0]);
+  const column = (at) => history.map((point) => point[at] ?? null);
+  const line = (name, at, ink, scale, now, top = null) => drawChart($(`chart-${name}`), times, [{ values: column(at), ink }],
+    { scale, top, label: `${$(`chart-${name}`).querySelector("h3").firstChild.textContent.trim()}: ${now} now` });
+  line("generated", 1, "--c0", "rate", `${number(rates.generated_per_s)} tokens a second`);
+  line("first", 2, "--c1", "seconds", seconds(rates.first_token_s));
+  line("hits", 3, "--c2", "share", percent(rates.hit_rate), 1);
+  const tiers = memory.tiers.map((tier, i) => ({ values: column(6 + i), ink: `--c${2 + i}` }));
   const top = Math.max(memory.total, ...tiers.flatMap((one) => one.values.map((value) => value ?? 0)));
-  drawLines($("memory"), [{ values: both, ink: "--cached", fill: 0.85 }, { values: used, ink: "--held", fill: 0.9 },
-    ...tiers], { top, grid: true, label: text });
-  const rows = [["--held", "memory, in use", bytes(memory.used), bytes(memory.total)],
-    ["--cached", "memory, cached", bytes(memory.cached), bytes(memory.total)],
-    ["--gone", "taken from the system", bytes(memory.committed), bytes(memory.total)],
-    ...memory.tiers.map((tier, i) => [`--c${2 + i}`, tier.name, bytes(tier.bytes), ""])];
-  fillRows($("memory-table"), rows.map((row) => row.slice(1)), (cell, r, c) => {
-    if (c || cell.firstElementChild) return;
-    const swatch = make("i", { className: "swatch" });
-    swatch.style.background = `var(${rows[r][0]})`;
-    cell.prepend(swatch);
-  });
+  drawChart($("chart-memory"), times, [{ values: history.map((point) => point[4] + point[5]), ink: "--cached", fill: true },
+    { values: column(4), ink: "--held", fill: true }, ...tiers], { scale: "bytes", top,
+    label: `Memory: ${bytes(memory.used)} in use and ${bytes(memory.cached)} cached of ${bytes(memory.total)}` });
+  fillLegend($("memory-legend"), [["--held", "memory in use", bytes(memory.used)], ["--cached", "memory cached", bytes(memory.cached)],
+    ...memory.tiers.map((tier, i) => [`--c${2 + i}`, `tier ${tier.name}`, bytes(tier.bytes)]),
+    [null, "given to the cache", bytes(memory.total)], [null, "taken from the system so far", bytes(memory.committed)]]);
 }
 
 // -- the map --------------------------------------------------------------------------------------------------
@@ -119,80 +118,102 @@ $("find").addEventListener("submit", (event) => {
 $("details-close").addEventListener("click", () => { $("details").hidden = true; map.mark([]); $("map").focus(); });
 document.addEventListener("quire-mark", (event) => map.mark(event.detail));
 
-// -- sequences and the tree -----------------------------------------------------------------------------------
+// -- requests, the tree, evictions ---------------------------------------------------------------------------
 
 // Rows are kept, so that focus stays where it is while figures change.
-function keepRows(body, rows, keyOf, fresh, fill) {
+function keepRows(body, rows, keyOf, fill) {
+  const columns = [...body.parentElement.tHead.rows[0].cells];
+  const fresh = () => make("tr", { role: "row" }, ...columns.map((column, i) => (i
+    ? make("td", { role: "cell", className: column.className, "data-label": column.textContent })
+    : make("th", { role: "rowheader", scope: "row" }))));
   const known = new Map([...body.children].map((row) => [row.dataset.key, row]));
   const wanted = rows.map((one) => {
     const key = keyOf(one);
-    let row = known.get(key);
-    if (!row) {
-      row = fresh(one);
-      row.dataset.key = key;
-    }
+    const row = known.get(key) ?? fresh();
+    row.dataset.key = key;
     known.delete(key);
-    fill(row, one);
+    fill(row.children, one);
     return row;
   });
   for (const row of known.values()) row.remove();
   wanted.forEach((row, i) => { if (body.children[i] !== row) body.insertBefore(row, body.children[i] ?? null); });
 }
 
+// One row across the table where there is nothing to list.
+const noRows = (body, text) => body.replaceChildren(make("tr", { role: "row" },
+  make("td", { role: "cell", colSpan: body.parentElement.tHead.rows[0].cells.length, className: "muted none" }, text)));
+
 const setText = (cell, text) => { if (cell.textContent !== text) cell.textContent = text; };
+const setTexts = (cells, texts) => texts.forEach((text, i) => setText(cells[i], text));
+
+const nameOf = (one) => (one.index ? `${one.id} #${one.index}` : one.id);
 
 function drawSequences() {
-  const { sequences = [], num_sequences: count = 0 } = state;
-  $("sequences-count").textContent = count > sequences.length ? `${number(count)}, the first ${sequences.length} shown` : number(count);
-  const cells = (row) => row.children;
-  keepRows($("sequences"), sequences, (one) => `${one.id}/${one.index}`, (one) => {
-    const button = make("button", { type: "button", className: "link name", title: one.id },
-      one.index ? `${one.id} #${one.index}` : one.id);
-    button.addEventListener("click", () => showSequence(one.id, one.index));
-    return make("tr", {}, make("th", { scope: "row" }, button), make("td"),
-      ...Array.from({ length: 4 }, () => make("td", { className: "number" })), make("td", { className: "runs" }));
-  }, (row, one) => {
-    const [, tenant, tokens, computed, cached, age, table] = cells(row);
-    setText(tenant, one.tenant);
-    setText(tokens, number(one.tokens));
-    setText(computed, number(one.computed));
-    setText(cached, number(one.cached));
-    setText(age, seconds(one.age));
-    setText(table, (one.hidden_runs ? "… " : "") + runs(one.runs));
+  const { sequences = [], num_sequences: count = 0, waiting = [], counts } = state;
+  const all = [...sequences, ...waiting];
+  const hidden = Math.max(0, count - sequences.length) + Math.max(0, counts.num_waiting - waiting.length);
+  setText($("sequences-count"), `${number(count)} with blocks, ${number(counts.num_waiting)} waiting${hidden ? `; ${number(hidden)} not shown` : ""}`);
+  keepRows($("sequences"), all, (one) => `${one.id}/${one.index}`, ([name, phase, ...rest], one) => {
+    const hasBlocks = one.blocks > 0;
+    if (name.dataset.open !== `${hasBlocks}`) {
+      name.dataset.open = `${hasBlocks}`;
+      const button = make(hasBlocks ? "button" : "span", { className: hasBlocks ? "link name" : "name", title: one.id }, nameOf(one));
+      if (hasBlocks) { button.type = "button"; button.addEventListener("click", () => showSequence(one.id, one.index)); }
+      name.replaceChildren(button);
+    }
+    phase.className = `phase ${phaseKind(one)}`;
+    rest[5].className = "runs";
+    setText(phase, phaseWords(one));
+    setTexts(rest, [one.tenant, number(one.tokens), number(one.computed), number(one.cached), seconds(one.age),
+      one.blocks ? (one.hidden_runs || one.runs.length > MOST_RUNS ? "… " : "") + runs(one.runs.slice(-MOST_RUNS)) : "–"]);
   });
-  if (!sequences.length && !$("sequences").children.length)
-    $("sequences").append(make("tr", {}, make("td", { colSpan: 7, className: "muted" }, "Nothing runs.")));
+  if (!all.length) noRows($("sequences"), "Nothing runs or waits.");
+}
+
+function branchName(one) {
+  if (one.words === null) return [`node ${one.node}`];
+  const shared = one.shared || one.before ? [make("span", { className: "muted" }, `…${one.before}`)] : [];
+  return [...shared, one.words || "(nothing of its own yet)"];
 }
 
 function drawTree() {
   const { rows, nodes, hidden } = state.tree ?? { rows: [], nodes: 0, hidden: 0 };
-  $("tree-count").textContent = `${number(nodes)} blocks${hidden ? `, ${number(hidden)} of them in branches not shown` : ""}`;
-  keepRows($("tree"), rows, (one) => `${one.node}`, () => make("tr", {}, make("th", { scope: "row" }), make("td"),
-    ...Array.from({ length: 8 }, () => make("td", { className: "number" }))),
-  (row, one) => {
-    const [name, tenant, blocks, tokens, size, held, cached, readers, age, idle] = row.children;
-    name.style.paddingLeft = `${Math.min(one.level, 12) * 0.9}rem`;
-    const label = `${one.level ? "└ " : ""}${one.words ?? `node ${one.node}`}`;
-    if (one.block === null) setText(name, `${label} (given up)`);
-    else if (name.dataset.block !== `${one.block}` || name.textContent !== label) {
-      name.dataset.block = `${one.block}`;
-      const button = make("button", { type: "button", className: "link name", title: `node ${one.node}` }, label);
-      button.addEventListener("click", () => showBlocks(one.block, one.block));
+  setText($("tree-count"), `${number(nodes)} blocks${hidden ? `, ${number(hidden)} of them in branches not shown` : ""}`);
+  keepRows($("tree"), rows, (one) => `${one.node}`, ([name, ...rest], one) => {
+    const about = JSON.stringify([one.level, one.block, one.before, one.words, one.shared]);
+    if (name.dataset.about !== about) {
+      name.dataset.about = about;
+      name.style.paddingLeft = `${Math.min(one.level, 12) * 0.9}rem`;
+      const text = [one.level ? "└ " : "", ...branchName(one)];
+      const button = one.block === null ? make("span", {}, ...text, " (given up)")
+        : make("button", { type: "button", className: "link name", title: `node ${one.node}` }, ...text);
+      if (one.block !== null) button.addEventListener("click", () => showBlocks(one.block, one.block));
       name.replaceChildren(button);
     }
-    setText(tenant, one.namespace ? `${one.tenant} (namespace ${one.namespace})` : one.tenant);
-    setText(blocks, number(one.blocks));
-    setText(tokens, number(one.tokens));
-    setText(size, number(one.size));
-    setText(held, number(one.held));
-    setText(cached, number(one.cached));
-    setText(readers, one.readers > 1 ? number(one.readers) : "–");
-    setText(age, `${one.older ? "> " : ""}${seconds(one.age)}`);
-    setText(idle, one.held ? "in use" : seconds(one.idle));
+    setTexts(rest, [one.namespace ? `${one.tenant} (namespace ${one.namespace})` : one.tenant, number(one.blocks),
+      number(one.tokens), number(one.size), number(one.held), number(one.cached), one.readers > 1 ? number(one.readers) : "–",
+      `${one.older ? "> " : ""}${seconds(one.age)}`, one.held ? "in use" : seconds(one.idle)]);
   });
-  if (!rows.length) $("tree").replaceChildren(make("tr", {}, make("td", { colSpan: 10, className: "muted" },
-    state.block === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.")));
+  if (!rows.length) noRows($("tree"), state.block === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.");
 }
+
+function drawEvictions() {
+  const counts = Object.entries(state.evictions_by_reason ?? {}).filter(([, count]) => count);
+  setText($("evictions-count"), counts.length
+    ? `since the start: ${counts.map(([reason, count]) => `${number(count)} ${count === 1 ? "block" : "blocks"} because ${LOSSES[reason] ?? reason}`).join(", ")}`
+    : "none since the start");
+  if (!isAdmin) return;
+  const { evictions = [], at } = state;
+  keepRows($("evictions"), evictions, (one) => [one.at, one.reason, one.tenant, one.cache_priority].join(), (cells, one) => {
+    const [least, most] = one.idle.map((value) => seconds(value));
+    setTexts(cells, [`${seconds(Math.max(0, Math.round(at - one.at)))} ago`, lossWords(one), one.tenant ?? "–", `${number(one.blocks)}${one.more ? " or more" : ""}`,
+      `${number(one.tokens)}${one.more ? " or more" : ""}`, least === most ? least : `${least} to ${most}`, `${one.begins ? "" : "…"}${one.words ?? "–"}`]);
+  });
+  if (!evictions.length) noRows($("evictions"), state.block === "block" ? "Nothing has been given up." : "This storage keeps nothing to give up.");
+}
+
+$("phases").replaceChildren(...[...Object.values(PHASES), PREEMPTED].flatMap(([name, meaning, kind = "wait"]) =>
+  [make("dt", { className: `phase ${kind}` }, name), make("dd", {}, meaning)]));
 
 // -- events ---------------------------------------------------------------------------------------------------
 
@@ -218,13 +239,15 @@ function take(message) {
   setText($("model"), state.model);
   map.block = state.block;
   map.update(message);
+  box.setTemplate(state.has_chat_template);
   drawFigures();
-  drawMemory();
+  drawCharts();
   drawMapText();
+  drawEvictions();
   if (isAdmin) {
     drawSequences();
     if (message.tree || state.block !== "block") drawTree();
-    prompt.follow(state.sequences ?? [], state.block);
+    box.follow([...(state.sequences ?? []), ...(state.waiting ?? [])], state.block);
   }
   document.body.dataset.number = state.number;
 }
@@ -237,23 +260,23 @@ async function watch() {
       const [headers, events] = await stream("/window/events", { signal: connection.signal });
       isAdmin = headers.get("X-Quire-Admin") === "1";
       showRights();
-      for (const name of ["owners", "tenants", "sequences", "tree", "idle"]) delete state[name];
+      for (const name of ["owners", "tenants", "sequences", "waiting", "tree", "idle", "evictions"]) delete state[name];
       map.owners = map.idle = null;
-      for await (const data of events) {
-        take(JSON.parse(data));
+      for await (const event of events) {
+        take(event);
         setStatus("live", "live");
         pause = 500;
       }
       setStatus("the server has stopped", "lost");
     } catch (error) {
       if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
-        setStatus(error.message, "lost");
+        setStatus(errorWords(error), "lost");
         openKey();
         await new Promise((resolve) => connection.signal.addEventListener("abort", resolve));
         continue;
       }
       if (connection.signal.aborted) continue;
-      setStatus(error instanceof Refused ? error.message : "no connection, trying again", "lost");
+      setStatus(error instanceof Refused ? errorWords(error) : "no connection, trying again", "lost");
     }
     await new Promise((resolve) => setTimeout(resolve, pause));
     pause = Math.min(10_000, pause * 2);
@@ -262,4 +285,5 @@ async function watch() {
 
 makeFigures();
 showRights();
+new ResizeObserver(() => { if (state.rates) drawCharts(); }).observe($("charts"));
 watch();

@@ -1,8 +1,9 @@
 // The block map: a canvas of cells, each one block or, of a large pool, the shares of many.
 
-import { announce, colour, fillRows, make, number, percent } from "./format.js";
+import { announce, colour, fillLegend, fillRows, number, percent } from "./format.js";
+import { BLOCK_STATES } from "./words.js";
 
-const STATES = ["free", "cached", "held", "in_flight", "pinned"];
+const STATES = Object.keys(BLOCK_STATES);
 const NOBODY = 255;
 const TENANT_COLOURS = 15;
 const IDLE_STEPS = ["less than 10 s", "10 s to 1 min", "1 to 10 min", "10 min to 1 h", "1 h or more"]; // as snapshot.py's
@@ -63,7 +64,7 @@ export class BlockMap {
 
   #layout() {
     const width = this.canvas.clientWidth || 600;
-    const wanted = Math.sqrt((width * Math.min(340, Math.max(150, width / 4))) / Math.max(1, this.numCells));
+    const wanted = Math.sqrt((width * Math.min(320, Math.max(150, width / 2.5))) / Math.max(1, this.numCells));
     const size = Math.max(4, Math.min(20, Math.floor(wanted)));
     const columns = Math.max(1, Math.floor(width / size));
     return { width, size, columns, rows: Math.max(1, Math.ceil(this.numCells / columns)) };
@@ -129,7 +130,7 @@ export class BlockMap {
     const of = (owner ? `, of ${owner}` : "") + (idle ? `, unused for ${idle}` : "");
     if (this.perCell === 1) {
       const state = pinned ? "pinned" : in_flight ? "in_flight" : held ? "held" : cached ? "cached" : "free";
-      return `${this.block} ${first}, ${state}${of}`;
+      return `${this.block} ${first}, ${BLOCK_STATES[state][0]}${of}`;
     }
     return `${this.block}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached, ${percent(pinned / 255)} pinned${of}`;
   }
@@ -165,19 +166,15 @@ export class BlockMap {
 }
 
 export function drawLegend(list, table, counts, tenants, colours) {
-  const states = STATES.map((name) => [name, counts[name], `--${name}`]);
-  const shown = {
+  const states = STATES.map((state) => [`--${state}`, BLOCK_STATES[state][0], number(counts[state]), BLOCK_STATES[state][1]]);
+  fillLegend(list, {
     state: states,
-    tenant: tenants.map((one, i) => [one.name, one.blocks, `--c${Math.min(i, TENANT_COLOURS - 1)}`]),
-    idle: [...states.filter(([name]) => name !== "cached"),
-      ...IDLE_STEPS.map((name, i) => [`unused for ${name}`, null, `--i${i}`]), ["cached, time not known", null, "--gone"]],
-  }[colours];
-  list.replaceChildren(...shown.map(([name, count, ink]) => {
-    const swatch = make("i", { className: "swatch" });
-    swatch.style.background = `var(${ink})`;
-    return make("li", {}, swatch, count === null ? name : `${name} ${number(count)}`);
-  }), ...(colours === "tenant" ? [make("li", { className: "muted" }, "paler: cached, held by nobody")] : []));
+    tenant: [...tenants.map((one, i) => [`--c${Math.min(i, TENANT_COLOURS - 1)}`, one.name, number(one.blocks)]),
+      [null, "", "", "paler: cached, held by nobody"]],
+    idle: [...states.filter(([ink]) => ink !== "--cached"),
+      ...IDLE_STEPS.map((name, i) => [`--i${i}`, `unused for ${name}`, ""]), ["--gone", "cached, time not known", ""]],
+  }[colours]);
   const row = (name, count) => [name, number(count), percent(counts.num_blocks ? count / counts.num_blocks : 0)];
-  fillRows(table, [...states.map(([name, count]) => row(name, count)),
+  fillRows(table, [...STATES.map((state) => row(BLOCK_STATES[state][0], counts[state])),
     ...tenants.map((one) => row(`tenant ${one.name}`, one.blocks))]);
 }

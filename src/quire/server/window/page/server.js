@@ -9,15 +9,19 @@ function headers(more = {}) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
+// What the server refuses: `status` of an answer, or `type` of an error that came within a stream.
 export class Refused extends Error {
-  constructor(status, message) { super(message); this.status = status; }
+  constructor(status, message, { type, retryAfter } = {}) {
+    super(message);
+    Object.assign(this, { status, type, retryAfter });
+  }
 }
 
 async function checked(response) {
   if (response.ok) return response;
   let message = `${response.status}`;
   try { message = (await response.json()).error.message; } catch { /* no JSON */ }
-  throw new Refused(response.status, message);
+  throw new Refused(response.status, message, { retryAfter: response.headers.get("Retry-After") });
 }
 
 export async function get(path) {
@@ -33,27 +37,42 @@ export async function send(method, path, body, signal) {
   return response.status === 204 ? null : response.json();
 }
 
-async function* readEvents(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+// The events of a stream of bytes, as JSON. Comments (lines that begin with a colon) and fields other than `data` are
+// passed over, an event of an error is thrown, and [DONE] is told as null, the last one.
+export async function* readEvents(bytes) {
+  const reader = bytes.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    rest += value;
-    const parts = rest.split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+        if (line !== "" || !data.length) continue;
+        const text = data.join("\n");
+        data = [];
+        if (text === "[DONE]") { yield null; return; }
+        const event = JSON.parse(text);
+        if (event.error) throw new Refused(undefined, event.error.message, { type: event.error.type ?? "" });
+        yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
   }
 }
 
-// [the response's headers, an iterator over the data of its events]
-export async function stream(path, { method = "GET", body, signal } = {}) {
+// [the response's headers, an iterator over its events]. id: by which the server shall call the request.
+export async function stream(path, { method = "GET", body, signal, id } = {}) {
+  const more = body === undefined ? {} : { "Content-Type": "application/json" };
+  if (id !== undefined) more["X-Request-Id"] = id;
   const response = await checked(await fetch(path, {
-    method, signal, cache: "no-store",
-    headers: headers(body === undefined ? {} : { "Content-Type": "application/json" }),
-    body: body === undefined ? undefined : JSON.stringify(body),
+    method, signal, cache: "no-store", headers: headers(more), body: body === undefined ? undefined : JSON.stringify(body),
   }));
-  return [response.headers, readEvents(response)];
+  return [response.headers, readEvents(response.body)];
 }
 
 // The dialog in which a key is typed; `changed` is called with it in use.
