@@ -299,6 +299,7 @@ def run_real(kind: type[Agent], model: Path, modules: Modules, folder: Path) -> 
     script.write_text(json.dumps({"answers": {}, "tool": "", "else": []}))
     served = [str(model), "--kv-memory", "2GiB", "--served-model-name", MODEL]
     with serving(*served, program=[str(SCRIPTED), str(script), str(record.path)]) as server:
+        until(lambda: server.serves or server.process.poll() is not None, REAL_TURN_LIMIT_S)
         agent = kind(
             modules, folder / "home", f"{server.url}/v1", MODEL, 32768, REAL_OUTPUT, REAL_TURN_LIMIT_S
         )
