@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from quire import LLM
 from quire.model.load import EMBEDDED
 
-__all__ = ["FAMILIES", "llm", "model", "tokenizer"]
+__all__ = ["FAMILIES", "llm", "tokenizer"]
 
 _QWEN_HEAD = """{%- if tools %}<|im_start|>system
 # Tools
@@ -259,6 +259,10 @@ def tokenizer(name: str) -> Any:
     return made
 
 
+def llm(name: str, **options: Any) -> LLM:
+    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
+
+
 def model(name: str, *, max_positions: int = 4096) -> Any:
     words = tokenizer(name)
     torch.manual_seed(5)
@@ -279,7 +283,3 @@ def model(name: str, *, max_positions: int = 4096) -> Any:
     made = Qwen3ForCausalLM(config).float().eval()
     randomize(made)
     return made
-
-
-def llm(name: str, **options: Any) -> LLM:
-    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
