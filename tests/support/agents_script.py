@@ -197,5 +197,5 @@ def tokens(
     asked = render(tokenizer, [user], Limits(), tools)
     text = render(tokenizer, [user, message], Limits(), tools, {"add_generation_prompt": False})
     assert text.startswith(asked), (asked, text)
-    end = text.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)
-    return tokenizer(text[len(asked) : end], add_special_tokens=False)["input_ids"]
+    said = text[len(asked) :].partition(tokenizer.eos_token)[0] + tokenizer.eos_token
+    return tokenizer(said, add_special_tokens=False)["input_ids"]
