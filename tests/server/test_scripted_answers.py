@@ -19,9 +19,9 @@ from quire.engine import runner
 from quire.sampling import grammar
 from quire.server.settings import ServerSettings
 
-# hermes has two templates; qwq opens thoughts in the prompt; mistral tells tools with the last question alone, so its
+# qwq opens thoughts in the prompt; mistral tells tools with the last question alone, so its
 # prompts do not go on; the templates of the other two refuse an answer of several calls.
-LEFT_OUT = ("hermes", "qwq", "mistral", "llama3", "python_tag")
+LEFT_OUT = ("qwq", "mistral", "llama3", "python_tag")
 FAMILIES = [name for name in families.FAMILIES if name not in LEFT_OUT]
 FOLDER = Path("/home/ann/project")
 TURNS: list[Turn] = [turn for number in range(3) for turn in session(number, FOLDER)]

@@ -15,6 +15,10 @@ from typing import Any
 
 from support.agents_tools import NOTHING, said
 
+from quire.server.messages import render
+from quire.server.schemas.chat import ChatMessage, Tool
+from quire.server.settings import Limits
+
 __all__ = ["THOUGHT", "TURNS", "Answer", "Call", "Turn", "session", "tokens"]
 
 TURNS = 3
@@ -170,26 +174,28 @@ def tokens(
 
     call: a call of a tool and arguments in the agent's names.
     """
-    user = {"role": "user", "content": "-"}
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "reasoning_content": THOUGHT}
     called = [call(one.tool, one.arguments) for one in answer.calls]
-    asked = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    for write in (dict, json.dumps):  # some templates want arguments as text
-        if called:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": f"{number:09}",
-                    "function": {**one, "arguments": write(one["arguments"])},
-                }
-                for number, one in enumerate(called)
-            ]
-        try:
-            text = tokenizer.apply_chat_template([user, message], tokenize=False)
-            break
-        except Exception:
-            if write is json.dumps:
-                raise
+    told = [
+        {
+            "id": f"{index:09}",
+            "type": "function",
+            "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])},
+        }
+        for index, one in enumerate(called)
+    ]
+    user = ChatMessage(role="user", content="-")
+    message = ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "content": answer.text,
+            "reasoning_content": THOUGHT,
+            "tool_calls": told or None,
+        }
+    )
+    names = [{"type": "function", "function": {"name": one["name"]}} for one in called]
+    tools = [Tool.model_validate(one) for one in names]
+    asked = render(tokenizer, [user], Limits(), tools)
+    text = render(tokenizer, [user, message], Limits(), tools, {"add_generation_prompt": False})
     assert text.startswith(asked), (asked, text)
-    end = text.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)
-    return tokenizer(text[len(asked) : end], add_special_tokens=False)["input_ids"]
+    said = text[len(asked) :].partition(tokenizer.eos_token)[0] + tokenizer.eos_token
+    return tokenizer(said, add_special_tokens=False)["input_ids"]

@@ -1,12 +1,14 @@
 """Coding agents, unchanged and of exact versions, in sessions with a `quire serve` whose model says what it is told.
 
     python tests/support/agents_soak.py DIR [--agents NAME ...] [--families NAME ...] [--sessions 20] [--keep FILE]
+    python tests/support/agents_soak.py DIR --real [MODEL] [--agents NAME ...]
 
 DIR: for the servers' models and the agents' homes. Each agent has `--sessions` sessions of three turns, spread over the
 families of models; a family is a tokenizer, a chat template and a tiny random model. A JSON line a session: its calls,
 the share of the second and third turn's prompts that came from the cache, and its faults; then a line an agent. Fails
 where there is a fault. QUIRE_AGENTS: the folder the agents are installed in, from npm, if they are not there.
---keep: a file that gets every request with its answer.
+--keep: a file that gets every request with its answer. --real: one session of each agent with a model that somebody
+trained, which says what it likes: the one of the extra `real`, or this one. Its answers are short.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import families
 from support.agents_script import THOUGHT, Answer, Turn, session, tokens
 from support.chat_stream import Streamed, streamed
+from support.checkpoints import GEMMA, assemble_gemma
 from support.coding_agents import AGENTS, CONTEXT, Agent, Modules, install, lacking
 from support.serve_process import serving
 from support.until import until
@@ -40,6 +43,8 @@ SCRIPTED = Path(__file__).with_name("scripted_serve.py")
 FAMILIES = ["qwen2.5", "qwen3", "qwen3-coder", "mistral13", "deepseek3.1"]
 LEAST_CACHED = 0.95  # of a later turn's first prompt
 MODEL = "scripted"
+REAL_QUESTIONS = ("Which files are here?", "Write a line into notes.txt.", "Say what you have done.")
+REAL_OUTPUT, REAL_TURN_LIMIT_S = 96, 1800.0
 
 
 @dataclass
@@ -287,6 +292,63 @@ def run_agent(
             file.write(record.path.read_text())
 
 
+def run_real(kind: type[Agent], model: Path, modules: Modules, folder: Path) -> dict[str, Any]:
+    """The line of one session with a model that speaks for itself: whatever it says, its answers are well formed."""
+    (folder / "session").mkdir(parents=True)
+    script, record, found = folder / "script.json", Record(folder / "record.jsonl"), Found()
+    script.write_text(json.dumps({"answers": {}, "tool": "", "else": []}))
+    served = [str(model), "--kv-memory", "2GiB", "--served-model-name", MODEL]
+    with serving(*served, program=[str(SCRIPTED), str(script), str(record.path)]) as server:
+        until(lambda: server.serves or server.process.poll() is not None, REAL_TURN_LIMIT_S)
+        agent = kind(
+            modules, folder / "home", f"{server.url}/v1", MODEL, 32768, REAL_OUTPUT, REAL_TURN_LIMIT_S
+        )
+        with agent.session(folder / "session") as conversation:
+            for index, text in enumerate(REAL_QUESTIONS):
+                num_before = len(record.all())
+                try:
+                    conversation.ask(text)
+                except RuntimeError as error:
+                    found.faults.append(f"turn {index + 1}: {error}")
+                    break
+                until(lambda before=num_before: len(record.all()) > before)
+                check_real(agent, record.all()[num_before:], found, is_later_turn=bool(index))
+    return {
+        "agent": kind.name,
+        "model": model.name,
+        "requests": len(record.all()),
+        "calls": found.num_calls,
+        "cached": [round(share, 4) for share in found.cached],
+        "faults": found.faults,
+    }
+
+
+def check_real(agent: Agent, lines: list[dict[str, Any]], found: Found, *, is_later_turn: bool) -> None:
+    """Adds to `found` what the requests of one turn have shown."""
+    shares: list[float] = []
+    for one in lines:
+        if one["status"] != 200:
+            found.faults.append(f"status {one['status']}: {one['answer'][:500]}")
+            continue
+        try:
+            got = streamed(one["answer"])
+        except ValueError as error:
+            found.faults.append(str(error))
+            continue
+        found.num_calls += len(got.calls)
+        malformed = [call for call in got.calls if not isinstance(call.value, dict)]
+        if malformed and got.finish_reason != "length":
+            found.faults.append(f"expected calls whose arguments are objects, got {malformed}")
+        if json.loads(one["body"]).get("tools"):
+            shares.append(got.num_cached / got.num_prompt)
+    if is_later_turn and shares:
+        found.cached.append(shares[0])
+        if agent.keeps_prompts and shares[0] < LEAST_CACHED:
+            found.faults.append(
+                f"expected {LEAST_CACHED:.0%} of the prompt from the cache, got {shares[0]:.2%}"
+            )
+
+
 def summary(kind: type[Agent], lines: list[dict[str, Any]]) -> dict[str, Any]:
     cached = [share for line in lines for share in line.get("cached", [])]
     return {
@@ -304,18 +366,26 @@ def summary(kind: type[Agent], lines: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak agents")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--agents", nargs="+", default=[kind.name for kind in AGENTS])
+    names = [kind.name for kind in AGENTS]
+    parser.add_argument("--agents", nargs="+", default=names, choices=names)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=list(families.FAMILIES))
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--real", nargs="?", type=Path, const=GEMMA)
     asked = parser.parse_args()
     if (reason := lacking()) is not None:
         print(json.dumps({"skipped": reason}))
         return 0
     modules = install(Path(os.environ.get("QUIRE_AGENTS") or "build/agents").resolve())
+    kinds = [one for one in AGENTS if one.name in asked.agents]
+    if asked.real is not None:
+        model = assemble_gemma(asked.folder) if asked.real == GEMMA else asked.real
+        lines = [run_real(kind, model, modules, asked.folder.resolve() / kind.name) for kind in kinds]
+        print(*map(json.dumps, lines), sep="\n", flush=True)
+        return 1 if any(line["faults"] for line in lines) else 0
     failed = 0
-    for kind in [one for one in AGENTS if one.name in asked.agents]:
-        lines: list[dict[str, Any]] = []
+    for kind in kinds:
+        lines = []
         for index, family in enumerate(asked.families):
             numbers = list(range(asked.sessions))[index :: len(asked.families)]
             folder = asked.folder.resolve() / kind.name / family

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 OPENCODE = "opencode-ai@1.18.33"
 QWEN_CODE = "@qwen-code/qwen-code@0.24.4"
 NODE = "22.23.3"  # for qwen-code, where the machine's own is older than it wants
-CONTEXT, OUTPUT = 131072, 1024  # tokens that the agents are told of: the model's most, an answer's most
+CONTEXT, OUTPUT = 131072, 1024  # tokens that an agent is told of: of a sequence at most, of an answer at most
 TURN_LIMIT_S = 120
 TOOL_SERVER = Path(__file__).with_name("agents_tools.py")
 
@@ -89,6 +89,9 @@ class Agent(ABC):
     home: Path
     url: str
     model: str
+    context: int = CONTEXT
+    output: int = OUTPUT
+    turn_limit_s: float = TURN_LIMIT_S
 
     name: ClassVar[str]
     package: ClassVar[str]
@@ -144,10 +147,10 @@ class TurnByTurn(Session):
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=TURN_LIMIT_S,
+                timeout=self._agent.turn_limit_s,
             )
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"expected the turn's end within {TURN_LIMIT_S} s") from error
+            raise RuntimeError(f"expected the turn's end within {self._agent.turn_limit_s} s") from error
         if done.returncode or not done.stdout:
             raise RuntimeError(f"exit status {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
         self._id = self._id or self._id_of(json.loads(done.stdout.splitlines()[0]))
@@ -160,6 +163,7 @@ class InOneProcess(Session):
     """A process a session, as behind an editor: qwen-code's stream-json on both sides."""
 
     def __init__(self, agent: Agent, folder: Path, command: list[Any]) -> None:
+        self._limit_s = agent.turn_limit_s
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the session
         self._process = subprocess.Popen(
             [*map(str, command)],
@@ -175,7 +179,7 @@ class InOneProcess(Session):
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        timer = threading.Timer(TURN_LIMIT_S, self._process.kill)
+        timer = threading.Timer(self._limit_s, self._process.kill)
         timer.start()
         try:
             stdin.write(json.dumps({"type": "user", "message": {"role": "user", "content": text}}) + "\n")
@@ -189,7 +193,7 @@ class InOneProcess(Session):
         finally:
             timer.cancel()
         self._errors.seek(0)
-        raise RuntimeError(f"expected the turn's end within {TURN_LIMIT_S} s: {self._errors.read()[-1500:]}")
+        raise RuntimeError(f"expected the turn's end within {self._limit_s} s: {self._errors.read()[-1500:]}")
 
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None
@@ -216,7 +220,11 @@ class OpenCode(Agent):
     arguments: ClassVar = {"path": "filePath", "old": "oldString", "new": "newString"}
 
     def set_up(self) -> None:
-        known = {"name": self.model, "tool_call": True, "limit": {"context": CONTEXT, "output": OUTPUT}}
+        known = {
+            "name": self.model,
+            "tool_call": True,
+            "limit": {"context": self.context, "output": self.output},
+        }
         provider = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "Quire",
@@ -296,7 +304,7 @@ class QwenCode(Agent):
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_KEY": "none",
             "OPENAI_MODEL": self.model,
-            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(OUTPUT),
+            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(self.output),
             "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
         }
 

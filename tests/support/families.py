@@ -350,6 +350,10 @@ def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") ->
     return text.replace(words.eos_token, "")
 
 
+def llm(name: str, **options: Any) -> LLM:
+    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
+
+
 def model(name: str, *, max_positions: int = 4096) -> Any:
     words = tokenizer(name)
     torch.manual_seed(5)
@@ -370,7 +374,3 @@ def model(name: str, *, max_positions: int = 4096) -> Any:
     made = Qwen3ForCausalLM(config).float().eval()
     randomize(made)
     return made
-
-
-def llm(name: str, **options: Any) -> LLM:
-    return LLM((model(name), tokenizer(name)), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})

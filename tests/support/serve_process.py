@@ -48,11 +48,19 @@ class ServeProcess:
 
         def found() -> re.Match[str] | None:
             assert self.process.poll() is None, self.log()
-            return re.search(r" on (http://\S+) ", self.log())
+            return self._address()
 
         match = until(found)
         assert match is not None
         return match[1]
+
+    @property
+    def serves(self) -> bool:
+        """Whether it does by now; large models take longer than `url` waits."""
+        return self._address() is not None
+
+    def _address(self) -> re.Match[str] | None:
+        return re.search(r" on (http://\S+) ", self.log())
 
     def log(self) -> str:
         return "".join(self._lines)
