@@ -48,15 +48,16 @@ export class Prompt {
     $("answer").textContent = "";
     $("try-status").textContent = "waiting for the first token …";
     try {
-      const body = { prompt: $("prompt").value, max_tokens: Number($("max-tokens").value) || 16, stream: true };
+      const body = { prompt: $("prompt").value, max_tokens: Number($("max-tokens").value) || 16, stream: true,
+        stream_options: { include_usage: true } };
       const [headers, events] = await stream("/v1/completions", { method: "POST", body, signal: this.running.signal });
-      this.cached = Number(headers.get("X-Quire-Cached-Tokens")) || 0;
       this.id = headers.get("X-Request-Id");
       let reason = "";
       for await (const data of events) {
         if (data === "[DONE]") break;
         const message = JSON.parse(data);
         if (message.error) throw new Error(message.error.message);
+        this.cached = message.usage?.prompt_tokens_details?.cached_tokens ?? this.cached;
         for (const choice of message.choices) {
           this.count += 1;
           $("answer").append(choice.text);
