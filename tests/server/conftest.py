@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from support.browser import by_id, start_browser
+from support.held_steps import is_idle
 from support.running_server import running
 from support.until import until
 
@@ -48,12 +49,6 @@ def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
             small_llm.pins.remove(pin)
         until(lambda: not app.state.service.num_open and is_idle(small_llm))
         assert httpx.get(f"{url}/health").status_code == 200
-
-
-def is_idle(llm: LLM) -> bool:
-    """Whether no sequence is open and no block in use."""
-    counts = llm.cache.stats()
-    return counts["held"] == counts["in_flight"] == counts["num_sequences"] == 0
 
 
 @pytest.fixture

@@ -113,9 +113,10 @@ def ask(url: str, path: str, content: bytes) -> httpx.Response:
     answer = CLIENT.post(url + path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code < 500, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
-        events = [line for line in answer.text.split("\n\n") if line]
-        assert events[-1] == "data: [DONE]", events[-1]
-        assert all("error" not in json.loads(event[6:]) for event in events[:-1])
+        *events, done = [part[6:] for part in answer.text.split("\n\n") if part.startswith("data: ")]
+        assert done == "[DONE]", done
+        errors = [error for one in events if (error := json.loads(one).get("error"))]
+        assert all(error["type"] == "invalid_request_error" for error in errors), errors
     else:
         data = json.loads(answer.content)
         assert answer.status_code == 200 or data["error"]["message"], data

@@ -311,6 +311,45 @@ async def test_what_waits_for_its_turn_is_not_read_on(house: House) -> None:
     assert [transport.status for _, transport in (first, second, gone)] == [200, 200, 0]
 
 
+@in_loop
+async def test_the_end_of_a_connection_is_told_while_something_is_left_to_write(house: House) -> None:
+    """asyncio calls a connection lost once all is written, which a slow reader puts off. What is under way and what
+    waits behind it hear of the end before."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            heard.append((await receive())["type"])
+            if heard[-1] == "http.disconnect":
+                return
+
+    house.config.loaded_app = app
+    for data in (WHOLE, WHOLE * 2):
+        heard.clear()
+        one, _ = house.connect()
+        one.data_received(data)
+        await settled()
+        assert heard == ["http.request"]
+        one.pause_writing()
+        assert not one.eof_received()
+        await settled()
+        assert heard == ["http.request", "http.disconnect"]
+
+
+@in_loop
+async def test_a_connection_is_read_on_until_two_requests_wait(house: House) -> None:
+    one, transport = house.connect()
+    one.data_received(WHOLE)
+    await settled()
+    one.data_received(WHOLE)
+    assert not transport.is_paused
+    one.data_received(WHOLE)
+    assert transport.is_paused
+    house.answering.set()
+    await settled()
+    assert (transport.written.count(b"HTTP/1.1 200"), transport.is_paused) == (3, False)
+
+
 def test_many_wait_with_the_system_until_they_are_accepted() -> None:
     told: list[int] = []
 

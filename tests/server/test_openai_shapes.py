@@ -30,7 +30,7 @@ def post(url: str, path: str, body: Any) -> dict[str, Any]:
 def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     answer = httpx.post(f"{url}/v1/{path}", json={**body, "stream": True}, timeout=30)
     assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

@@ -78,7 +78,7 @@ def test_curl(url: str) -> None:
     json_type = ("-H", "Content-Type: application/json")
     whole = json.loads(curl(f"{url}/v1/completions", *json_type, "-d", json.dumps(body)))
     events = curl("-N", f"{url}/v1/completions", *json_type, "-d", json.dumps({**body, "stream": True}))
-    lines = [line[6:] for line in events.splitlines() if line]
+    lines = [line[6:] for line in events.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     text = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
     assert text == whole["choices"][0]["text"]

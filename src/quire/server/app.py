@@ -12,6 +12,7 @@ from quire.server.http.content_encoding import DecodedBody
 from quire.server.http.front_door import FrontDoor, with_cors
 from quire.server.http.http_versions import HeadAsGet
 from quire.server.http.requests import Requests
+from quire.server.http.unless_gone import UnlessGone
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.server.window import routes as window
@@ -39,6 +40,7 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(storages.router)
     app.include_router(window.router)
     limits = settings.limits
+    app.add_middleware(UnlessGone)
     app.add_middleware(DecodedBody, max_bytes=limits.max_body_bytes)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_bytes_of_all=limits.max_bodies_bytes)
     if settings.allowed_origins:

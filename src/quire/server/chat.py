@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.chat_prompt import prompt_of_chat
-from quire.server.dependencies import TheService, TheTenant, unless_gone
+from quire.server.dependencies import TheService, TheTenant
 from quire.server.errors import ApiError
 from quire.server.forms.answer_form import AnswerForm, AnswerReader
 from quire.server.forms.answer_grammar import answer_grammar
@@ -63,7 +63,7 @@ async def chat_completions(
     one = ChatWriter(body, service, params, form)
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
-    return await one.respond(request, begun, begun.outputs())
+    return await one.respond(begun, begun.outputs())
 
 
 def _must_call(body: ChatFields) -> bool:
@@ -157,18 +157,12 @@ class ChatWriter:
             "model": service.model_name,
         }
 
-    async def respond(
-        self, request: Request, begun: Begun, outputs: AsyncGenerator[RequestOutput]
-    ) -> Response:
+    async def respond(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> Response:
         """The answer in the form that the body asks for. outputs: of the one request that has begun."""
         if self._body.stream:
             return await self.stream(begun, outputs)
-
-        async def whole() -> Response:
-            return self.whole(await Answer.gather(outputs, self._params.n))
-
         with begun:
-            return await unless_gone(request, whole())
+            return self.whole(await Answer.gather(outputs, self._params.n))
 
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
@@ -241,8 +235,7 @@ class ChatWriter:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
         events = self._events(begun, outputs, answer)
-        first = await anext(events)  # its errors become a status
-        return EventStream(first, events, _hit_header(answer))
+        return EventStream(await anext(events), events, end=DONE)
 
     async def _events(
         self, begun: Begun, generated: AsyncGenerator[RequestOutput], answer: Answer
@@ -254,6 +247,7 @@ class ChatWriter:
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with begun:
+            yield b""  # from here on they end with this generator
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     answer.num_prompt_tokens = len(output.prompt_token_ids)
@@ -291,7 +285,6 @@ class ChatWriter:
         more = {} if self._more is None else self._more()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
-        yield DONE
 
     def _deltas(self, reader: AnswerReader, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.dependencies import TheService, TheTenant, unless_gone
+from quire.server.dependencies import TheService, TheTenant
 from quire.server.errors import ApiError
 from quire.server.forms.asked_form import form_asked_for, in_names_of
 from quire.server.http.bodies import BodyRoute, beside_if_large
@@ -53,12 +53,8 @@ async def completions(
         begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
     if body.stream:
         return await one.stream(begun)
-
-    async def whole() -> Response:
-        return one.whole(await begun.answers(params.n))
-
     with begun:
-        return await unless_gone(request, whole())
+        return one.whole(await begun.answers(params.n))
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -168,8 +164,7 @@ class _Writer:
     async def stream(self, begun: Begun) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(begun))]
         events = self._events(begun, answers)
-        first = await anext(events)  # its errors become a status
-        return EventStream(first, events, _hit_header(answers))
+        return EventStream(await anext(events), events, end=DONE)
 
     async def _events(self, begun: Begun, answers: list[Answer]) -> AsyncGenerator[bytes]:
         tokens: dict[int, CompletionTokens] = {}
@@ -177,6 +172,7 @@ class _Writer:
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with begun:
+            yield b""  # from here on they end with this generator
             async with aclosing(_outputs(begun)) as outputs:
                 async for one in outputs:
                     place, output = one if isinstance(one, tuple) else (0, one)
@@ -218,7 +214,6 @@ class _Writer:
                         yield write.choice(choice)
         if with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
-        yield DONE
 
 
 def _outputs(begun: Begun) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:

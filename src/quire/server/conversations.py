@@ -170,17 +170,23 @@ async def append(
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, form, more=lambda: {"conversation": _card(talk).model_dump()})
-    with in_names_of(body):
-        asked = turn.asked(
-            params,
-            priority=body.priority or 0,
-            request_id=service.take_name(),
-            cache_priority=body.cache_priority or "normal",
-            deltas=True,
-        )
-        begun = await service.begin(tenant, body, [asked])
+    talk.begin(base, turn)
+    try:
+        with in_names_of(body):
+            asked = turn.asked(
+                params,
+                priority=body.priority or 0,
+                request_id=service.take_name(),
+                cache_priority=body.cache_priority or "normal",
+                deltas=True,
+            )
+            begun = await service.begin(tenant, body, [asked])
+    except BaseException:
+        talk.end(turn, is_kept=False)
+        raise
+    begun.when_over = lambda: talk.end(turn, is_kept=False)  # where no output was asked for
     outputs = begun.outputs(through=lambda stream: turn.answered(asked[1], stream))
-    return await one.respond(request, begun, _answered(talk, base, turn, outputs))
+    return await one.respond(begun, _answered(talk, turn, outputs))
 
 
 async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int) -> list[int]:
@@ -220,13 +226,9 @@ async def _plain_tokens(service: Service, body: NewConversation | Turn, *, is_fi
 
 
 async def _answered(
-    talk: Talk,
-    base: AsyncConversation,
-    turn: AsyncConversation,
-    counted: AsyncGenerator[RequestOutput],
+    talk: Talk, turn: AsyncConversation, counted: AsyncGenerator[RequestOutput]
 ) -> AsyncGenerator[RequestOutput]:
-    """The answer's outputs; the conversation is being answered from the first that is asked for."""
-    talk.begin(base, turn)
+    """The answer's outputs; at their end the turn becomes the conversation's."""
     is_kept = False
     try:
         async with aclosing(counted) as outputs:

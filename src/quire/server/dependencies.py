@@ -6,11 +6,9 @@ for one, and a flood of one client's would take all that there are.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Request
 
 from quire.server.errors import ApiError
 from quire.server.http.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
@@ -18,7 +16,7 @@ from quire.server.http.requests import current_request
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
-__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "unless_gone"]
+__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of"]
 
 
 async def service_of(request: Request) -> Service:
@@ -73,27 +71,6 @@ async def administrator(request: Request, service: TheService) -> Tenant:
             current_request().tenant = ADMIN.name
             return ADMIN
     raise ApiError(403, f"expected {expected}", code="not_admin")
-
-
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, or nothing of note once the client has gone: what was asked for is cancelled then."""
-    answering = asyncio.ensure_future(answer)
-
-    async def monitor() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        answering.cancel()
-
-    watching = asyncio.create_task(monitor())
-    try:
-        return await answering
-    except asyncio.CancelledError:
-        if not watching.done():  # it is we who are cancelled
-            answering.cancel()
-            raise
-        return Response(status_code=499)
-    finally:
-        watching.cancel()
 
 
 def _key(request: Request) -> str | None:

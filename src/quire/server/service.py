@@ -181,6 +181,9 @@ class Service:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
             leaves = [admitted.of_one_prompt() for _ in requests]
             streams = await self.engine.begin(requests, leaves, max_unread=_MAX_UNREAD)
+        except asyncio.CancelledError:  # its client has gone: it counts in its minute as others do
+            admitted.leave()
+            raise
         except BaseException:
             admitted.withdraw()
             raise
@@ -280,6 +283,13 @@ class Service:
     def give_back_names(self, names: Iterable[str | None]) -> None:
         """Those of requests that have ended."""
         self._names.difference_update(names)
+
+    def count_unread(self, tenant: Tenant, began: float) -> None:
+        """The end of a request of which no output was asked for: its client had gone by then."""
+        current_request().finish_reasons.append("abort")
+        for one in self._told(tenant):
+            one.ended("abort")
+            one.request_latency.observe(time.monotonic() - began)
 
     async def counted(
         self,
@@ -461,7 +471,7 @@ class Service:
 class Begun:
     """The requests of one body, which the engine has begun: where they come out, each `outputs` read once.
 
-    The end of a `with` ends those that have not ended, and leaves their places.
+    The end of a `with` ends those that have not ended, leaves their places, and calls `when_over`.
     """
 
     def __init__(
@@ -479,6 +489,8 @@ class Begun:
         self._streams = streams
         self._leaves = leaves
         self._began = began
+        self._uncounted = set(range(len(streams)))  # places of requests whose end is not counted yet
+        self.when_over: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -488,9 +500,14 @@ class Begun:
     ) -> AsyncGenerator[RequestOutput]:
         """Of the request in that place as it grows, each with what is new. through: who is to see them before."""
         stream = self._streams[place]
+
+        def leave() -> None:
+            self._leaves[place]()
+            self._uncounted.discard(place)
+
         return self._service.counted(
             self._admitted.tenant,
-            self._leaves[place],
+            leave,
             self._body,
             stream if through is None else through(stream),
             self._began,
@@ -517,5 +534,9 @@ class Begun:
     ) -> None:
         for stream in self._streams:
             stream.close()
+        for _ in self._uncounted:
+            self._service.count_unread(self._admitted.tenant, self._began)
         self._service.give_back_names(stream.request_id for stream in self._streams)
         self._admitted.leave()
+        if self.when_over is not None:
+            self.when_over()

@@ -5,6 +5,9 @@ or nothing after an answer. Where there are too many, the one that has been wait
 that come at once find a place whoever holds the others. One that is being answered never goes for that; if all are, a
 new one is refused.
 
+While a request is answered its connection is read on, so that its end is seen at once: one more request may come
+meanwhile, then reading stops until the answer is written. A client that closes its sending side is gone.
+
 What is too large or too late is answered with 414, 431 or 408, if nothing else is being written, and closed.
 
 Invariants
@@ -136,6 +139,7 @@ class GuardedProtocol(Protocol):
         self._is_over = False  # refused, or closed
         self._is_next = False  # an answer has ended just now
         self._next: Any = None  # the request behind it, which waits for its turn
+        self._answered: Any = None  # uvicorn's cycle of the newest request that has begun
         self._num_whole = 0  # requests that have come and are not answered
         self._coming: str | None = "headers"  # what comes of the next one, since when: "headers", "body"
         self._since = guard.clock()
@@ -153,8 +157,12 @@ class GuardedProtocol(Protocol):
         else:
             self._refuse(503, "too many connections; try again", retry_after_s=1)
 
+    def eof_received(self) -> None:
+        self._tell_gone()  # the connection is lost only once all is written, which may take a slow reader long
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
+        self._tell_gone()
         self._guard.leave(self)
         self._guard.turns.leave(self)
         super().connection_lost(exc)
@@ -172,7 +180,7 @@ class GuardedProtocol(Protocol):
             self.transport.resume_reading()
         if not data:
             (cycle, app), self._next = self._next, None
-            super()._start_asgi_task(cycle, app)
+            self._begin(cycle, app)
             return
         self._num_bytes += len(data)
         super().data_received(data)
@@ -202,6 +210,8 @@ class GuardedProtocol(Protocol):
             self._refuse_headers()
             return
         super().on_headers_complete()
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:
@@ -237,7 +247,7 @@ class GuardedProtocol(Protocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """uvicorn's. A request that came before the one before it was answered waits for its turn like others."""
         if not self._is_next:
-            super()._start_asgi_task(cycle, app)
+            self._begin(cycle, app)
             return
         self._next = cycle, app
         self._guard.turns.take(self, b"")
@@ -271,6 +281,17 @@ class GuardedProtocol(Protocol):
         self._coming, self._since = part, self._guard.clock()
         if not self._num_whole and not self._is_over:
             self._guard.wait_for(self)
+
+    def _begin(self, cycle: Any, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_gone(self) -> None:
+        """The requests under way. uvicorn tells the one that came last, which may wait behind the one it answers."""
+        for cycle in (self._answered, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _refuse_headers(self) -> None:
         most = self._limits.max_header_bytes

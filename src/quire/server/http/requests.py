@@ -40,19 +40,20 @@ class RequestRecord:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     address: str = ""  # the client's, see `client_address`
     tenant: str | None = None
+    status: int | None = None  # None: no answer has begun
     num_prompt_tokens: int | None = None  # None: nothing was generated for it
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
 
-    def line(self, route: str, status: int | None, seconds: float) -> str:
+    def line(self, route: str, seconds: float) -> str:
         """Words as NAME=VALUE, in quotes where a space or a quote is in the value."""
         words: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": self.id,
             "tenant": self.tenant or "-",
             "route": route,
-            "status": "-" if status is None else status,
+            "status": "-" if self.status is None else self.status,
         }
         if self.num_prompt_tokens is not None:
             words |= {
@@ -93,13 +94,11 @@ class Requests:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record = RequestRecord(given.decode()) if _ID.fullmatch(given) else RequestRecord()
         record.address = self._proxies.client_of(scope)
-        status: int | None = None
         began = time.monotonic()
 
         async def send_with_id(message: Any) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
             await send(message)
 
@@ -107,13 +106,13 @@ class Requests:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # else it would be answered outside of here, without the id
-            if status is not None:
+            if record.status is not None:
                 raise
             await json_answer(answer_of(error))(scope, receive, send_with_id)
         finally:
             _current.reset(token)
             if self._is_logged:
-                _log.info("%s", record.line(_route(scope), status, time.monotonic() - began))
+                _log.info("%s", record.line(_route(scope), time.monotonic() - began))
 
 
 def _route(scope: Any) -> str:

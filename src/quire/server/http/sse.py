@@ -1,7 +1,6 @@
 """Server-sent events: one JSON object an event, as OpenAI's clients read them.
 
-Cost: a `send` for each event, no task of its own; a client that has gone is noticed at the next one, and by
-`receive` while there is none to send.
+Cost: a `send` for each event; a task for each stream, which wakes once in `_BEAT_S`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from quire.server.errors import answer_of, error_body
 __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
+_BEAT_S = 15.0  # proxies give up after 30 to 60 s without a byte, Node's fetch after 300
+_COMMENT = b": still working\n\n"  # which readers of events skip
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _quoted = json.encoder.encode_basestring
 # What ends a line for some readers (Python's splitlines among them) and is no control character of JSON's.
@@ -64,46 +65,60 @@ class ChoiceEvents:
 
 
 class EventStream(Response):
-    """A response of events. `first`: the first one, already there, so that what fails before it is a plain error."""
+    """A response of events. Its headers go out at once, and a comment after each `_BEAT_S` without an event: clients
+    and proxies that give up a silent answer wait on. An error is an event, the last one, as the status is sent.
+
+    first: what goes out with the headers, empty where there is nothing yet. end: behind all events, an error's too.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str] | None = None,
+        *,
+        end: bytes = b"",
+    ) -> None:
         super().__init__(
-            content=None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+            content=None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         )
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        sending = asyncio.current_task()
-        assert sending is not None
-        left = False
-
-        async def monitor() -> None:
-            nonlocal left
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left = True
-            sending.cancel()
-
-        watching = asyncio.create_task(monitor())
+        beating: asyncio.Task[None] | None = None
         try:
-            await self._send(send, self._first)
-            async for data in self._events:
-                await self._send(send, data)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError:
-            if not left:
-                raise
-        except Exception as error:  # the status is sent: the error is the last event
-            await self._send(send, event(error_body(answer_of(error))))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            beating = asyncio.create_task(self._beat(send))
+            try:
+                if self._first:
+                    await self._send(send, self._first)
+                async for data in self._events:
+                    await self._send(send, data)
+            except Exception as error:
+                await self._send(send, event(error_body(answer_of(error))))
         finally:
-            watching.cancel()
+            if beating is not None:
+                beating.cancel()
             await self._events.aclose()
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
     async def _send(self, send: Any, data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sent_at = self._loop.time()
+
+    async def _beat(self, send: Any) -> None:
+        while True:
+            wait_s = self._sent_at + _BEAT_S - self._loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._send(send, _COMMENT)

@@ -1,0 +1,74 @@
+"""The end of what a client asked for, once that client has gone. An ASGI layer, the same for every route.
+
+From the moment a request's body has come whole, the connection is watched while the application works: on its texts,
+in the engine's queue, in a prompt, in an answer, whole or streamed. When it closes, the application's task is cancelled
+where it waits. Whatever it has begun in the engine is then aborted by its own `finally`, before the next step.
+
+A client that closes only its sending side counts as gone.
+
+Cost: a task for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.server.http.requests import current_request
+
+__all__ = ["UnlessGone"]
+
+_GONE = 499  # for the log: nobody reads it
+
+
+class UnlessGone:
+    """`app`, an ASGI application whose task is cancelled once the client has gone."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answering = asyncio.current_task()
+        assert answering is not None
+        watching: asyncio.Task[None] | None = None
+        first: Any = None
+        is_gone = False
+
+        async def watch() -> None:
+            nonlocal is_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            is_gone = True
+            answering.cancel()
+
+        async def heard() -> Any:
+            nonlocal first, watching
+            message, first = first or await receive(), None
+            if watching is None and not message.get("more_body", False):
+                watching = asyncio.create_task(watch())
+            return message
+
+        try:
+            if not _says_a_body(scope):  # nobody may ever ask for it
+                first = await heard()
+            await self._app(scope, heard, send)
+        except asyncio.CancelledError:
+            if not is_gone or answering.uncancel():  # it is we who are cancelled
+                raise
+            if current_request().status is None:
+                await Response(status_code=_GONE)(scope, receive, send)
+        finally:
+            if watching is not None:
+                watching.cancel()
+
+
+def _says_a_body(scope: Any) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
