@@ -67,8 +67,8 @@ def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:
     if kind == "chat":
         return "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": "x = 1\n" * 300}]}
     if kind == "turn":
-        made = httpx.post(f"{url}/v1/conversations", json={"tokens": PROMPT}).json()["id"]
-        return f"/v1/conversations/{made}/append", ASK
+        made = httpx.post(f"{url}/quire/conversations", json={"tokens": PROMPT}).json()["id"]
+        return f"/quire/conversations/{made}/append", ASK
     if kind == "pin":
         return "/admin/pins", {"prompt": PROMPT}
     more = {"several": {"prompt": [PROMPT, PROMPT[::-1]]}, "n": {"n": 3}}
@@ -170,7 +170,7 @@ def test_before_the_engine_has_taken_it(
 
 
 @pytest.mark.parametrize("kind", ["tokens", "parsing"])
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/conversations"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/quire/conversations"])
 def test_before_a_large_body_has_been_worked_on(
     house: tuple[str, Any], lines: list[str], monkeypatch: pytest.MonkeyPatch, path: str, kind: str
 ) -> None:
@@ -182,7 +182,7 @@ def test_before_a_large_body_has_been_worked_on(
         bodies, "parsed", (lambda *_: worked.append(True)) if kind == "parsing" else bodies.parsed
     )
     threads = bodies._thread if kind == "parsing" else service.off_loop._threads
-    field = "text" if path == "/v1/conversations" else "prompt"
+    field = "text" if path == "/quire/conversations" else "prompt"
     text, held = TEXT if kind == "parsing" else LONG_TEXT, threading.Event()
     busy = [threads.submit(held.wait) for _ in range(threads._max_workers)]
     with Raw(url, path, {field: text}):

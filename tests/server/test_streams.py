@@ -45,8 +45,8 @@ def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:
     if kind == "chat":
         return "/v1/chat/completions", CHAT
     if kind == "turn":
-        made = httpx.post(f"{url}/v1/conversations", json={"text": "def f("}).json()["id"]
-        return f"/v1/conversations/{made}/append", {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        made = httpx.post(f"{url}/quire/conversations", json={"text": "def f("}).json()["id"]
+        return f"/quire/conversations/{made}/append", {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     more = {"several": {"prompt": ["def f(", "class A:"]}, "n": {"n": 3, "seed": 5}}
     return "/v1/completions", {**BODY, **more.get(kind, {})}
 
@@ -90,7 +90,7 @@ def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: py
     settings = ServerSettings(limits=Limits(max_body_bytes=100_000, max_waiting=1))
     with serve(settings) as (url, app), held_steps(llm):
         there = app.state.service
-        made = httpx.post(f"{url}/v1/conversations", json={"text": "def f("}).json()["id"]
+        made = httpx.post(f"{url}/quire/conversations", json={"text": "def f("}).json()["id"]
 
         def status(path: str, body: dict[str, Any]) -> tuple[int, bool]:
             answer = httpx.post(url + path, json={**body, "stream": True}, timeout=60)
@@ -102,7 +102,7 @@ def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: py
         assert status("/v1/completions", {**BODY, "prompt": [10**7]}) == (400, False)
         assert status("/v1/completions", {**BODY, "model": "another"}) == (404, False)
         assert status("/v1/completions", {**BODY, "user": "x" * 200_000}) == (413, False)
-        turn = f"/v1/conversations/{made}/append"
+        turn = f"/quire/conversations/{made}/append"
         with Raw(url, turn, {"max_tokens": 2, "stream": True}) as first:
             first.read_to(HEAD_END)
             assert status(turn, {"max_tokens": 2}) == (409, False)

@@ -288,8 +288,7 @@ class Service:
         """The end of a request of which no output was asked for: its client had gone by then."""
         current_request().finish_reasons.append("abort")
         for one in self._told(tenant):
-            one.ended("abort")
-            one.request_latency.observe(time.monotonic() - began)
+            one.ended("abort", time.monotonic() - began, None, ())
 
     async def counted(
         self,
