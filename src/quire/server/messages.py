@@ -148,7 +148,7 @@ def render(
     for one in plain:
         one["content"] = form.of(one["role"], one["content"])
     if not template:
-        return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
+        return "".join(map(_line, plain)) + "assistant:"
     asked: dict[str, Any] = {
         "tools": told or None,
         "tokenize": False,
@@ -166,6 +166,12 @@ def render(
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
+
+
+def _line(plain: dict[str, Any]) -> str:
+    """A message in the plain form. An answer that begins with a blank, as a model writes it, gets no second one."""
+    role, content = plain["role"], plain["content"] or ""
+    return f"{role}:{content}\n" if role == "assistant" and content[:1].isspace() else f"{role}: {content}\n"
 
 
 def render_next(
