@@ -74,7 +74,9 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=REPOSITORY / "build" / "peers")
     parser.add_argument("--sides", nargs="+", choices=SIDES, metavar="NAME", help=", ".join(SIDES))
     parser.add_argument("--requests", type=int, help="64, or 24 of --quick")
-    parser.add_argument("--lengths", default="lognormal:200,1.0", help="PROMPT/OUTPUT, as of quire compare")
+    parser.add_argument(
+        "--lengths", default="lognormal:200,1.0/lognormal:100,0.8", help="PROMPT/OUTPUT, as of quire compare"
+    )
     parser.add_argument("--kv-memory", help="512MiB, or 8MiB of --quick")
     parser.add_argument("--max-len", type=int, help="of a request, in tokens: 2048, or 512 of --quick")
     parser.add_argument("--rounds", type=int, default=1, help="medians over these, each with new requests")
@@ -284,7 +286,12 @@ def markdown(figures: dict[str, list[Figures]], kv_bytes: int) -> str:
                 statistics.median(getattr(one, field.name) for one in rounds)
                 for field in dataclasses.fields(Figures)
             )
-            cells = [f"{running:.1f}", f"{wasted:.1%}", f"{live:.0%}", f"{rate:.0f}"]
+            cells = [
+                f"{running:.1f}",
+                f"{wasted:.1%}",
+                f"{live:.0%}",
+                f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}",
+            ]
         lines.append([name, *(cell.replace("%", " %") for cell in cells)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
