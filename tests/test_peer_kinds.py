@@ -97,14 +97,14 @@ def test_a_second_turn_goes_on_with_the_first_and_its_answer(peers: Any) -> None
         def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
             asked.append(([list(prompt) for prompt in prompts], shared))
 
-        def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Any) -> None:
-            for prompt, index in zip(prompts, indexes, strict=True):
+        def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Any) -> None:
+            for prompt, length, index in zip(prompts, new, indexes, strict=True):
                 asked.append(([list(prompt)], 0))
-                for token in range(new):
+                for token in range(length):
                     clock.note(index, [token + 900])
 
     prompts = case.prompts(1000, 0)
-    answer = driver._answer(Echo(), prompts, case.new, case.shared, case.lead, turn=True)
+    answer = driver.answer_of(Echo(), prompts, case.new, case.shared, case.lead, turn=True)
     (prepared, shared), (first, _), (second, _) = asked
     assert first == [prompts[0]]
     assert second == [prompts[0] + answer["tokens"][0] + prompts[1]]

@@ -3,11 +3,14 @@
 A driver (`*_driver.py`) runs in its engine's own virtual environment. It is started with one JSON argument, the
 `Options`, and calls `serve(load)`, where `load(options)` gives a `Driver`. Standard library only.
 
-    in   {"prompts": [[ids]], "new": n, "shared": n, "lead": bool, "turn": bool}
+    in   {"prompts": [[ids]], "new": n or [n], "shared": n, "lead": bool, "turn": bool, "samples": bool}
+             new: tokens of each answer, or a number for each one
              shared: the first so many tokens of the prompts are the same
              lead: the first request finishes before the others arrive
              turn: the second of two goes on with the first, its answer included (lead, too)
+             samples: whether the memory of keys and values is sampled after each step
     out  {"times": [[seconds]], "tokens": [[ids]]}     per request and token, since the requests were given
+             "memory": [[seconds, running, reserved, live]]    samples (`Clock.note_memory`); none of some engines
          {"error": reason}                             it failed; the process may be in any state
     in   end of file: the process ends
 
@@ -25,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Clock", "Driver", "Options", "serve"]
+__all__ = ["Clock", "Driver", "Options", "answer_of", "serve"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Options:
         vocab_size: of the model.
         max_len: longest sequence of any case, in tokens.
         max_requests: most requests of any case.
+        storage: Quire's; "": as it chooses.
     """
 
     model: str
@@ -52,6 +56,7 @@ class Options:
     vocab_size: int
     max_len: int
     max_requests: int
+    storage: str = ""
 
     @property
     def kv_tokens(self) -> int:
@@ -59,11 +64,17 @@ class Options:
 
 
 class Clock:
-    """When which request drew which token; starts when made."""
+    """When which request drew which token; starts when made.
 
-    def __init__(self, num_requests: int) -> None:
+    Args:
+        samples: whether the engine is to note its memory after each step.
+    """
+
+    def __init__(self, num_requests: int, *, samples: bool = False) -> None:
         self.times: list[list[float]] = [[] for _ in range(num_requests)]
         self.tokens: list[list[int]] = [[] for _ in range(num_requests)]
+        self.memory: list[tuple[float, int, int, int]] = []
+        self.samples = samples
         self._start = time.perf_counter()
 
     def now(self) -> float:
@@ -73,6 +84,14 @@ class Clock:
         """These tokens have just come."""
         self.times[request] += [self.now()] * len(tokens)
         self.tokens[request] += tokens
+
+    def note_memory(self, num_running: int, reserved_bytes: int, live_bytes: int) -> None:
+        """A step has ended.
+
+        num_running: requests that hold keys and values. reserved_bytes: of the cache, what no other request can have.
+        live_bytes: the part of it that holds keys and values of a token.
+        """
+        self.memory.append((self.now(), num_running, reserved_bytes, live_bytes))
 
 
 class Driver:
@@ -88,8 +107,11 @@ class Driver:
     def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
         """What an engine must be told before the requests of a case come; not counted."""
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
-        """Serves the prompts, all given at once; notes every token under its request's index."""
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
+        """Serves the prompts, all given at once; notes every token under its request's index.
+
+        new: tokens of each answer; an engine that takes one number for all takes the first.
+        """
         raise NotImplementedError
 
 
@@ -103,7 +125,7 @@ def serve(load: Callable[[Options], Driver]) -> None:
         request = json.loads(line)
         try:
             driver = driver or load(options)
-            answer = _answer(driver, **request)
+            answer = answer_of(driver, **request)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -112,18 +134,31 @@ def serve(load: Callable[[Options], Driver]) -> None:
     os._exit(0)  # without the engines' own ways of ending, some of which hang
 
 
-def _answer(
-    driver: Driver, prompts: list[list[int]], new: int, shared: int, lead: bool, turn: bool
+def answer_of(
+    driver: Driver,
+    prompts: list[list[int]],
+    new: int | list[int],
+    shared: int = 0,
+    lead: bool = False,
+    turn: bool = False,
+    samples: bool = False,
 ) -> dict[str, Any]:
+    """What `driver` answers to a request; see the module's text."""
+    lengths = [new] * len(prompts) if isinstance(new, int) else new
     if turn:  # the answer's place is kept; its last token is drawn and not yet computed
-        shared = len(prompts[0]) + new - 1
-        prompts = [prompts[0], prompts[0] + [0] * new + prompts[1]]
-    driver.prepare(prompts, new, shared)
-    clock = Clock(len(prompts))
+        shared = len(prompts[0]) + lengths[0] - 1
+        prompts = [prompts[0], prompts[0] + [0] * lengths[0] + prompts[1]]
+    driver.prepare(prompts, max(lengths), shared)
+    clock = Clock(len(prompts), samples=samples)
     num_lead = 1 if lead else 0
     if num_lead:
-        driver.run(prompts[:1], new, [0], clock)
+        driver.run(prompts[:1], lengths[:1], [0], clock)
     if turn:
-        prompts[1][len(prompts[0]) : len(prompts[0]) + new] = clock.tokens[0]
-    driver.run(prompts[num_lead:], new, list(range(num_lead, len(prompts))), clock)
-    return {"times": clock.times, "tokens": clock.tokens, "precision": driver.precision}
+        prompts[1][len(prompts[0]) : len(prompts[0]) + lengths[0]] = clock.tokens[0]
+    driver.run(prompts[num_lead:], lengths[num_lead:], list(range(num_lead, len(prompts))), clock)
+    return {
+        "times": clock.times,
+        "tokens": clock.tokens,
+        "memory": clock.memory,
+        "precision": driver.precision,
+    }

@@ -25,6 +25,7 @@ FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
 class Sequence:
     index: int
     prompt: list[int]
+    new: int
     id: int = -1
     num_computed: int = 0
     output: list[int] = field(default_factory=list)
@@ -82,8 +83,8 @@ class LlamaCpp(Driver):
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
-        waiting = [Sequence(index, prompt) for index, prompt in zip(indexes, prompts, strict=True)]
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
+        waiting = [Sequence(*one) for one in zip(indexes, prompts, new, strict=True)]
         running: list[Sequence] = []
         while waiting or running:
             while waiting and self._ids and (not self._shared or self._has_prefix or not running):
@@ -92,7 +93,7 @@ class LlamaCpp(Driver):
             for sequence, token in drawing:
                 sequence.output.append(token)
                 clock.note(sequence.index, [token])
-                if len(sequence.output) == new:
+                if len(sequence.output) == sequence.new:
                     running.remove(sequence)
                     llama_cpp.llama_memory_seq_rm(self._memory, sequence.id, -1, -1)
                     self._ids.append(sequence.id)

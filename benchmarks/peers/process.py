@@ -71,14 +71,20 @@ class EngineProcess:
         return self._first_answer_s
 
     def run(self, case: Case, prompts: list[list[int]], *, limit_s: float) -> dict[str, Any]:
-        """The driver's answer: times and tokens. *raises:* EngineError; the process is of no use then."""
-        request = {
-            "prompts": prompts,
-            "new": case.new,
-            "shared": case.shared,
-            "lead": case.lead,
-            "turn": bool(case.turn),
-        }
+        """`ask` for the requests of a case."""
+        return self.ask(
+            {
+                "prompts": prompts,
+                "new": case.new,
+                "shared": case.shared,
+                "lead": case.lead,
+                "turn": bool(case.turn),
+            },
+            limit_s=limit_s,
+        )
+
+    def ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+        """The driver's answer (`driver.answer_of`). *raises:* EngineError; the process is of no use then."""
         assert self._process.stdin is not None
         self.go_on()
         try:

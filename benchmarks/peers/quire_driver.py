@@ -24,28 +24,34 @@ class Quire(Driver):
             kv_memory=options.kv_bytes,
             num_threads=options.threads,
             max_model_len=options.max_len,
+            **({"storage": options.storage} if options.storage else {}),
             **_weights(options),
         )
-        self._has_answered = False
+        self._storage, self._has_answered = options.storage, False
 
     def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
-        if self._has_answered:
+        if self._has_answered and self._storage in ("", "paged"):
             self._llm.prefault()
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
         engine = self._llm.engine
-        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-        options = RequestOptions(params, stream=True)
-        index_of = {
-            engine.submit(prompt, options): index for prompt, index in zip(prompts, indexes, strict=True)
-        }
+        index_of = {}
+        for prompt, length, index in zip(prompts, new, indexes, strict=True):
+            params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+            index_of[engine.submit(prompt, RequestOptions(params, stream=True))] = index
         while engine.has_work:
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
                 index = index_of[output.request_id]
                 clock.note(index, output.outputs[0].token_ids[len(clock.tokens[index]) :])
+            if clock.samples:
+                use = self._llm.cache.memory_use()
+                clock.note_memory(len(engine.scheduler.running), use.reserved, use.used)
         self._has_answered = True
+
+    def close(self) -> None:
+        self._llm.close()
 
 
 def _weights(options: Options) -> dict[str, Any]:

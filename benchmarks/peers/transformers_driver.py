@@ -37,7 +37,7 @@ class Generate(Driver):
         self._model = model
         self._cache = cache
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
         class Note(StoppingCriteria):
             def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
                 for index, token in zip(indexes, input_ids[:, -1].tolist(), strict=True):
@@ -48,7 +48,7 @@ class Generate(Driver):
         self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
+            max_new_tokens=new[0],
             do_sample=False,
             cache_implementation=self._cache,
             stopping_criteria=StoppingCriteriaList([Note()]),
@@ -71,9 +71,9 @@ class GenerateBatch(Driver):
         )
         self._manager.start()
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
         start = time.perf_counter() - clock.now()
-        names = self._manager.add_requests(inputs=prompts, max_new_tokens=new, record_timestamps=True)
+        names = self._manager.add_requests(inputs=prompts, max_new_tokens=new[0], record_timestamps=True)
         index_of = dict(zip(names, indexes, strict=True))
         while index_of:
             result = self._manager.get_result(timeout=1)

@@ -13,6 +13,7 @@ class Vllm(Driver):
 
         self._params, self._prompt = SamplingParams, TokensPrompt
         self._ids = itertools.count()
+        self._token_bytes = options.kv_bytes_per_token
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=options.model,
@@ -27,11 +28,11 @@ class Vllm(Driver):
             )
         )
 
-    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+    def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
         engine = self._engine
-        params = self._params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         index_of: dict[str, int] = {}
-        for prompt, index in zip(prompts, indexes, strict=True):
+        for prompt, length, index in zip(prompts, new, indexes, strict=True):
+            params = self._params(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
             request_id = f"request-{next(self._ids)}"
             index_of[request_id] = index
             engine.add_request(request_id, self._prompt(prompt_token_ids=prompt), params)
@@ -39,6 +40,20 @@ class Vllm(Driver):
             for output in engine.step():
                 index = index_of[output.request_id]
                 clock.note(index, list(output.outputs[0].token_ids[len(clock.tokens[index]) :]))
+            if clock.samples:
+                self._note_memory(clock)
+
+    def _note_memory(self, clock: Clock) -> None:
+        """By its scheduler: blocks that are not free (cached ones that no request holds are), and computed tokens."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        pool, block_size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
+        num_blocks = (
+            pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        )  # without the block that is never used
+        live = sum(request.num_computed_tokens for request in scheduler.running)
+        clock.note_memory(
+            len(scheduler.running), num_blocks * block_size * self._token_bytes, live * self._token_bytes
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ WITH_MODEL: dict[str, list[str]] = {
     "serve": ["--port", "0"],
     "cache verify": ["no-such-folder", "--recompute", "1"],
 }
-WITHOUT = {"top", "cache ls", "cache prune", "cache rm"}
+WITHOUT = ("top", "cache ls", "cache prune", "cache rm", "cache weights")
 OWN_ARGUMENT = {"generate": "prompt", "explain": "prompt", "cache verify": "folder"}
 
 

@@ -34,6 +34,7 @@ from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.model.load import UnloadedModel
+    from quire.model.support import Support
 
 __all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
 
@@ -79,6 +80,7 @@ class Plan:
         memory_bytes: what the process may have in all: of `memory`, or what it has and what is free.
         budget_bytes: what `kv_memory` gives to keys, values and states. needed_bytes: what the requests need of it.
         num_blocks, num_state_slots: of that budget.
+        support: how well the model's type and each form of its weights is proved.
     """
 
     model: str
@@ -100,6 +102,7 @@ class Plan:
     num_blocks: int
     num_state_slots: int
     rows: tuple[PlanRow, ...] = field(repr=False)
+    support: tuple[Support, ...] = field(repr=False)
 
     def num_bytes(self, part: str) -> int:
         """Of all rows of a part."""
@@ -127,6 +130,9 @@ class Plan:
             before = part
             cells = f"{first:{widths[0]}}  {name:{widths[1]}}  {size:>{widths[2]}}  {note}"
             lines.append(cells.rstrip())
+        lines += [
+            f"{'' if number else 'support':{widths[0]}}  {one}" for number, one in enumerate(self.support)
+        ]
         lines.append(
             f"kv_memory {format_size(self.budget_bytes)}: {self.num_blocks} blocks"
             + (f", {self.num_state_slots} states" * bool(self.num_state_slots))
@@ -347,7 +353,19 @@ def _plan_of(
                 "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
             ),
         ),
+        support=_support_of(config, unloaded, spec),
     )
+
+
+def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> tuple[Support, ...]:
+    """Of the model's type, and of its weights as files have them and as they are rounded."""
+    from quire.model.support import family_support, weight_support
+
+    forms = [*(unloaded.stored_forms or (spec.dtype,))]
+    if (formats := config.weight_formats) is not None:
+        roundings = [*(rounding for _, rounding in formats.by_pattern), formats.head]
+        forms += map(str, filter(None, roundings))
+    return (family_support(unloaded.model_type), *(weight_support(form) for form in dict.fromkeys(forms)))
 
 
 def _fit(

@@ -13,6 +13,7 @@ Others may use the names below, and
     missing                      why a model cannot be run, and how it attends
     model_lock, overlay          one holder of a model, and forwards laid over its own
     rope                         rotary embeddings
+    support                      how well a model type and forms of weights are proved
     state, state.step            mixers of state layers: adapters, their proof and installation
     prove.hooks, prove.stamp     whether a model is still what was proved
 """

@@ -66,6 +66,7 @@ from quire.model.sources import (
     is_gguf,
     reckoned_by,
 )
+from quire.model.support import GGUF
 from quire.model.tokenizer import (
     TOKENIZER_FILES,
     Vocabulary,
@@ -636,6 +637,7 @@ class UnloadedModel:
         codes: the form of those parameters that will be held as codes, by name.
         is_part: whether it is the language model within a larger one, as of `_text_part`.
         vocabulary: of its tokenizer; None where it has none.
+        stored_forms: what its files say of their weights, as `support.FORMS` has it; empty where they are plain.
     """
 
     model: PreTrainedModel
@@ -648,6 +650,7 @@ class UnloadedModel:
     codes: dict[str, CodeForm | ExpertForms] = field(default_factory=dict)
     is_part: bool = False
     vocabulary: Vocabulary | None = None
+    stored_forms: tuple[str, ...] = ()
 
 
 def without_weights(
@@ -670,7 +673,9 @@ def without_weights(
         config = gguf_config(stored)
         with _as_load_error(f"cannot make a model by the header of {file}"):
             found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
-        found = replace(found, vocabulary=gguf_vocabulary(stored))
+        kinds = {tensor.stored for tensor in stored if isinstance(tensor.stored, str)}
+        forms = tuple(GGUF + kind for kind in sorted(kinds))
+        found = replace(found, vocabulary=gguf_vocabulary(stored), stored_forms=forms)
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
     where, local = _locate(source)
     name = "embedded" if source is None else Path(where).name if local else where
@@ -700,6 +705,7 @@ def without_weights(
         return found
     names = _NAMES_OF_TEXT if found.is_part else None
     codes = planned_codes(found.model, where, header, config, names)
+    found = replace(found, stored_forms=(readers.method_of(quantization_of(config) or {}),))
     return found if widened else replace(found, codes=codes)
 
 

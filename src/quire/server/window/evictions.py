@@ -36,8 +36,12 @@ def eviction_rows(
     last: tuple[Any, float, float] | None = None  # kind, when its newest block went, when its oldest did
     for loss in losses:
         kind = (loss.cause, loss.owner_id, loss.cache_priority)
-        goes_on = last is not None and last[0] == kind
-        if goes_on and last[2] - loss.at <= _GAP_S and last[1] - loss.at <= _SPAN_S:
+        if (
+            last is not None
+            and last[0] == kind
+            and last[2] - loss.at <= _GAP_S
+            and last[1] - loss.at <= _SPAN_S
+        ):
             row = rows[-1]
             row["blocks"] += 1
             row["tokens"] += len(loss.tokens)

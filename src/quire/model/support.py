@@ -1,0 +1,126 @@
+"""How well what Quire runs is proved: the levels, and which model types and forms of weights have which.
+
+    proved         bits or tokens are those of an outside judge: transformers' model or `generate`, llama.cpp, the
+                   package or the code that defines a format
+    works          tests of Quire's own hold it
+    experimental   nothing that runs regularly holds it
+    refused        it is refused before it answers
+
+`FORMS` names the test of each form of weights; docs/support.md, which `scripts/support` prints, has the other parts of
+Quire too. Model types are those of docs/models.md, kept here in families.txt (`scripts/support families` prints it).
+
+Cost: a look-up; families.txt is read once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.quantized.readers import GGUF_TYPES
+
+__all__ = [
+    "EXPERIMENTAL",
+    "FAMILIES",
+    "FORMS",
+    "GGUF",
+    "PROVED",
+    "REFUSED",
+    "WIDENED_NOTE",
+    "WORKS",
+    "Form",
+    "Support",
+    "family_support",
+    "weight_support",
+]
+
+PROVED, WORKS, EXPERIMENTAL, REFUSED = ("proved", "works", "experimental", "refused")
+
+
+@dataclass(frozen=True)
+class Support:
+    """part: "family" or "weights". name: of the model type or form. note: by what, or what to know."""
+
+    part: str
+    name: str
+    level: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.name}: {self.level}" + f", {self.note}" * bool(self.note)
+
+
+@dataclass(frozen=True)
+class Form:
+    """level, and the test that holds it, as FILE::NAME. note: the judge, or how far it goes."""
+
+    level: str
+    test: str
+    note: str = ""
+
+
+# How a model type runs, as families.txt has it: level and note.
+FAMILIES = {
+    "paged": (PROVED, "float32 tokens of model.generate"),
+    "own": (PROVED, "float32 tokens of model.generate, by its own forward, one sequence at a time"),
+    "own by token": (PROVED, "float32 tokens of model.generate, by its own forward, one token at a time"),
+    "refused": (REFUSED, "the start says why"),
+    "not built": (EXPERIMENTAL, "no tiny model of it could be tried; a start proves the model or refuses it"),
+}
+_UNKNOWN = (EXPERIMENTAL, "a type that was not tried; a start proves the model or refuses it")
+
+_SWEEP = "tests/model/test_model_list.py::test_the_page_is_what_the_script_prints"
+_CHECKPOINTS = "tests/quantized/test_checkpoints.py::"
+_GGUF = Form(
+    PROVED,
+    "tests/quantized/test_gguf.py::test_random_bytes_have_the_bits_of_the_package",
+    "bits of the package gguf",
+)
+GGUF = "GGUF "
+"""Before the name of a type of GGUF's."""
+FORMS = {
+    "float32": Form(PROVED, _SWEEP, "tokens of model.generate"),
+    "bfloat16": Form(PROVED, _SWEEP, "tokens of model.generate, unless rounding decides"),
+    "float16": Form(WORKS, "tests/exact/test_bit_for_bit.py::test_alone_and_among_32_others"),
+    "gptq": Form(WORKS, f"{_CHECKPOINTS}test_gptq"),
+    "awq": Form(WORKS, f"{_CHECKPOINTS}test_awq"),
+    "compressed-tensors": Form(
+        WORKS,
+        f"{_CHECKPOINTS}test_compressed_tensors_packed",
+        "the package itself is compared where it is installed",
+    ),
+    "fp8": Form(WORKS, f"{_CHECKPOINTS}test_fp8_in_blocks"),
+    "fbgemm_fp8": Form(WORKS, f"{_CHECKPOINTS}test_fp8_of_channels_and_of_all"),
+    "mxfp4": Form(PROVED, f"{_CHECKPOINTS}test_mxfp4_experts", "bits of transformers' own conversion"),
+    "bitsandbytes": Form(WORKS, f"{_CHECKPOINTS}test_bitsandbytes_in_4_bits"),
+    **{GGUF + name: _GGUF for name in GGUF_TYPES},
+    "int8": Form(WORKS, "tests/model/test_quantized.py::test_it_is_served", "rounded at load"),
+    "int4": Form(
+        WORKS, "tests/model/test_quantized.py::test_a_model_is_rounded_by_pattern", "rounded at load"
+    ),
+}
+"""By what a plan calls the weights: the dtype of a plain checkpoint, a quant_method, a GGUF type, a rounding."""
+WIDENED_NOTE = "widened by the package gguf at load"
+"""Of GGUF types that are not read as codes."""
+
+
+def family_support(model_type: str) -> Support:
+    """Of a model type of transformers, whether it is known or not."""
+    level, note = FAMILIES.get(_families().get(model_type, ""), _UNKNOWN)
+    return Support("family", model_type, level, note)
+
+
+def weight_support(name: str) -> Support:
+    """Of a form of weights; int4 stands for int4:64 too."""
+    form = FORMS.get(name) or FORMS.get(name.partition(":")[0])
+    if form is None:
+        return Support("weights", name, EXPERIMENTAL, WIDENED_NOTE * name.startswith(GGUF))
+    return Support("weights", name, form.level, form.note)
+
+
+@functools.cache
+def _families() -> dict[str, str]:
+    """By model type the key of `FAMILIES`."""
+    lines = Path(__file__).with_name("families.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("\t") for line in lines)
