@@ -369,6 +369,7 @@ def test_storages_side_by_side(page: Any, url: str) -> None:
 def test_own_requests_and_gaps_side_by_side(page: Any, url: str) -> None:
     page.get(url + "/compare")
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
+    assert by_id(page, "legend").value_of_css_property("list-style-type") == "none"
     assert "A block is" in by_id(page, "main").text
 
     def row(name: str) -> list[str]:

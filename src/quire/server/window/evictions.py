@@ -33,15 +33,11 @@ def eviction_rows(
     """The newest first, as `losses` are. offset_s: from the losses' clock to the snapshot's. num_blocks: of the pool.
     tenants: by number, name and quota in blocks. are_cut: there are losses before these."""
     rows: list[dict[str, Any]] = []
-    last: tuple[Any, float, float] | None = None  # kind, when its newest block went, when its oldest did
+    newest = oldest = 0.0  # when the first and the last block of the row at hand went
+    last: tuple[str, int, int] | None = None  # its kind
     for loss in losses:
         kind = (loss.cause, loss.owner_id, loss.cache_priority)
-        if (
-            last is not None
-            and last[0] == kind
-            and last[2] - loss.at <= _GAP_S
-            and last[1] - loss.at <= _SPAN_S
-        ):
+        if kind == last and oldest - loss.at <= _GAP_S and newest - loss.at <= _SPAN_S:
             row = rows[-1]
             row["blocks"] += 1
             row["tokens"] += len(loss.tokens)
@@ -49,7 +45,6 @@ def eviction_rows(
                 min(row["idle"][0], round(loss.idle_s, 1)),
                 max(row["idle"][1], round(loss.idle_s, 1)),
             ]
-            last = kind, last[1], loss.at
         elif len(rows) == _MAX_ROWS:
             return rows
         else:
@@ -74,7 +69,8 @@ def eviction_rows(
                     "more": False,
                 }
             )
-            last = kind, loss.at, loss.at
+            last, newest = kind, loss.at
+        oldest = loss.at
     if rows:
         rows[-1]["more"] = are_cut
     return rows

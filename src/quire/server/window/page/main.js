@@ -206,7 +206,8 @@ function drawEvictions() {
   const { evictions = [], at } = state;
   keepRows($("evictions"), evictions, (one) => [one.at, one.reason, one.tenant, one.cache_priority].join(), (cells, one) => {
     const [least, most] = one.idle.map((value) => seconds(value));
-    setTexts(cells, [`${seconds(Math.max(0, Math.round(at - one.at)))} ago`, lossWords(one), one.tenant ?? "–", `${number(one.blocks)}${one.more ? " or more" : ""}`,
+    const age = Math.round(at - one.at);
+    setTexts(cells, [age < 1 ? "just now" : `${seconds(age)} ago`, lossWords(one), one.tenant ?? "–", `${number(one.blocks)}${one.more ? " or more" : ""}`,
       `${number(one.tokens)}${one.more ? " or more" : ""}`, least === most ? least : `${least} to ${most}`, `${one.begins ? "" : "…"}${one.words ?? "–"}`]);
   });
   if (!evictions.length) noRows($("evictions"), state.block === "block" ? "Nothing has been given up." : "This storage keeps nothing to give up.");
