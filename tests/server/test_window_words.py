@@ -111,7 +111,7 @@ def test_requests_say_what_they_do_and_wait_for(
 
     with ThreadPoolExecutor(1) as others, Generating(url, "def first(argv):") as first:
         second = others.submit(ask, url, "/v1/completions", body={"prompt": "def second():", "max_tokens": 2})
-        until(lambda: states() == ["decoding", "waiting for a seat"])
+        until(lambda: states() == ["decoding", "waiting for a place in the batch"])
         assert by_id(page, "sequences-count").text == "1 with blocks, 1 waiting"
         first.__exit__()
         assert second.result()[0] == 200

@@ -20,7 +20,7 @@ export const PHASES = {
   prefix: ["waiting for a shared beginning", "another request computes the tokens that both begin with", "wait"],
   memory: ["waiting for memory", "it, or one before it, does not fit into the free blocks", "wait"],
   quota: ["waiting for its quota", "its tenant has all the blocks that it may have", "wait"],
-  seat: ["waiting for a seat", "as many sequences run as may run at once", "wait"],
+  seat: ["waiting for a place in the batch", "as many sequences run as may run at once", "wait"],
   turn: ["next in line", "the step had no room for its tokens", "wait"],
   paused: ["paused", "its reader has not taken what there is", "wait"],
 };
