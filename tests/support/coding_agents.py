@@ -33,7 +33,7 @@ __all__ = ["AGENTS", "CONTEXT", "OUTPUT", "Agent", "install", "lacking"]
 def lacking() -> str | None:
     """Why the agents cannot be installed here; None where they can."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
-    return f"expected node and npm, {' and '.join(missing)} not found" if missing else None
+    return f"expected node and npm in PATH, found no {' and no '.join(missing)}" if missing else None
 
 
 @dataclass(frozen=True)
