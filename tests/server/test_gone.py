@@ -125,15 +125,18 @@ def test_in_the_queue(
     url, _ = house
     computed = chunked_llm.stats()["num_computed_tokens"]
     beside = [Raw(url, "/v1/completions", {**ASK, "prompt": [i, 7], "stream": True}) for i in range(9, 13)]
+    driver, scheduler = chunked_llm.driver, chunked_llm.engine.scheduler
     until(lambda: steps.num_begun == 1)
-    steps.go(1)  # between two steps all of them are begun
+    until(
+        lambda: len(scheduler.requests) + len(driver._commands) == 4
+    )  # some came while the first step was held
+    steps.go(1)
     for one in beside:
         one.read_to(b"\r\n\r\n")
     with Raw(url, "/v1/completions", {**ASK, "prompt": PROMPT, "stream": stream}):
-        while not chunked_llm.engine.scheduler.waiting:
-            begun = steps.num_begun
-            steps.go(1)
-            until(lambda begun=begun: steps.num_begun > begun)
+        until(lambda: driver._commands)
+        steps.go(1)
+        until(lambda: scheduler.waiting)
     until(lambda: lines)
     steps.go_on()
     for one in beside:
@@ -185,6 +188,7 @@ def test_before_a_large_body_has_been_worked_on(
     field = "text" if path == "/quire/conversations" else "prompt"
     text, held = TEXT if kind == "parsing" else LONG_TEXT, threading.Event()
     busy = [threads.submit(held.wait) for _ in range(threads._max_workers)]
+    until(lambda: threads._work_queue.empty())
     with Raw(url, path, {field: text}):
         until(lambda: threads._work_queue.qsize() == 1)
     until(lambda: lines)
