@@ -69,7 +69,6 @@ FOREIGN = frozenset(
         "pread",
         "proxy_set_header",
         "socat",
-        "auditwheel",
         "manylinux_2_34",
         "manylinux_2_28",
         "bs",

@@ -374,7 +374,7 @@ class EngineConfig:
         "auto",
         "DIR",
         "Where weights are kept as the kernels read them, codes too, for quicker starts: auto, quire/weights in the "
-        "user's cache; off, nowhere; or a folder. As large as the weights; may be deleted.",
+        "user's cache; off, in no file; or a folder. As large as the weights; may be deleted.",
     )
     packed_weights_size: _Size | None = option(
         None,

@@ -216,9 +216,7 @@ class KeptFolder:
         return whole
 
     def _make(self) -> None:
-        if (
-            os.geteuid() == 0
-        ):  # with the home of another user, as of `sudo`: nothing is left in it that is not his
+        if os.geteuid() == 0:  # in the home of another user, as under sudo, it leaves no file of its own
             there = next(path for path in (self.path, *self.path.parents) if path.exists())
             _require_own(os.stat(there), there)
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -160,11 +160,13 @@ def test_before_the_engine_has_taken_it(
     with running(chunked_llm, ServerSettings(keys=keys, tenants=(rare,), log_requests=True)) as (url, app):
         service = app.state.service
         waiting = service.engine.submit_between_steps(held.wait)
-        with Raw(url, "/v1/completions", body, headers="Authorization: Bearer key\r\n"):
-            until(lambda: service.num_open == 1)
-        until(lambda: lines)
-        assert (service.num_open, service._names) == (0, set())
-        held.set()
+        try:
+            with Raw(url, "/v1/completions", body, headers="Authorization: Bearer key\r\n"):
+                until(lambda: service.num_open == 1)
+            until(lambda: lines)
+            assert (service.num_open, service._names) == (0, set())
+        finally:
+            held.set()
         waiting.result()
         statuses = [httpx.post(f"{url}/v1/completions", json=body, headers=key).status_code for _ in range(2)]
     assert "status=499" in lines[0]
