@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: py
             taken.leave()
         monkeypatch.setattr(there, "draining", True)
         assert status("/v1/chat/completions", CHAT) == (503, True)
+
+
+def test_a_second_turn_is_refused_while_the_first_is_not_queued_yet(serve: Any) -> None:
+    """The engine's thread is busy; a client that leaves then leaves the conversation as it was."""
+    with serve(ServerSettings()) as (url, app):
+        path, body = asked(url, "turn")
+        held = threading.Event()
+        waiting = app.state.service.engine.submit_between_steps(held.wait)
+        try:
+            with Raw(url, path, {**body, "stream": True}):
+                until(lambda: app.state.service.num_open == 1)
+                second = httpx.post(url + path, json={**body, "stream": True}, timeout=10)
+                assert (second.status_code, second.json()["error"]["code"]) == (409, "conflict")
+            until(lambda: app.state.service.num_open == 0)
+        finally:
+            held.set()
+        waiting.result()
+        assert httpx.post(url + path, json=body, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["completion", "several", "chat", "turn"])
