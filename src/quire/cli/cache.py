@@ -300,10 +300,7 @@ def weights(
         return
     now = time.time()
     for file, sources, layouts in found:
-        if sources:
-            print(
-                f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {', '.join(layouts)} of "
-                f"{os.path.commonpath(sources)}"
-            )
+        what = f"{', '.join(layouts)} of {os.path.commonpath(sources)}" if sources else "what proofs found"
+        print(f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {what}")
     total = format_size(sum(file.num_bytes for file, _, _ in found))
     print(f"{len(found)} files, {total} in {kept.path}" + (", removed" if clear else ""))

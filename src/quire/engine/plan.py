@@ -152,7 +152,8 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Whether that fits, and the most that does, in one line."""
-        most = f"{self.max_concurrency} of {self.context} tokens, or {self.concurrency} of {self.max_context} tokens"
+        ways = (self.max_concurrency, self.context), (self.concurrency, self.max_context)
+        most = ", or ".join(dict.fromkeys(f"{number} of {length} tokens" for number, length in ways))
         if self.fits:
             return f"fits: {self.requests}; the most: {most}"
         return f"does not fit: {self.requests}; the most: {most}"

@@ -133,7 +133,7 @@ def _no_route(request: Request, paths: Mapping[str, Any]) -> ApiError:
     path = request.url.path
     hint = ""
     if f"{path}/".startswith("/v1/conversations/"):  # OpenAI's, which this server does not have
-        hint = f"; Quire's own conversations are at /quire{path.removeprefix('/v1')[:_MOST_SHOWN]} now"
+        hint = f"; Quire's own conversations are at /quire{path.removeprefix('/v1')[:_MOST_SHOWN]}"
     elif f"/v1{path}" in routes:
         hint = f"; is /v1{path} meant? A client's base URL ends with /v1"
     elif path.startswith("/v1/") and path[3:] in routes:

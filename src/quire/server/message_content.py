@@ -85,7 +85,8 @@ def _said(message: ChatMessage, index: int) -> tuple[list[str], list[str]]:
 def _text_of(part: ContentPart, place: str, number: int, *, is_answer: bool) -> str:
     field = _FIELDS.get(part.type)
     if field is None or (part.type in _OF_ANSWERS and not is_answer):
-        raise ApiError(400, f"expected text parts, got {part.type[:64]!r}", param=place)
+        where = "" if field is None else ", which belongs to a message of the assistant's"
+        raise ApiError(400, f"expected text parts, got {part.type[:64]!r}{where}", param=place)
     for other in {*_FIELDS.values()} - {field}:
         if getattr(part, other) is not None:
             raise ApiError(

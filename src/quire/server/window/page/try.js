@@ -165,7 +165,7 @@ export class Try {
     else if (answer.isStopped) this.#status("stopped");
     else {
       const { seen } = this;
-      this.#status(seen?.blocks ? `in ${number(seen.blocks)} ${this.block}s: ${seen.hidden_runs ? "… " : ""}${runs(seen.runs)}` : "");
+      this.#status(seen?.blocks ? `last seen in ${number(seen.blocks)} ${this.block}s: ${seen.hidden_runs ? "… " : ""}${runs(seen.runs)}` : "");
       announce(`The answer is complete: ${end}.`);
     }
   }
