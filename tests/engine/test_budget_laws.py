@@ -416,7 +416,10 @@ class BudgetLaws(RuleBasedStateMachine):
     def pins(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(list(self.all.cache.checkpoints)))
         tokens, _ = one.decoded()
-        self.asked(lambda: self.all.cache.pins.add(tokens, namespace=one.namespace))
+        tenants = self.all.engine.tenants
+        owners = [each.owner_id for each in tenants if one.namespace in tenants.namespaces_of(each.name)]
+        owner_id = owners[0] if owners else 0  # as `LLMPins` pins content: a tenant's pins go with the tenant
+        self.asked(lambda: self.all.cache.pins.add(tokens, namespace=one.namespace, owner_id=owner_id))
 
     @precondition(lambda self: len(self.all.cache.pins))
     @rule(data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.running_server import running
 from support.until import until
 
 from quire import LLM
+from quire.server.http.requests import LOGGER
 from quire.server.settings import ServerSettings
 
 
@@ -74,3 +76,17 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     browser.get("about:blank")  # else it goes on watching
     assert not errors
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """Of the log: one for each request that has ended."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,6 @@ from support.until import until
 
 from quire import LLM
 from quire.server.http import bodies
-from quire.server.http.requests import LOGGER
 from quire.server.settings import ServerSettings
 from quire.server.tenants import KeyRing, Tenant, digest_of_key
 
@@ -47,20 +45,6 @@ def steps(chunked_llm: LLM) -> Iterator[HeldSteps]:
     chunked_llm.cache.reset()
     with held_steps(chunked_llm) as held:
         yield held
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """Of the log: one for each request that has ended."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
 
 
 def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:

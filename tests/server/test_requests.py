@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from support.window_client import Watcher
 
-from quire.server.http.requests import LOGGER, RequestRecord
+from quire.server.http.requests import RequestRecord
 from quire.server.settings import Limits, ServerSettings
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 
@@ -34,20 +32,6 @@ def names(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(llm.engine, "submit_all", noted)
     return found
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """The log's."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
 
 
 def words_of(line: str) -> dict[str, str]:
