@@ -224,7 +224,7 @@ class KeptFolder:
         _require_own(os.stat(self.path), self.path)
 
     def _remove_abandoned(self) -> None:
-        """What processes that ended while they wrote have left: nobody holds its lock, which a writer soon has."""
+        """Removes unfinished files of processes that have ended: their locks are free, and a writer soon has its own."""
         for file in self.files():
             if not file.is_whole and time.time() - file.used_at > _UNLOCKED_S:
                 with suppress(OSError), file.path.open("rb") as opened:

@@ -1,9 +1,9 @@
-"""What the load of a model tells whoever watches it: the phase it is in, and the bytes of weights it has read.
+"""The observer of a model's load gets the phase it is in, and the bytes of weights it has read.
 
     with watched_by(observer):
         llm = LLM(...)
 
-Nobody watches unless asked: then each call costs next to nothing. A context of Python's (`contextvars`) has the
+Without an observer each call costs next to nothing. A context of Python's (`contextvars`) has the
 observer, so that loads in other threads are not told of; what reads weights in threads of its own asks for it before.
 """
 
@@ -42,7 +42,7 @@ _observer: ContextVar[LoadObserver] = ContextVar("quire load observer", default=
 
 
 def observer() -> LoadObserver:
-    """Whoever watches a load in this context."""
+    """The observer of loads in this context."""
     return _observer.get()
 
 

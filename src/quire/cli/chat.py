@@ -78,7 +78,7 @@ def _read_line() -> str | None:
 
 
 class _Conversation:
-    """What has been said, and what is said next."""
+    """The turns so far, and the commands that change them."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm = llm

@@ -77,7 +77,7 @@ def whole(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """What of the stats a person reads first. Speeds are of the engine: all requests of a step together."""
+    """The ten figures that `--stats` prints. Speeds are of the engine: all requests of a step together."""
 
     def speed(name: str) -> str:
         return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"
