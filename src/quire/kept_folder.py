@@ -224,7 +224,7 @@ class KeptFolder:
         _require_own(os.stat(self.path), self.path)
 
     def _remove_abandoned(self) -> None:
-        """Removes unfinished files of processes that have ended: their locks are free, and a writer soon has its own."""
+        """Removes the unfinished files of processes that have ended: their locks are free."""
         for file in self.files():
             if not file.is_whole and time.time() - file.used_at > _UNLOCKED_S:
                 with suppress(OSError), file.path.open("rb") as opened:
