@@ -14,7 +14,7 @@ from quire.baselines.row_space import Row
 from quire.cache.backend import BlockManager
 from quire.cache.cache import Cache, Sequence
 from quire.cache.manager.block_manager import PythonBlockManager
-from quire.cache.manager.plan import PythonGroupPlan, PythonStepPlan
+from quire.cache.manager.step_plan import PythonGroupPlan, PythonStepPlan
 from quire.cache.protocol import CacheSequence, GroupPlan, KVCache, PrefixKVCache, StepPlan
 
 

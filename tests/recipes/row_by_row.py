@@ -6,12 +6,12 @@ import torch
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, AttentionPlan, register
-from quire.attention.reference import ReferenceBackend
+from quire.attention.reference_attention import ReferenceAttention
 from quire.errors import ArgumentError
 from quire.memory import KVView
 
 
-class RowByRow(ReferenceBackend):
+class RowByRow(ReferenceAttention):
     """Memory and `write` are the reference's; so is what it says of itself, but for these."""
 
     name = "row-by-row"

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
-from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
 from quire.cache.backend import BlockManager, call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
@@ -29,6 +28,7 @@ from quire.cache.open_sequence import Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
 from quire.cache.report import report
+from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
 from quire.cache.tree_view import TreeView
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError

@@ -43,11 +43,11 @@ from numpy.typing import NDArray
 from quire.cache.types import DISCARD, KEEP, MAX_OWNER, NORMAL, Int32Array, Int64Array
 
 if TYPE_CHECKING:
-    from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
     from quire.cache.block_map import BlockContent, BlockMap
     from quire.cache.events import CacheEvents
     from quire.cache.memory_use import MemoryUse
     from quire.cache.pins import Pins
+    from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
     from quire.cache.tree_view import TreeView
     from quire.spec import KVSpec
 

@@ -22,23 +22,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.answers import Dropped
-from quire.cache.feed import Forgotten
+from quire.cache.event_dispatcher import Forgotten
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
+from quire.cache.results import Dropped
 from quire.engine.monitor import CacheMonitor
 from quire.engine.outputs import Outputs
 from quire.engine.profile import NoProfile, Profile
 from quire.errors import ArgumentError, QuireError
-from quire.offload.load import TierLoads
-from quire.offload.speeds import Speeds
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
+from quire.offload.throughputs import Throughputs
+from quire.offload.tier_load import TierLoads
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
-from quire.scheduler.fair_share import FairShare
+from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request, RequestOutput, RequestSequence
 from quire.scheduler.request_options import RequestOptions
@@ -84,7 +84,7 @@ class Engine:
         seed: int = 0,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
-        speeds: Speeds | None = None,
+        speeds: Throughputs | None = None,
         swap: Swap | None = None,
         loads: TierLoads | None = None,
         stores: TierStores | None = None,
@@ -95,7 +95,7 @@ class Engine:
         self.on_work: Callable[[], None] = lambda: None
         """Called when an idle engine is about to take a request; what it raises, the request's caller gets."""
         self._runner = runner
-        self._speeds = speeds or Speeds()
+        self._speeds = speeds or Throughputs()
         self.swap = swap or Swap(cache)
         self._loads = loads
         self._stores = stores
@@ -103,7 +103,7 @@ class Engine:
         self._profile = profile or NoProfile()
         self._native = native
         self._clock = clock
-        self.share = FairShare(cache)
+        self.share = MemoryLimits(cache)
         self.tenants = Tenants(cache, self.share, tenant_secret)
         self.pins: Pins = cache.pins
         self.pins.use_clock(clock)

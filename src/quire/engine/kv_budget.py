@@ -1,7 +1,7 @@
 """`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
 
 Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, also
-when blocks and state slots exchange memory (`quire.cache.exchange`), and that pins may take their share of it. Not
+when blocks and state slots exchange memory (`quire.cache.memory_split`), and that pins may take their share of it. Not
 thread-safe: calls are made between two steps.
 
 Cost: `resize`, `trim` and `give_back_...` O(blocks); `prefault` a page fault for each page; figures O(1).
@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cache.exchange import Exchange
+from quire.cache.memory_split import MemorySplit
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
-from quire.engine.storages import OpenStorage, exchange_bytes_within, num_blocks_within
+from quire.engine.open_storage import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.device import HOST
 from quire.sizes import format_size, parse_share
@@ -48,7 +48,7 @@ class KVBudget:
         self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
         self._config = config
         self._max_model_len = max_model_len
-        self._exchange: Exchange | None = getattr(opened.cache, "exchange", None)
+        self._exchange: MemorySplit | None = getattr(opened.cache, "exchange", None)
         self._resize_reason = "space"  # why content goes where blocks become fewer
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks

@@ -7,7 +7,7 @@ Others may use the names below, and
     native     the kernels
 """
 
-from quire.recurrence.backends import RecurrenceBackend, backend, register
+from quire.recurrence.recurrence_backend import RecurrenceBackend, backend, register
 from quire.recurrence.step import RecurrenceStep
 
 __all__ = ["RecurrenceBackend", "RecurrenceStep", "backend", "register"]
