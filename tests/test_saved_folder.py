@@ -143,7 +143,7 @@ def test_the_folder_of_another_user_is_one_line_by_default_and_refused_by_name(
     [said] = [record.message for record in caplog.records]
     assert f"not kept in {home} (it belongs to user {own}, and this is user {own + 1})" in said
     assert _names(home) == []
-    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `saved_weights`"):
+    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `packed_weights`"):
         LLM(packed_weights=tmp_path)
 
 
@@ -213,7 +213,7 @@ def test_root_leaves_nothing_in_the_cache_of_the_user_whose_home_it_was_given(
 
 @pytest.mark.parametrize("value", [None, 5, "", " ", True])
 def test_what_is_no_folder_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `saved_weights`"):
+    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `packed_weights`"):
         EngineConfig(packed_weights=value)
 
 
