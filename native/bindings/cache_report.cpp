@@ -133,12 +133,12 @@ owns takes effect when it next reserves.)")
              },
              "owner_id"_a,
              R"((held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.)")
-        .def("num_available",
-             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.num_available(owner_id); }); },
+        .def("num_available_blocks",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.num_available_blocks(owner_id); }); },
              "owner_id"_a,
              R"(Blocks that a `reserve` for this owner alone could take now: O(owners).)")
-        .def("max_blocks",
-             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.max_blocks(owner_id); }); },
+        .def("max_owner_blocks",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.max_owner_blocks(owner_id); }); },
              "owner_id"_a,
              R"(Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.)")
         .def("record_events", [](Manager& self, bool is_on) { self.use(0, [&] { self.record_events(is_on); }); },

@@ -316,12 +316,12 @@ class BlockManager:
         (held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.
         """
 
-    def num_available(self, owner_id: int) -> int:
+    def num_available_blocks(self, owner_id: int) -> int:
         """
         Blocks that a `reserve` for this owner alone could take now: O(owners).
         """
 
-    def max_blocks(self, owner_id: int) -> int:
+    def max_owner_blocks(self, owner_id: int) -> int:
         """
         Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.
         """

@@ -206,7 +206,7 @@ def recipes() -> dict[str, Recipe]:
             f"BlockManager.{name}": of_manager(name, 1)
             for name in (
                 "tokens", "num_tokens", "num_cached_tokens", "num_computed_tokens", "fork", "close", "withdraw",
-                "is_findable", "owner_counts", "num_available", "max_blocks", "content_of",
+                "is_findable", "owner_counts", "num_available_blocks", "max_owner_blocks", "content_of",
             )
         },
         **{

@@ -293,11 +293,11 @@ class Cache(PrefixKVCache):
     def owner_counts(self, owner_id: int) -> OwnerCounts:
         return OwnerCounts(*self._manager.owner_counts(arguments.owner_number(owner_id)))
 
-    def num_available(self, owner_id: int = 0) -> int:
-        return self._manager.num_available(arguments.owner_number(owner_id))
+    def num_available_blocks(self, owner_id: int = 0) -> int:
+        return self._manager.num_available_blocks(arguments.owner_number(owner_id))
 
-    def max_blocks(self, owner_id: int = 0) -> int:
-        return self._manager.max_blocks(arguments.owner_number(owner_id))
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
+        return self._manager.max_owner_blocks(arguments.owner_number(owner_id))
 
     # What fits
 
@@ -305,10 +305,10 @@ class Cache(PrefixKVCache):
     def num_possible_blocks(self) -> int:
         return self.num_blocks
 
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(self.spec, num_tokens, self.block_size)
 
-    def max_tokens_alone(self) -> int:
+    def max_sequence_tokens(self) -> int:
         return max_tokens_for(self.spec, self.num_possible_blocks, self.block_size)
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int:

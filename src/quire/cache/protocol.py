@@ -349,11 +349,11 @@ class KVCache(Protocol):
         """Blocks that there could be: `num_blocks`, or more where memory of something else could become blocks."""
         ...
 
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that one sequence of so many tokens holds at most at any time, alone. O(g)."""
         ...
 
-    def max_tokens_alone(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """The longest sequence that can be computed here alone. O(g log tokens)."""
         ...
 
@@ -393,12 +393,12 @@ class KVCache(Protocol):
         """Blocks that count in the owner now; zeros for one never used. All owners together: those of `stats`."""
         ...
 
-    def num_available(self, owner_id: int = 0) -> int:
+    def num_available_blocks(self, owner_id: int = 0) -> int:
         """Blocks that `reserve` could give to this owner alone now: its quota and the others' floors heeded, the
         watermark not. Cost: O(owners)."""
         ...
 
-    def max_blocks(self, owner_id: int = 0) -> int:
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
         """Blocks the owner is sure to get once nobody else holds any: all but others' floors, at most its quota."""
         ...
 

@@ -297,11 +297,11 @@ class PythonBlockManager:
     def owner_counts(self, owner_id: int) -> tuple[int, int, int]:
         return self.blocks.pool.owner_counts(owner_id)
 
-    def num_available(self, owner_id: int) -> int:
+    def num_available_blocks(self, owner_id: int) -> int:
         return self.blocks.pool.num_available_to(owner_id)
 
-    def max_blocks(self, owner_id: int) -> int:
-        return self.blocks.pool.max_blocks(owner_id)
+    def max_owner_blocks(self, owner_id: int) -> int:
+        return self.blocks.pool.max_owner_blocks(owner_id)
 
     # The whole
 
@@ -349,10 +349,11 @@ class PythonBlockManager:
 
     def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
         pool = self.blocks.pool
-        if pool.num_blocks - num_blocks > pool.num_available:
+        least = pool.num_blocks - pool.num_available_blocks
+        if num_blocks < least:
             raise ValueError(
-                f"expected at least {pool.num_blocks - pool.num_available} blocks in resize, as {pool.num_held} are "
-                f"held and {len(pool.in_flight)} in flight, got {num_blocks}"
+                f"expected at least {least} blocks in resize, as {pool.num_held} are held and "
+                f"{len(pool.in_flight)} in flight, got {num_blocks}"
             )
         self.watermark_blocks = watermark_blocks
         return np.array(self.blocks.resize(num_blocks), np.int32)
