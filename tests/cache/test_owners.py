@@ -308,11 +308,10 @@ def test_evicting_with_owners_visits_no_more_nodes_than_without(backend: str, nu
             cache.reserve([sequence], [16])
             cache.commit(sequence, 16)
             cache.close(sequence)
-        tree = cache._manager.blocks.tree if backend == "python" else cache._manager
         sequence = cache.open(prompt(160, seed=9999), owner_id=1)
-        before = tree.num_visited
+        before = cache._manager.num_visited
         assert cache.reserve([sequence], [160]) is not None
-        visits.append(tree.num_visited - before)
+        visits.append(cache._manager.num_visited - before)
         assert cache.stats()["evicted_blocks"] == 40
     # The Python tree searches a node's siblings to take it out, the native one does not even do that.
     assert max(visits) <= (40 * 2 * num_prompts.bit_length() if backend == "python" else 0)

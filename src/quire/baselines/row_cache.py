@@ -381,10 +381,6 @@ class RowCache(KVCache):
 
     # What fits
 
-    @property
-    def num_possible_blocks(self) -> int:
-        return self.num_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return self.space.num_blocks_for(num_tokens)
 

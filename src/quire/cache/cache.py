@@ -1,8 +1,8 @@
 """`Cache`, the KV cache of an engine as a library: it says where every token's K and V live. No tensors.
 
-It checks arguments, turns them into arrays, and makes one call to a back end (`backend.BlockManager`): native
-where it is built, else plain Python (`block_manager.py`, the one to read). Same results from both. What each call
-means, raises and costs: `protocol.PrefixKVCache`, which it implements; `help(Cache.reserve)` shows it.
+It checks arguments, turns them into arrays, and makes one call to a block manager: native where it is built, else plain
+Python (`manager/block_manager.py`, the one to read). Same results from both. The contract is `protocol.PrefixKVCache`:
+`help(Cache.reserve)` shows its text, and a call of it with a body is not written again here.
 
 Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(sequences given); then the back end.
 """
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
 from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
-from quire.cache.backend import BlockManager, call_manager
+from quire.cache.arguments import call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
 from quire.cache.events import CacheEvents
 from quire.cache.memory_use import MemoryUse
-from quire.cache.open_sequence import Sequence
+from quire.cache.open_sequence import BlockManager, Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
 from quire.cache.report import report
@@ -301,10 +301,6 @@ class Cache(PrefixKVCache):
 
     # What fits
 
-    @property
-    def num_possible_blocks(self) -> int:
-        return self.num_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(self.spec, num_tokens, self.block_size)
 
@@ -321,10 +317,6 @@ class Cache(PrefixKVCache):
 
     def record_events(self, is_on: bool) -> None:
         self._manager.record_events(bool(is_on))
-
-    @property
-    def num_events(self) -> int:
-        return self._manager.num_events
 
     def take_events(self) -> CacheEvents:
         return CacheEvents.from_arrays(self._manager.take_events())
@@ -347,10 +339,6 @@ class Cache(PrefixKVCache):
     def num_free_blocks(self) -> int:
         free, cached, _, _ = self._manager.counts()
         return free + cached
-
-    @property
-    def largest_free_blocks(self) -> int:
-        return self.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:

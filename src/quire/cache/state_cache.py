@@ -32,7 +32,7 @@ import numpy as np
 
 from quire.cache import arguments
 from quire.cache.answers import Dropped, Match
-from quire.cache.backend import call_manager
+from quire.cache.arguments import call_manager
 from quire.cache.cache import Cache
 from quire.cache.checkpoints import Checkpoint, Checkpoints
 from quire.cache.exchange import Exchange
