@@ -7,8 +7,8 @@ nothing and decides nothing about who runs. Two protocols:
     PrefixKVCache  one whose sequences share blocks through a prefix tree: it tells of that tree, and changes its size
 
 `quire.Cache` implements both, `row_cache.RowCache` (a sequence lies in one piece: contiguous, growing) the first alone.
-It answers for shared content as an empty tree would: nothing is found, nothing is dropped, nothing is pinned. A block
-manager (`manager.block_manager.PythonBlockManager`, `quire._native.BlockManager`) has the same calls on ids and arrays.
+`RowCache` answers for shared content as an empty tree would: nothing is found, dropped or pinned. A block manager
+(`manager.block_manager.PythonBlockManager`, `quire._native.BlockManager`) has the same calls on ids and arrays.
 A call with a body is the same in every cache that does not write its own.
 
 A step, the only calls that run once per step whatever happens:
@@ -27,10 +27,10 @@ Numbers of blocks:
     |<--------------------------- num_possible_blocks --------------------------->|
     |<------------------------- num_blocks -------------------------->|           |
     +----------+----------+-------------+-------------+---------------+- - - - - -+
-    |   held   |  pinned  |  in flight  |   cached    |     free      |  to come  |
+    |   held   |  pinned  |  in flight  |    cached   |      free     |  to come  |
     +----------+----------+-------------+-------------+---------------+- - - - - -+
-    |<----------- in use: usage ------->|<----------- num_free_blocks ----------->|
-                                        |<- num_available_blocks(owner) ->| floors of others, own quota
+    |<------------ in use ------------->|<----------- num_free_blocks ----------->|
+                                        |<- num_available_blocks(owner) ->|  others' floors, own quota
 
     held       in the table of an open sequence: reserved or computed
     pinned     held by a pin (`pins`)
