@@ -48,7 +48,7 @@ def admit(cache, tokens, running):
     seq = cache.open(tokens)  # takes the longest known prefix, and no block beyond it
     everyone = [*running, seq]
     rest = [one.num_tokens - one.num_computed_tokens for one in everyone]
-    if cache.num_blocks_needed(everyone, rest) <= cache.num_available():
+    if cache.num_blocks_needed(everyone, rest) <= cache.num_available_blocks():
         return seq
     cache.close(seq)
     return None
@@ -57,7 +57,7 @@ def admit(cache, tokens, running):
 def generate(cache, prompts, max_tokens, log=print):
     """Greedy continuations: admit, compute prompts in chunks, decode, preempt when there is no room, finish."""
     for prompt in prompts:
-        if cache.blocks_alone(len(prompt) + max_tokens) > cache.num_blocks:
+        if cache.num_blocks_for(len(prompt) + max_tokens) > cache.num_blocks:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_tokens} new ones never fit in {cache}"
             )

@@ -1,4 +1,5 @@
-// quire._native.BlockManager, StepPlan and GroupPlan: core/block_manager.hpp behind quire.cache.backend's interface.
+// quire._native.BlockManager, StepPlan and GroupPlan: core/block_manager.hpp with the calls of the Python block manager
+// (src/quire/cache/manager/block_manager.py), whose docstrings say what each does.
 //
 // Token and id arrays come in as numpy buffers and are not copied on the way; a plan's arrays go out as views that keep
 // the plan alive. Calls that handle many tokens release the GIL; a second thread that calls meanwhile gets a RuntimeError.
@@ -199,10 +200,9 @@ void bind_cache(nb::module_& module) {
     using Manager = PythonBlockManager;
     nb::register_exception_translator(translate);
     bind_plans(module);
-    nb::class_<Manager> manager(module, "BlockManager", 
-        "The native back end of quire.cache.backend.BlockManager; quire.Cache checks arguments and calls it.\n\n"
-        "Token arrays are contiguous int32 [n] of values >= 0, id arrays contiguous int64 [n]. KeyError: a sequence id that "
-        "is unknown or closed. ValueError: what depends on the state. Not thread-safe.");
+    nb::class_<Manager> manager(module, "BlockManager",
+        "The calls of quire.cache.manager.block_manager.PythonBlockManager in C++: the same names, arguments, answers and "
+        "errors. Not thread-safe.");
     manager
         .def("__init__",
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& spans,
@@ -219,19 +219,14 @@ void bind_cache(nb::module_& module) {
                                     watermark_blocks, overlapped_steps, run_blocks, blocks_per_node);
              },
              "spans"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
-             "overlapped_steps"_a, "run_blocks"_a, "blocks_per_node"_a = std::vector<std::int32_t>{},
-             R"(`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of
-a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if empty.)")
+             "overlapped_steps"_a, "run_blocks"_a, "blocks_per_node"_a = std::vector<std::int32_t>{})
         .def("match",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
                  return with_prompt(self, tokens, name, key_positions, keys,
                                     [&](const Prompt& prompt) { return self.match(prompt); });
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
-             R"(Tokens of the longest valid hit, at most len(tokens) - 1. Changes nothing.
-
-`key_positions` is strictly increasing, within 0 .. len(tokens) - 1; `keys` has as many entries.)")
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
         .def("open",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t owner_id,
@@ -244,42 +239,32 @@ a node of the tree. blocks_per_node: how many blocks of each group that is, divi
                  });
              },
              "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "owner_id"_a = 0, "cache_priority"_a = kNormal,
-             "most_cached"_a = kNoLimit,
-             R"(Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
-
-owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
-KEEP, what blocks it uses are raised to. most_cached: the hit has no more tokens, now and later,
-nor than a rewind leaves.)")
+             "most_cached"_a = kNoLimit)
         .def("append",
              [](Manager& self, SequenceId sequence, const Input<std::int32_t>& tokens) {
                  self.use(0, [&] { self.append(sequence, span_of(tokens)); });
              },
-             "sequence"_a, "tokens"_a,
-             R"(More known tokens, int32 [n]. O(n).)")
+             "sequence"_a, "tokens"_a)
         .def("tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return copy_of(self.tokens(sequence)); });
              },
-             "sequence"_a,
-             R"(A copy of the known tokens.)")
+             "sequence"_a)
         .def("num_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.tokens(sequence).size(); });
              },
-             "sequence"_a,
-             R"(Known tokens.)")
+             "sequence"_a)
         .def("num_cached_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.num_cached_tokens(sequence); });
              },
-             "sequence"_a,
-             R"(Tokens taken from the cache. Extends the hit of a sequence that is still looking.)")
+             "sequence"_a)
         .def("num_computed_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.num_computed_tokens(sequence); });
              },
-             "sequence"_a,
-             R"(Extends the hit of a sequence that is still looking, as `num_cached_tokens` does.)")
+             "sequence"_a)
         .def("num_blocks_needed",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_new_tokens,
                 std::int64_t num_lookahead) {
@@ -289,30 +274,22 @@ nor than a rewind leaves.)")
                      return self.num_blocks_needed(span_of(sequences), span_of(num_new_tokens), num_lookahead);
                  });
              },
-             "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a,
-             R"(Blocks, over all groups, that `reserve` with the same arguments would take; raises as it does.)")
+             "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a)
         .def("reserve", &reserve, "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a,
              nb::sig("def reserve(self, sequences: NDArray[numpy.int64], num_new_tokens: NDArray[numpy.int64], "
-                     "num_lookahead: int) -> StepPlan | None"),
-             R"(All or nothing. ValueError for an id that appears twice, for num_new_tokens[i] < 1, or for more new
-tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step.)")
+                     "num_lookahead: int) -> StepPlan | None"))
         .def("num_blocks_to_restore",
              [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
                  return self.use(0, [&] { return self.num_blocks_to_restore(sequence, num_computed_tokens); });
              },
-             "sequence"_a, "num_computed_tokens"_a,
-             R"(Blocks, over all groups, that `restore` with the same arguments would take; raises as it does.)")
+             "sequence"_a, "num_computed_tokens"_a)
         .def("restore", &restore, "sequence"_a, "num_computed_tokens"_a,
-             nb::sig("def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None"),
-             R"(`reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
-query from there on reads get no block and have slots of -1. All or nothing. ValueError unless
-num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve.)")
+             nb::sig("def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None"))
         .def("commit",
              [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
                  self.use(0, [&] { self.commit(sequence, num_computed_tokens); });
              },
-             "sequence"_a, "num_computed_tokens"_a,
-             R"(ValueError unless num_computed <= n <= min(reserved, num_tokens).)")
+             "sequence"_a, "num_computed_tokens"_a)
         .def("advance",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_computed_tokens,
                 const Input<std::int32_t>& tokens) {
@@ -322,33 +299,24 @@ num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequ
                      self.advance(span_of(sequences), span_of(num_computed_tokens), span_of(tokens));
                  });
              },
-             "sequences"_a, "num_computed_tokens"_a, "tokens"_a,
-             R"(For each sequence in order `commit`, then `append` of its one token. An error of one ends the call; those
-before it are done. The three arrays have one length.)")
-        .def("complete", [](Manager& self, std::int64_t step) { self.use(0, [&] { self.complete(step); }); }, "step"_a,
-             R"(ValueError for a step that has not been reserved yet or is < 1; an old one does nothing.)")
+             "sequences"_a, "num_computed_tokens"_a, "tokens"_a)
+        .def("complete", [](Manager& self, std::int64_t step) { self.use(0, [&] { self.complete(step); }); }, "step"_a)
         .def("fork",
              [](Manager& self, SequenceId sequence) { return self.use(0, [&] { return self.fork(sequence); }); },
-             "sequence"_a,
-             R"(The id of a new sequence of the same tokens; computed blocks are shared until one of the two writes.)")
+             "sequence"_a)
         .def("rewind",
              [](Manager& self, SequenceId sequence, std::int64_t position) {
                  return self.use(0, [&] { return self.rewind(sequence, position); });
              },
-             "sequence"_a, "position"_a,
-             R"(The new number of computed tokens. ValueError unless 0 <= position <= num_tokens.)")
+             "sequence"_a, "position"_a)
         .def("close", [](Manager& self, SequenceId sequence) { self.use(0, [&] { self.close(sequence); }); },
-             "sequence"_a,
-             R"(Let go of its blocks; committed ones stay findable until their room is needed.)")
+             "sequence"_a)
         .def("withdraw", [](Manager& self, SequenceId sequence) { self.use(0, [&] { self.withdraw(sequence); }); },
-             "sequence"_a,
-             R"(Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing.)")
+             "sequence"_a)
         .def("is_findable",
              [](Manager& self, SequenceId sequence) { return self.use(0, [&] { return self.is_findable(sequence); }); },
-             "sequence"_a,
-             R"(Whether what it commits is found: not without prefix caching, nor once it is withdrawn.)")
-        .def("reset", [](Manager& self) { self.use(0, [&] { self.reset(); }); },
-             R"(ValueError while sequences are open.)")
+             "sequence"_a)
+        .def("reset", [](Manager& self) { self.use(0, [&] { self.reset(); }); })
         .def("resize",
              [](Manager& self, std::int64_t num_blocks, std::int64_t watermark_blocks) {
                  check_range("num_blocks", num_blocks, 0, kMostBlocks);
@@ -356,30 +324,21 @@ before it are done. The three arrays have one length.)")
                  const std::vector<BlockId> given_up = self.use(0, [&] { return self.resize(num_blocks, watermark_blocks); });
                  return copy_of(std::span(given_up));
              },
-             "num_blocks"_a, "watermark_blocks"_a,
-             R"(Have `num_blocks` (>= 0) blocks from now on. The ids given up, in order; none where it grows.
-
-ValueError if fewer than those to give up are free or cached; nothing has changed then.)")
+             "num_blocks"_a, "watermark_blocks"_a)
         .def("counts",
              [](const Manager& self) {
                  const Counts counts = self.counts();
                  return std::tuple(counts.num_free, counts.num_cached, counts.num_held, counts.num_in_flight);
-             },
-             R"(Blocks now (free, cached, held, in flight); they add up to num_blocks.)")
-        .def("stats", &stats,
-             R"(num_blocks, free, cached, held, in_flight, num_sequences, num_nodes, hit_tokens, query_tokens,
-evicted_blocks, copied_blocks, deduplicated_blocks.)")
-        .def("check", [](Manager& self) { self.use(kTokensToReleaseFor, [&] { self.check(); }); },
-             R"(Prove every invariant; `quire.errors.InvariantError` with the numbers where one fails.)")
+             })
+        .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int]"))
+        .def("check", [](Manager& self) { self.use(kTokensToReleaseFor, [&] { self.check(); }); })
         .def("block_table",
              [](Manager& self, SequenceId sequence, std::int64_t group) {
                  return self.use(0, [&] { return copy_of(self.block_table(sequence, group)); });
              },
-             "sequence"_a, "group"_a,
-             R"(A copy of the whole table, reserved blocks included; -1 behind a window.)")
-        .def_prop_ro("most_blocks", [](const Manager& self) { return self.stats().most_blocks; },
-             R"(The most blocks that were held and in flight together at the end of a `reserve`.)")
-        .def_prop_ro("num_visited", &Manager::num_visited, "Tree nodes compared so far: what look-ups have cost.");
+             "sequence"_a, "group"_a)
+        .def_prop_ro("most_blocks", [](const Manager& self) { return self.stats().most_blocks; })
+        .def_prop_ro("num_visited", &Manager::num_visited);
     bind_cache_report(manager);
 }
 

@@ -96,12 +96,7 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
                                                        [&](const Prompt& prompt) { return self.explain(prompt); });
                  return std::tuple(found.num_hit, found.num_common, copy_of(std::span(found.nearest)));
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
-             R"((`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end).
-
-The walk goes over all tokens, the last one too, and over nodes whose blocks are gone. The nearest block is
-that child of the last full node reached which has most in common with what follows; no tokens where
-nothing follows or there is no child. Changes nothing.)")
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
         .def("drop",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
@@ -109,11 +104,7 @@ nothing follows or there is no child. Changes nothing.)")
                                                      [&](const Prompt& prompt) { return self.drop(prompt); });
                  return std::tuple(dropped.num_freed, dropped.num_in_use);
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
-             R"(Forget all content that begins with these tokens, of no tokens the namespace's: blocks made free, and blocks
-that left the tree and are held or in flight still.
-
-What the tokens themselves go through stays. Sequences that have computed such content are withdrawn.)")
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
         .def("set_limits",
              [](Manager& self, std::int32_t owner_id, std::int64_t floor_blocks, std::int64_t quota_blocks) {
                  check_range("owner_id", owner_id, 1, kMostOwner);
@@ -121,48 +112,35 @@ What the tokens themselves go through stays. Sequences that have computed such c
                  if (quota_blocks != kNoQuota) check_range("quota_blocks", quota_blocks, std::max<std::int64_t>(floor_blocks, 1), INT64_MAX);
                  self.use(0, [&] { self.set_limits(owner_id, floor_blocks, quota_blocks); });
              },
-             "owner_id"_a, "floor_blocks"_a, "quota_blocks"_a,
-             R"(Limits of owner 1 .. MAX_OWNER: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
-
-ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the owner
-owns takes effect when it next reserves.)")
+             "owner_id"_a, "floor_blocks"_a, "quota_blocks"_a)
         .def("owner_counts",
              [](Manager& self, std::int32_t owner_id) {
                  const Counts counts = self.use(0, [&] { return self.owner_counts(owner_id); });
                  return std::tuple(counts.num_held, counts.num_cached, counts.num_in_flight);
              },
-             "owner_id"_a,
-             R"((held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.)")
-        .def("num_available",
-             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.num_available(owner_id); }); },
-             "owner_id"_a,
-             R"(Blocks that a `reserve` for this owner alone could take now: O(owners).)")
-        .def("max_blocks",
-             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.max_blocks(owner_id); }); },
-             "owner_id"_a,
-             R"(Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.)")
+             "owner_id"_a)
+        .def("num_available_blocks",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.num_available_blocks(owner_id); }); },
+             "owner_id"_a)
+        .def("max_owner_blocks",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.max_owner_blocks(owner_id); }); },
+             "owner_id"_a)
         .def("record_events", [](Manager& self, bool is_on) { self.use(0, [&] { self.record_events(is_on); }); },
-             "is_on"_a,
-             R"(Turned on, the log begins with `cleared` and every full node there is; turned off, it forgets all.)")
-        .def_prop_ro("num_events", [](const Manager& self) { return self.num_events(); },
-             R"(Those that `take_events` would give.)")
-        .def("take_events", &take_events,
-             R"(What happened to the full nodes since the last call; nothing while off.)")
-        .def("tree", &tree,
-             R"(Every node, parents before children. O(nodes).)")
+             "is_on"_a)
+        .def_prop_ro("num_events", [](const Manager& self) { return self.num_events(); })
+        .def("take_events", &take_events, nb::sig("def take_events(self) -> dict[str, typing.Any]"))
+        .def("tree", &tree, nb::sig("def tree(self) -> dict[str, typing.Any]"))
         .def("block_map", [](Manager& self) {
             const BlockMap map = self.use(0, [&] { return self.block_map(); });
             return std::tuple(copy_of(std::span(map.states)), copy_of(std::span(map.names)));
-        },
-             R"(The first two entries of `block_map.BlockMap`. O(blocks + nodes).)")
+        })
         .def("content_of", &content_of, "block_id"_a,
-             R"(The entries of `block_map.BlockContent`; None where nothing is known. ValueError: no such id.)")
+             nb::sig("def content_of(self, block_id: int) -> tuple[bytes, NDArray[numpy.int32], int] | None"))
         .def("namespaces", [](Manager& self) {
             std::vector<nb::bytes> names;
             for (const std::string_view name : self.use(0, [&] { return self.namespaces(); })) names.push_back(bytes_of(name));
             return names;
-        },
-             R"(Those with a root, sorted.)");
+        });
 }
 
 }  // namespace quire

@@ -138,9 +138,9 @@ void BlockManager::reset() {
 }
 
 std::vector<BlockId> BlockManager::resize(std::int64_t num_blocks, std::int64_t watermark_blocks) {
-    const std::int64_t num_available = pool_.num_free() + pool_.num_cached();
-    if (pool_.num_blocks() - num_blocks > num_available)
-        throw BadArgument("expected at least " + std::to_string(pool_.num_blocks() - num_available) +
+    const std::int64_t num_available_blocks = pool_.num_free() + pool_.num_cached();
+    if (pool_.num_blocks() - num_blocks > num_available_blocks)
+        throw BadArgument("expected at least " + std::to_string(pool_.num_blocks() - num_available_blocks) +
                           " blocks in resize, as " + std::to_string(pool_.num_held()) + " are held and " +
                           std::to_string(pool_.num_in_flight()) + " in flight, got " + std::to_string(num_blocks));
     std::vector<BlockId> given_up;

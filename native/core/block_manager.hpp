@@ -169,8 +169,8 @@ public:
     // Owners (1 ..) and their limits; see quire.cache.owners.
     void set_limits(std::int32_t owner_id, std::int64_t floor, std::int64_t quota);
     Counts owner_counts(std::int32_t owner_id) const noexcept;  // num_free is 0
-    std::int64_t num_available(std::int32_t owner_id) const noexcept;
-    std::int64_t max_blocks(std::int32_t owner_id) const noexcept;
+    std::int64_t num_available_blocks(std::int32_t owner_id) const noexcept;
+    std::int64_t max_owner_blocks(std::int32_t owner_id) const noexcept;
 
     // Forgets what begins with the prompt. Sequences that have computed such content are withdrawn.
     Dropped drop(const Prompt& prompt);

@@ -38,7 +38,7 @@ Counts BlockManager::owner_counts(std::int32_t number) const noexcept {
     return {0, owner_id->num_cached, held, owner_id->num_in_flight};
 }
 
-std::int64_t BlockManager::num_available(std::int32_t number) const noexcept {
+std::int64_t BlockManager::num_available_blocks(std::int32_t number) const noexcept {
     if (!pool_.is_marked()) return pool_.num_free() + pool_.num_cached();
     // It needs as many as it can get, so all of its own cached blocks may go.
     std::int64_t available = pool_.num_free();
@@ -51,7 +51,7 @@ std::int64_t BlockManager::num_available(std::int32_t number) const noexcept {
     return std::max<std::int64_t>(0, std::min(available, room));
 }
 
-std::int64_t BlockManager::max_blocks(std::int32_t number) const noexcept {
+std::int64_t BlockManager::max_owner_blocks(std::int32_t number) const noexcept {
     std::int64_t most = pool_.num_blocks();
     for (const Owner& owner_id : pool_.order().owner_ids())
         if (owner_id.number != number) most -= owner_id.floor;

@@ -453,7 +453,7 @@ void floors_and_quotas_are_kept() {
     manager.close(id);
     const std::vector<SequenceId> ids{open(100, 1), open(200, 2)};
     const std::vector<std::int64_t> counts{20, 20};
-    EXPECT(manager.num_available(2) == 5);
+    EXPECT(manager.num_available_blocks(2) == 5);
     EXPECT(manager.reserve(ids, counts, 0) != nullptr);
     manager.check();
     EXPECT(manager.owner_counts(1).num_held == 5 && manager.owner_counts(2).num_held == 5);

@@ -3,7 +3,7 @@ Quire's native back end: block manager, attention, linear, recurrences.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, overload
+from typing import Annotated, Any, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -68,9 +68,7 @@ class StepPlan(GroupPlan):
 
 class BlockManager:
     """
-    The native back end of quire.cache.backend.BlockManager; quire.Cache checks arguments and calls it.
-
-    Token arrays are contiguous int32 [n] of values >= 0, id arrays contiguous int64 [n]. KeyError: a sequence id that is unknown or closed. ValueError: what depends on the state. Not thread-safe.
+    The calls of quire.cache.manager.block_manager.PythonBlockManager in C++: the same names, arguments, answers and errors. Not thread-safe.
     """
 
     def __init__(
@@ -83,12 +81,7 @@ class BlockManager:
         overlapped_steps: bool,
         run_blocks: int,
         blocks_per_node: Sequence[int] = [],
-    ) -> None:
-        """
-        `spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of
-        a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if empty.
-        """
-
+    ) -> None: ...
     def match(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -97,13 +90,7 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         keys: Sequence[bytes],
-    ) -> int:
-        """
-        Tokens of the longest valid hit, at most len(tokens) - 1. Changes nothing.
-
-        `key_positions` is strictly increasing, within 0 .. len(tokens) - 1; `keys` has as many entries.
-        """
-
+    ) -> int: ...
     def open(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -115,38 +102,16 @@ class BlockManager:
         owner_id: int = 0,
         cache_priority: int = 1,
         most_cached: int = 2147483647,
-    ) -> int:
-        """
-        Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
-
-        owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
-        KEEP, what blocks it uses are raised to. most_cached: the hit has no more tokens, now and later,
-        nor than a rewind leaves.
-        """
-
+    ) -> int: ...
     def append(
         self,
         sequence: int,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None:
-        """More known tokens, int32 [n]. O(n)."""
-
-    def tokens(self, sequence: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
-        """A copy of the known tokens."""
-
-    def num_tokens(self, sequence: int) -> int:
-        """Known tokens."""
-
-    def num_cached_tokens(self, sequence: int) -> int:
-        """
-        Tokens taken from the cache. Extends the hit of a sequence that is still looking.
-        """
-
-    def num_computed_tokens(self, sequence: int) -> int:
-        """
-        Extends the hit of a sequence that is still looking, as `num_cached_tokens` does.
-        """
-
+    ) -> None: ...
+    def tokens(self, sequence: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def num_tokens(self, sequence: int) -> int: ...
+    def num_cached_tokens(self, sequence: int) -> int: ...
+    def num_computed_tokens(self, sequence: int) -> int: ...
     def num_blocks_needed(
         self,
         sequences: Annotated[
@@ -156,34 +121,13 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         num_lookahead: int,
-    ) -> int:
-        """
-        Blocks, over all groups, that `reserve` with the same arguments would take; raises as it does.
-        """
-
+    ) -> int: ...
     def reserve(
         self, sequences: NDArray[numpy.int64], num_new_tokens: NDArray[numpy.int64], num_lookahead: int
-    ) -> StepPlan | None:
-        """
-        All or nothing. ValueError for an id that appears twice, for num_new_tokens[i] < 1, or for more new
-        tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step.
-        """
-
-    def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int:
-        """
-        Blocks, over all groups, that `restore` with the same arguments would take; raises as it does.
-        """
-
-    def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
-        """
-        `reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
-        query from there on reads get no block and have slots of -1. All or nothing. ValueError unless
-        num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve.
-        """
-
-    def commit(self, sequence: int, num_computed_tokens: int) -> None:
-        """ValueError unless num_computed <= n <= min(reserved, num_tokens)."""
-
+    ) -> StepPlan | None: ...
+    def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int: ...
+    def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None: ...
+    def commit(self, sequence: int, num_computed_tokens: int) -> None: ...
     def advance(
         self,
         sequences: Annotated[
@@ -193,83 +137,27 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None:
-        """
-        For each sequence in order `commit`, then `append` of its one token. An error of one ends the call; those
-        before it are done. The three arrays have one length.
-        """
-
-    def complete(self, step: int) -> None:
-        """
-        ValueError for a step that has not been reserved yet or is < 1; an old one does nothing.
-        """
-
-    def fork(self, sequence: int) -> int:
-        """
-        The id of a new sequence of the same tokens; computed blocks are shared until one of the two writes.
-        """
-
-    def rewind(self, sequence: int, position: int) -> int:
-        """
-        The new number of computed tokens. ValueError unless 0 <= position <= num_tokens.
-        """
-
-    def close(self, sequence: int) -> None:
-        """
-        Let go of its blocks; committed ones stay findable until their room is needed.
-        """
-
-    def withdraw(self, sequence: int) -> None:
-        """
-        Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing.
-        """
-
-    def is_findable(self, sequence: int) -> bool:
-        """
-        Whether what it commits is found: not without prefix caching, nor once it is withdrawn.
-        """
-
-    def reset(self) -> None:
-        """ValueError while sequences are open."""
-
+    ) -> None: ...
+    def complete(self, step: int) -> None: ...
+    def fork(self, sequence: int) -> int: ...
+    def rewind(self, sequence: int, position: int) -> int: ...
+    def close(self, sequence: int) -> None: ...
+    def withdraw(self, sequence: int) -> None: ...
+    def is_findable(self, sequence: int) -> bool: ...
+    def reset(self) -> None: ...
     def resize(
         self, num_blocks: int, watermark_blocks: int
-    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
-        """
-        Have `num_blocks` (>= 0) blocks from now on. The ids given up, in order; none where it grows.
-
-        ValueError if fewer than those to give up are free or cached; nothing has changed then.
-        """
-
-    def counts(self) -> tuple[int, int, int, int]:
-        """Blocks now (free, cached, held, in flight); they add up to num_blocks."""
-
-    def stats(self) -> dict:
-        """
-        num_blocks, free, cached, held, in_flight, num_sequences, num_nodes, hit_tokens, query_tokens,
-        evicted_blocks, copied_blocks, deduplicated_blocks.
-        """
-
-    def check(self) -> None:
-        """
-        Prove every invariant; `quire.errors.InvariantError` with the numbers where one fails.
-        """
-
-    def block_table(self, sequence: int, group: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
-        """
-        A copy of the whole table, reserved blocks included; -1 behind a window.
-        """
-
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def counts(self) -> tuple[int, int, int, int]: ...
+    def stats(self) -> dict[str, int]: ...
+    def check(self) -> None: ...
+    def block_table(
+        self, sequence: int, group: int
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     @property
-    def most_blocks(self) -> int:
-        """
-        The most blocks that were held and in flight together at the end of a `reserve`.
-        """
-
+    def most_blocks(self) -> int: ...
     @property
-    def num_visited(self) -> int:
-        """Tree nodes compared so far: what look-ups have cost."""
-
+    def num_visited(self) -> int: ...
     def explain(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -278,15 +166,7 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         keys: Sequence[bytes],
-    ) -> tuple[int, int, Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
-        """
-        (`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end).
-
-        The walk goes over all tokens, the last one too, and over nodes whose blocks are gone. The nearest block is
-        that child of the last full node reached which has most in common with what follows; no tokens where
-        nothing follows or there is no child. Changes nothing.
-        """
-
+    ) -> tuple[int, int, Annotated[NDArray[numpy.int32], dict(shape=(None,))]]: ...
     def drop(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -295,69 +175,24 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         keys: Sequence[bytes],
-    ) -> tuple[int, int]:
-        """
-        Forget all content that begins with these tokens, of no tokens the namespace's: blocks made free, and blocks
-        that left the tree and are held or in flight still.
-
-        What the tokens themselves go through stays. Sequences that have computed such content are withdrawn.
-        """
-
-    def set_limits(self, owner_id: int, floor_blocks: int, quota_blocks: int) -> None:
-        """
-        Limits of owner 1 .. MAX_OWNER: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
-
-        ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the owner
-        owns takes effect when it next reserves.
-        """
-
-    def owner_counts(self, owner_id: int) -> tuple[int, int, int]:
-        """
-        (held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.
-        """
-
-    def num_available(self, owner_id: int) -> int:
-        """
-        Blocks that a `reserve` for this owner alone could take now: O(owners).
-        """
-
-    def max_blocks(self, owner_id: int) -> int:
-        """
-        Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.
-        """
-
-    def record_events(self, is_on: bool) -> None:
-        """
-        Turned on, the log begins with `cleared` and every full node there is; turned off, it forgets all.
-        """
-
+    ) -> tuple[int, int]: ...
+    def set_limits(self, owner_id: int, floor_blocks: int, quota_blocks: int) -> None: ...
+    def owner_counts(self, owner_id: int) -> tuple[int, int, int]: ...
+    def num_available_blocks(self, owner_id: int) -> int: ...
+    def max_owner_blocks(self, owner_id: int) -> int: ...
+    def record_events(self, is_on: bool) -> None: ...
     @property
-    def num_events(self) -> int:
-        """Those that `take_events` would give."""
-
-    def take_events(self) -> dict:
-        """
-        What happened to the full nodes since the last call; nothing while off.
-        """
-
-    def tree(self) -> dict:
-        """Every node, parents before children. O(nodes)."""
-
+    def num_events(self) -> int: ...
+    def take_events(self) -> dict[str, Any]: ...
+    def tree(self) -> dict[str, Any]: ...
     def block_map(
         self,
     ) -> tuple[
         Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
         Annotated[NDArray[numpy.int32], dict(shape=(None,))],
-    ]:
-        """The first two entries of `block_map.BlockMap`. O(blocks + nodes)."""
-
-    def content_of(self, block_id: int) -> object:
-        """
-        The entries of `block_map.BlockContent`; None where nothing is known. ValueError: no such id.
-        """
-
-    def namespaces(self) -> list[bytes]:
-        """Those with a root, sorted."""
+    ]: ...
+    def content_of(self, block_id: int) -> tuple[bytes, NDArray[numpy.int32], int] | None: ...
+    def namespaces(self) -> list[bytes]: ...
 
 def isa() -> str:
     """

@@ -30,7 +30,7 @@ def test_a_sequence_takes_blocks_as_its_tokens_need_them(backend: str) -> None:
     assert (cache.block_size, cache.node_tokens) == (4, 16)
     sequence = compute(cache, prompt(18))
     assert [len(sequence.block_table(group)) for group in (0, 1)] == [2, 5]
-    assert cache.blocks_alone(18) == cache.stats()["held"] == 7
+    assert cache.num_blocks_for(18) == cache.stats()["held"] == 7
     sequence.append([1] * 3)
     plan = advance(cache, sequence)
     assert [len(sequence.block_table(group)) for group in (0, 1)] == [2, 6]

@@ -85,9 +85,9 @@ def test_an_owner_at_its_floor_loses_nothing_to_others(backend: str) -> None:
         store(cache, prompt(8, seed=seed), owner_id=2)
         assert found(cache, 1) == [8]
     refused(cache, prompt(20, seed=20), owner_id=2)
-    assert cache.num_available(2) == 4
-    assert cache.num_available(1) == 6
-    assert cache.max_blocks(2) == 4
+    assert cache.num_available_blocks(2) == 4
+    assert cache.num_available_blocks(1) == 6
+    assert cache.max_owner_blocks(2) == 4
 
 
 def test_what_is_above_the_floor_may_go(backend: str) -> None:
@@ -175,8 +175,8 @@ def test_more_than_the_quota_is_refused_and_changes_nothing(backend: str) -> Non
     cache.set_limits(1, quota_blocks=3)
     held = compute(cache, prompt(8, seed=1), owner_id=1)
     store(cache, prompt(4, seed=2), owner_id=1)
-    assert cache.num_available(1) == 1
-    assert cache.max_blocks(1) == 3
+    assert cache.num_available_blocks(1) == 1
+    assert cache.max_owner_blocks(1) == 3
     refused(cache, prompt(8, seed=3), owner_id=1)
     assert found(cache, 2, length=4) == [4]
     held.append([1, 2, 3, 4])
@@ -236,7 +236,7 @@ def test_in_flight_blocks_count(backend: str) -> None:
     refused(cache, prompt(8, seed=1), owner_id=1)
     cache.complete(plan.step)
     assert cache.owner_counts(1) == (0, 2, 0)
-    assert cache.num_available(1) == 3
+    assert cache.num_available_blocks(1) == 3
 
 
 def test_counts_begin_with_what_was_there_before_anybody_had_an_owner(backend: str) -> None:
@@ -308,11 +308,10 @@ def test_evicting_with_owners_visits_no_more_nodes_than_without(backend: str, nu
             cache.reserve([sequence], [16])
             cache.commit(sequence, 16)
             cache.close(sequence)
-        tree = cache._manager.blocks.tree if backend == "python" else cache._manager
         sequence = cache.open(prompt(160, seed=9999), owner_id=1)
-        before = tree.num_visited
+        before = cache._manager.num_visited
         assert cache.reserve([sequence], [160]) is not None
-        visits.append(tree.num_visited - before)
+        visits.append(cache._manager.num_visited - before)
         assert cache.stats()["evicted_blocks"] == 40
     # The Python tree searches a node's siblings to take it out, the native one does not even do that.
     assert max(visits) <= (40 * 2 * num_prompts.bit_length() if backend == "python" else 0)

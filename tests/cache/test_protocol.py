@@ -1,4 +1,4 @@
-"""Caches and block managers implement their protocols whole, and `help` of the native ones says what they say."""
+"""`help` of plans says what each array is, of the native ones too. Signatures: `test_contract.py`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from quire.backends import native_module
-from quire.baselines.row_cache import RowCache
 from quire.baselines.row_plan import RowPlan, RowTable
-from quire.baselines.row_space import Row
-from quire.cache.backend import BlockManager
-from quire.cache.cache import Cache, Sequence
-from quire.cache.manager.block_manager import PythonBlockManager
 from quire.cache.manager.step_plan import PythonGroupPlan, PythonStepPlan
-from quire.cache.protocol import CacheSequence, GroupPlan, KVCache, PrefixKVCache, StepPlan
+from quire.cache.protocol import GroupPlan, StepPlan
 
 
 def calls_of(protocol: type) -> set[str]:
@@ -31,16 +26,6 @@ def calls_of(protocol: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("made", "protocol"),
-    [(Cache, PrefixKVCache), (RowCache, KVCache), (Sequence, CacheSequence), (Row, CacheSequence)],
-)
-def test_nothing_of_a_protocol_is_left_out(made: type, protocol: type) -> None:
-    """A method that is not written would be the protocol's own, which does nothing."""
-    assert calls_of(protocol) <= set(vars(made))
-    assert all(inspect.getdoc(getattr(made, name)) for name in calls_of(protocol))
-
-
-@pytest.mark.parametrize(
-    ("made", "protocol"),
     [(PythonGroupPlan, GroupPlan), (PythonStepPlan, StepPlan), (RowTable, GroupPlan), (RowPlan, StepPlan)],
 )
 def test_the_help_of_a_plan_says_what_each_array_is(made: type, protocol: type) -> None:
@@ -51,12 +36,7 @@ def test_the_help_of_a_plan_says_what_each_array_is(made: type, protocol: type) 
     assert "int64" in str(told)
 
 
-def test_both_back_ends_have_every_call() -> None:
-    python = PythonBlockManager([("full", 0)], 1, 1, True, 0, False, 1)
-    assert all(hasattr(python, name) for name in calls_of(BlockManager))
-
-
-@pytest.mark.parametrize("protocol", [BlockManager, GroupPlan, StepPlan])
+@pytest.mark.parametrize("protocol", [GroupPlan, StepPlan])
 def test_the_native_help_says_the_same(protocol: type) -> None:
     native = native_module()
     if native is None:

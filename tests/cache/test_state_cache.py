@@ -221,7 +221,7 @@ def test_slots_and_blocks_exchange_memory(backend: str) -> None:
     """A long prompt takes idle slots, many short ones take idle blocks, and what was kept last stays."""
     cache, machine = make(num_slots=10, num_blocks=30, backend=backend)
     machine.exchanges()
-    assert cache.max_tokens_alone() == (30 + 8 * SLOT_BLOCKS) * 4
+    assert cache.max_sequence_tokens() == (30 + 8 * SLOT_BLOCKS) * 4
     assert cache.num_free_blocks == 30 + 8 * SLOT_BLOCKS
     machine.compute(long := cache.open(list(range(200))), chunk=40)
     cache.check()
@@ -246,9 +246,9 @@ def test_owners_keep_their_floors_and_quotas(backend: str) -> None:
     machine.exchanges()
     cache.set_limits(1, 20)
     assert cache.num_blocks >= 20
-    assert cache.max_blocks(2) == 12 + 8 * SLOT_BLOCKS - 20
+    assert cache.max_owner_blocks(2) == 12 + 8 * SLOT_BLOCKS - 20
     cache.set_limits(2, 0, 5)
-    assert cache.max_blocks(2) == cache.num_available(2) == 5
+    assert cache.max_owner_blocks(2) == cache.num_available_blocks(2) == 5
     refused = cache.open(list(range(24)), owner_id=2)
     before = cache.stats()
     assert cache.reserve([refused], [24]) is None

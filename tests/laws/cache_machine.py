@@ -285,7 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
             end = sequence.computed + num_new + num_lookahead
             num_blocks = sum(-(-end // tokens) for tokens in self.tokens)
             if len(self.open_sequences) == 1 and not (self.pending or restores) and self.has_nothing_kept():
-                most = self.cache.max_blocks(sequence.owner_id)
+                most = self.cache.max_owner_blocks(sequence.owner_id)
                 assert num_blocks > most, "what fits runs alone"
             return False
         assert fits is not False or alone

@@ -71,7 +71,7 @@ class OwnerMachine(ResizingMachine):
     def reserve_all(
         self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int, *, restores: bool = False
     ) -> bool:
-        available = [same(self.call(lambda _, c, a=a: c.num_available(a))) for a in ACCOUNTS]
+        available = [same(self.call(lambda _, c, a=a: c.num_available_blocks(a))) for a in ACCOUNTS]
         self.could_have = available[chosen[0][0].owner_id]
         before = [self.cache.owner_counts(owner_id) for owner_id in ACCOUNTS]
         cached = self.cached_blocks() if self.is_watched else {}
@@ -206,7 +206,7 @@ class OwnerMachine(ResizingMachine):
         stats = self.cache.stats()
         totals = (stats["held"] + stats["pinned"], stats["cached"], stats["in_flight"])
         assert tuple(map(sum, zip(*counts, strict=True))) == totals
-        same([[cache.max_blocks(owner_id) for owner_id in ACCOUNTS] for cache in self.caches])
+        same([[cache.max_owner_blocks(owner_id) for owner_id in ACCOUNTS] for cache in self.caches])
 
 
 def event_key(event: CacheEvent) -> tuple[Any, ...]:

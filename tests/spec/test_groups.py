@@ -35,7 +35,7 @@ def test_a_budget_for_ten_long_sequences_holds_nine() -> None:
     """Blocks at the edges of windows are what is left of the tenth."""
     num_tokens = 32_768
     cache = Cache(GEMMA4, memory=10 * GEMMA4.bytes_for(num_tokens), block_size=16)
-    assert cache.num_blocks // cache.blocks_alone(num_tokens) == 9
+    assert cache.num_blocks // cache.num_blocks_for(num_tokens) == 9
 
 
 _KINDS = st.tuples(
@@ -90,7 +90,7 @@ def test_one_full_layer_among_many_windowed_ones_makes_a_handful_of_groups() -> 
 def test_a_budget_for_ten_sequences_of_many_windows_holds_nine() -> None:
     num_tokens = 32_768
     cache = Cache(MANY_WINDOWS, memory=10 * MANY_WINDOWS.bytes_for(num_tokens), block_size=16)
-    assert cache.num_blocks // cache.blocks_alone(num_tokens) == 9
+    assert cache.num_blocks // cache.num_blocks_for(num_tokens) == 9
 
 
 def test_what_maps_each_layer_for_itself_has_blocks_that_take_as_much_in_every_layer() -> None:

@@ -103,7 +103,7 @@ class EngineRun:
         config = EngineConfig(storage=storage, kv_memory="64MiB", max_num_seqs=1, **options)
         opened = open_storage(config, spec, longest)
         opened.storage.close()
-        return int(opened.cache.blocks_alone(longest) * room) * opened.cache.block_bytes, 0
+        return int(opened.cache.num_blocks_for(longest) * room) * opened.cache.block_bytes, 0
 
     @property
     def step_sizes(self) -> set[int]:

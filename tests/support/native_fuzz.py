@@ -10,6 +10,7 @@ can be told. Prints the number of calls of each binding as JSON.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from quire import _native
+from quire.cache.manager.block_manager import PythonBlockManager
 from quire.errors import InvariantError
 
 BLOCK, HEADS, WIDTH, HIDDEN, ROWS = 4, 2, 8, 16, 3
@@ -206,14 +208,13 @@ def recipes() -> dict[str, Recipe]:
             f"BlockManager.{name}": of_manager(name, 1)
             for name in (
                 "tokens", "num_tokens", "num_cached_tokens", "num_computed_tokens", "fork", "close", "withdraw",
-                "is_findable", "owner_counts", "num_available", "max_blocks", "content_of",
+                "is_findable", "owner_counts", "num_available_blocks", "max_owner_blocks", "content_of",
             )
         },
         **{
             f"BlockManager.{name}": of_manager(name)
-            for name in (
-                "counts", "stats", "check", "take_events", "tree", "block_map", "namespaces",
-            )
+            for name, call in vars(PythonBlockManager).items()
+            if inspect.isfunction(call) and list(inspect.signature(call).parameters) == ["self"]
         },
         "BlockManager.reset": lambda: (_native.BlockManager([("full", 0)], 4, BLOCK, True, 0, True, 1).reset, []),
         "StepPlan.group": lambda: (plan().group, [1]),

@@ -57,7 +57,7 @@ class Arena:
             num_tokens = 1 << (num_tokens - 1).bit_length()
         return max(1, min(num_tokens, self.longest))
 
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         # Never less than asked for: more than the longest range has room nowhere.
         return max(num_tokens, self.range_for(num_tokens))
 

@@ -115,7 +115,7 @@ class Buffers:
 
     # What is needed
 
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         new = int(self._pages(self.capacities(num_tokens)).sum())
         if self.growth == "together":
             before = num_tokens - self.step  # what the buffers that are replaced were taken for

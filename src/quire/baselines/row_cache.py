@@ -373,26 +373,22 @@ class RowCache(KVCache):
         flights = [(place, kept) for _, place, kept, number in self._flights if number == owner_id]
         return OwnerCounts(held, 0, sum(self.space.blocks_of(place, kept) for place, kept in flights))
 
-    def num_available(self, owner_id: int = 0) -> int:
+    def num_available_blocks(self, owner_id: int = 0) -> int:
         return self.space.num_free
 
-    def max_blocks(self, owner_id: int = 0) -> int:
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
         return self.num_blocks
 
     # What fits
 
-    @property
-    def num_possible_blocks(self) -> int:
-        return self.num_blocks
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return self.space.num_blocks_for(num_tokens)
 
-    def blocks_alone(self, num_tokens: int) -> int:
-        return self.space.blocks_alone(num_tokens)
-
-    def max_tokens_alone(self) -> int:
+    def max_sequence_tokens(self) -> int:
         low, high = 0, self.space.longest
         while low < high:
             middle = (low + high + 1) // 2
-            if self.space.blocks_alone(middle) <= self.num_blocks:
+            if self.space.num_blocks_for(middle) <= self.num_blocks:
                 low = middle
             else:
                 high = middle - 1

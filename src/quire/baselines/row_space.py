@@ -132,7 +132,7 @@ class RowSpace(Protocol):
         """For each table, the end in tokens of what was ever handed out."""
         ...
 
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at most at any time, alone. Never falls as they grow."""
         ...
 

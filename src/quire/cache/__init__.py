@@ -2,7 +2,7 @@
 
 Others may use
     cache          `Cache`: the facade, with either block manager behind it
-    protocol       what a scheduler may call: `KVCache`, `CacheSequence`, `StepPlan`
+    protocol       the contract: `KVCache`, `PrefixKVCache`, `CacheSequence`, `StepPlan`
     prefix_key     whose content a prefix is
     state_cache, checkpoints, state_plan   states of recurrent layers beside the blocks, and what a step does with them
     exchange       how many blocks and how many states one memory makes

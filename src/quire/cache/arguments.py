@@ -1,4 +1,4 @@
-"""Turning what callers give into the arrays a back end takes, once, with one clear error each.
+"""Turning what callers give into the arrays a block manager takes, once, with one clear error each.
 
 Token ids come as lists, numpy arrays or CPU tensors (through `__array__`: no torch here); anything that is not
 an integer from 0 to 2^31 - 1 is refused. Nothing here knows any cache state.
@@ -7,7 +7,7 @@ an integer from 0 to 2^31 - 1 is refused. Nothing here knows any cache state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from quire.cache.types import DISCARD, KEEP, MAX_OWNER, Int32Array, Int64Array
 from quire.errors import ArgumentError, SequenceClosedError
 
 __all__ = [
+    "call_manager",
     "closed",
     "count",
     "count_array",
@@ -32,6 +33,9 @@ __all__ = [
 
 _MAX_TOKEN = 2**31 - 1
 _INT64 = np.dtype(np.int64)
+
+_Parameters = ParamSpec("_Parameters")
+_Answer = TypeVar("_Answer")
 
 
 def _integer_array(values: Any, what: str) -> np.ndarray:
@@ -184,3 +188,15 @@ def closed(sequence: Any, where: str) -> SequenceClosedError:
     return SequenceClosedError(
         f"expected an open sequence, got sequence {sequence}, which is closed or was never opened, in {where}"
     )
+
+
+def call_manager(
+    call: Callable[_Parameters, _Answer], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+) -> _Answer:
+    """A call of a block manager: its KeyError is a `SequenceClosedError`, its ValueError an `ArgumentError`."""
+    try:
+        return call(*args, **kwargs)
+    except KeyError as error:
+        raise closed(error.args[0], call.__name__) from None
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None

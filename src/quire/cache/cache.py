@@ -1,8 +1,8 @@
 """`Cache`, the KV cache of an engine as a library: it says where every token's K and V live. No tensors.
 
-It checks arguments, turns them into arrays, and makes one call to a back end (`backend.BlockManager`): native
-where it is built, else plain Python (`block_manager.py`, the one to read). Same results from both. What each call
-means, raises and costs: `protocol.PrefixKVCache`, which it implements; `help(Cache.reserve)` shows it.
+It checks arguments, turns them into arrays, and makes one call to a block manager: native where it is built, else plain
+Python (`manager/block_manager.py`, the one to read). Same results from both. The contract is `protocol.PrefixKVCache`:
+`help(Cache.reserve)` shows its text, and a call of it with a body is not written again here.
 
 Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(sequences given); then the back end.
 """
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
-from quire.cache.backend import BlockManager, call_manager
+from quire.cache.arguments import call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
 from quire.cache.events import CacheEvents
 from quire.cache.memory_use import MemoryUse
-from quire.cache.open_sequence import Sequence
+from quire.cache.open_sequence import BlockManager, Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
 from quire.cache.report import report
@@ -293,22 +293,18 @@ class Cache(PrefixKVCache):
     def owner_counts(self, owner_id: int) -> OwnerCounts:
         return OwnerCounts(*self._manager.owner_counts(arguments.owner_number(owner_id)))
 
-    def num_available(self, owner_id: int = 0) -> int:
-        return self._manager.num_available(arguments.owner_number(owner_id))
+    def num_available_blocks(self, owner_id: int = 0) -> int:
+        return self._manager.num_available_blocks(arguments.owner_number(owner_id))
 
-    def max_blocks(self, owner_id: int = 0) -> int:
-        return self._manager.max_blocks(arguments.owner_number(owner_id))
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
+        return self._manager.max_owner_blocks(arguments.owner_number(owner_id))
 
     # What fits
 
-    @property
-    def num_possible_blocks(self) -> int:
-        return self.num_blocks
-
-    def blocks_alone(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(self.spec, num_tokens, self.block_size)
 
-    def max_tokens_alone(self) -> int:
+    def max_sequence_tokens(self) -> int:
         return max_tokens_for(self.spec, self.num_possible_blocks, self.block_size)
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int:
@@ -321,10 +317,6 @@ class Cache(PrefixKVCache):
 
     def record_events(self, is_on: bool) -> None:
         self._manager.record_events(bool(is_on))
-
-    @property
-    def num_events(self) -> int:
-        return self._manager.num_events
 
     def take_events(self) -> CacheEvents:
         return CacheEvents.from_arrays(self._manager.take_events())
@@ -347,10 +339,6 @@ class Cache(PrefixKVCache):
     def num_free_blocks(self) -> int:
         free, cached, _, _ = self._manager.counts()
         return free + cached
-
-    @property
-    def largest_free_blocks(self) -> int:
-        return self.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:

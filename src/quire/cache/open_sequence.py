@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.cache import arguments
-from quire.cache.backend import BlockManager, call_manager
+from quire.cache.arguments import call_manager
 from quire.cache.protocol import CacheSequence
 from quire.cache.types import Int32Array
 from quire.errors import ArgumentError
 
-__all__ = ["Sequence"]
+if TYPE_CHECKING:
+    from quire._native import BlockManager as NativeBlockManager
+    from quire.cache.manager.block_manager import PythonBlockManager
+
+__all__ = ["BlockManager", "Sequence"]
+
+BlockManager: TypeAlias = "PythonBlockManager | NativeBlockManager"
 
 
 class Sequence(CacheSequence):

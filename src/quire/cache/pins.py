@@ -67,7 +67,7 @@ class PinnedCache(Protocol):
 
     def close(self, sequence: int) -> None: ...
 
-    def blocks_alone(self, num_tokens: int) -> int: ...
+    def num_blocks_for(self, num_tokens: int) -> int: ...
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int: ...
 
@@ -170,7 +170,7 @@ class Pins:
             raise ArgumentError(f"expected a ttl of more than 0 seconds, or None for no end, got {ttl_s!r}")
         self.expire()
         shared = self.blocks_shared(tokens, namespace=namespace, extra_keys=extra_keys)
-        self._require_room(self._cache.blocks_alone(len(tokens)) - shared, self.num_blocks)
+        self._require_room(self._cache.num_blocks_for(len(tokens)) - shared, self.num_blocks)
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache

@@ -1,4 +1,4 @@
-"""What a scheduler, an engine, tiers and a simulation may call of a cache: the contract, and nothing besides.
+"""The contract of a cache: its calls with shapes, errors and costs, each stated here and nowhere else.
 
 A cache says *where* the K and V of every token of every open sequence lie, as numbers. It holds no tensors, computes
 nothing and decides nothing about who runs. Two protocols:
@@ -7,8 +7,9 @@ nothing and decides nothing about who runs. Two protocols:
     PrefixKVCache  one whose sequences share blocks through a prefix tree: it tells of that tree, and changes its size
 
 `quire.Cache` implements both, `row_cache.RowCache` (a sequence lies in one piece: contiguous, growing) the first alone.
-What a cache without a tree is asked about shared content it answers as an empty tree would: nothing is found, nothing
-is dropped, nothing is pinned.
+`RowCache` answers for shared content as an empty tree would: nothing is found, dropped or pinned. A block manager
+(`manager.block_manager.PythonBlockManager`, `quire._native.BlockManager`) has the same calls on ids and arrays.
+A call with a body is the same in every cache that does not write its own.
 
 A step, the only calls that run once per step whatever happens:
 
@@ -20,6 +21,28 @@ Words. A *block* is `block_size` tokens of the layers of one group, or several t
 small (of a cache in rows: one token of an arena or one page of a buffer; `block_id` says which). A *group* is a set of
 layers that keep the same tokens (`spec.groups`); a token needs a slot in each. A *slot* is `block * size + offset`,
 where blocks of the group have `size` tokens. "Absolute" counts are from the sequence's first token.
+
+Numbers of blocks:
+
+    |<--------------------------- num_possible_blocks --------------------------->|
+    |<------------------------- num_blocks -------------------------->|           |
+    +----------+----------+-------------+-------------+---------------+- - - - - -+
+    |   held   |  pinned  |  in flight  |    cached   |      free     |  to come  |
+    +----------+----------+-------------+-------------+---------------+- - - - - -+
+    |<------------ in use ------------->|<----------- num_free_blocks ----------->|
+                                        |<- num_available_blocks(owner) ->|  others' floors, own quota
+
+    held       in the table of an open sequence: reserved or computed
+    pinned     held by a pin (`pins`)
+    in flight  in no table any more; a step that has not ended may read it
+    cached     findable, and held by no sequence: evicted when its room is needed (`num_cached_blocks`)
+    free       without content
+    to come    state slots that could become blocks now; none where slots and blocks do not exchange memory
+
+    num_blocks_needed(sequences, num_new_tokens)   what one `reserve` takes
+    num_blocks_for(num_tokens)                     what one sequence of that length holds at most
+    max_sequence_tokens()                          the longest sequence for which that is at most num_possible_blocks
+    max_owner_blocks(owner)                        what the owner gets once no other one has blocks in use
 
 Errors, of every call
     ArgumentError        a type, shape, dtype or range that cannot be; also one that depends on the state (more new
@@ -268,11 +291,14 @@ class KVCache(Protocol):
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
         """Forget the tokens from `position` on. Returns how many tokens are computed now: fewer than `position`
-        where a window has given up what the next query would read; compute again from there. O(blocks)."""
+        where a window has given up what the next query would read; compute again from there. O(blocks).
+
+        Raises ArgumentError unless 0 <= position <= known."""
         ...
 
     def withdraw(self, sequence: CacheSequence | int) -> None:
-        """Nothing that the sequence commits from now on is found by others, and it looks for no longer hit.
+        """Nothing that the sequence commits from now on is found by others, and it looks for no longer hit. Twice does
+        nothing more.
 
         What it has committed stays findable. For who opens a sequence again whose content was dropped meanwhile."""
         ...
@@ -292,7 +318,8 @@ class KVCache(Protocol):
     ) -> StepPlan | None:
         """Slots for the next `num_new_tokens[i]` known tokens of each sequence, and for lookahead ones after them.
 
-        sequences: [n], or their ids, int64 [n]; each once. num_new_tokens: [n], each 1 .. known - computed.
+        sequences: [n], or their ids, int64 [n]; each once. num_new_tokens: [n], each 1 .. known - computed. n = 0 is a
+        step, too: its plan is empty.
         All or nothing: None if the blocks do not suffice, and nothing has changed. Without a commit in between,
         reserving again starts from the same computed tokens. O(n + new blocks).
         """
@@ -305,7 +332,9 @@ class KVCache(Protocol):
         *,
         num_lookahead_tokens: int = 0,
     ) -> int:
-        """Blocks, over all groups, that `reserve` would take now; the watermark is not in it. O(n)."""
+        """Blocks, over all groups, that `reserve` would take now; the watermark is not in it. O(n).
+
+        Raises as `reserve` does."""
         ...
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
@@ -314,12 +343,13 @@ class KVCache(Protocol):
         As `reserve`, for one whose bytes were copied out before it was closed: blocks behind the windows of a query at
         `num_computed_tokens` get no memory (-1 in the block tables, and as their tokens' slots), so it comes back with
         what it had. Nothing is found of what was not written. All or nothing: None if the blocks do not suffice.
-        Until `commit` of all of them, or `rewind`, which gives up what is reserved, it cannot reserve.
+        Until `commit` of all of them, or `rewind`, which gives up what is reserved, it cannot reserve. Raises
+        ArgumentError unless computed < num_computed_tokens <= known.
         """
         ...
 
     def num_blocks_to_restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> int:
-        """Blocks, over all groups, that `restore` would take now; the watermark is not in it."""
+        """Blocks, over all groups, that `restore` would take now; the watermark is not in it. Raises as it does."""
         ...
 
     def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
@@ -339,7 +369,8 @@ class KVCache(Protocol):
         ...
 
     def complete(self, step: int) -> None:
-        """Step `plan.step` and all before it have ended. Does nothing unless the cache overlaps steps."""
+        """Step `plan.step` and all before it have ended. Does nothing unless the cache overlaps steps, nor for a step
+        that has ended before. Raises ArgumentError for a step that was not reserved yet."""
         ...
 
     # What fits: arithmetic alone
@@ -347,14 +378,14 @@ class KVCache(Protocol):
     @property
     def num_possible_blocks(self) -> int:
         """Blocks that there could be: `num_blocks`, or more where memory of something else could become blocks."""
+        return self.num_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that one sequence of so many tokens holds at most at any time, sharing none. O(g)."""
         ...
 
-    def blocks_alone(self, num_tokens: int) -> int:
-        """Blocks that one sequence of so many tokens holds at most at any time, alone. O(g)."""
-        ...
-
-    def max_tokens_alone(self) -> int:
-        """The longest sequence that can be computed here alone. O(g log tokens)."""
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that can be computed here while no other is open. O(g log tokens)."""
         ...
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int:
@@ -374,8 +405,8 @@ class KVCache(Protocol):
 
     @property
     def largest_free_blocks(self) -> int:
-        """Blocks that one sequence could be given now: all that are available, where blocks may lie anywhere."""
-        ...
+        """Blocks that one sequence could be given now: `num_free_blocks`, where blocks may lie anywhere."""
+        return self.num_free_blocks
 
     # Owners
 
@@ -393,13 +424,13 @@ class KVCache(Protocol):
         """Blocks that count in the owner now; zeros for one never used. All owners together: those of `stats`."""
         ...
 
-    def num_available(self, owner_id: int = 0) -> int:
+    def num_available_blocks(self, owner_id: int = 0) -> int:
         """Blocks that `reserve` could give to this owner alone now: its quota and the others' floors heeded, the
         watermark not. Cost: O(owners)."""
         ...
 
-    def max_blocks(self, owner_id: int = 0) -> int:
-        """Blocks the owner is sure to get once nobody else holds any: all but others' floors, at most its quota."""
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
+        """Blocks the owner gets once no other one has any in use: all but others' floors, at most its quota."""
         ...
 
     # Looking on
@@ -418,7 +449,9 @@ class KVCache(Protocol):
         ...
 
     def content_of(self, block_id: int) -> BlockContent | None:
-        """The tokens that a block has, and those before them; None where its content is not known (yet)."""
+        """The tokens that a block has, and those before them; None where its content is not known (yet).
+
+        Raises ArgumentError for an id that no block has."""
         ...
 
     def check(self) -> None:
@@ -429,16 +462,19 @@ class KVCache(Protocol):
 class PrefixKVCache(KVCache, Protocol):
     """A cache whose sequences share blocks: what it tells of its prefix tree, and how its size changes.
 
-    node_tokens: of a full node, the tokens of the largest block of any group."""
+    node_tokens: of a full node, the tokens of the largest block of any group. _manager: its block manager, which
+    answers the calls that have a body here."""
 
     node_tokens: int
+    _manager: Any
 
     def explain(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Explanation:
         """Why `match` finds no more: how far the stored content goes, and what stands where it differs.
 
-        Changes nothing. Cost: as `match`."""
+        Nodes count whose blocks are gone, and so does the prompt's last token. Of the nodes behind the last full one
+        that is reached, the nearest is the one with most in common. Changes nothing. Cost: as `match`."""
         ...
 
     def tree(self) -> TreeView:
@@ -455,8 +491,8 @@ class PrefixKVCache(KVCache, Protocol):
 
     @property
     def num_events(self) -> int:
-        """How many `take_events` would give now: in most steps none."""
-        ...
+        """Events that `take_events` would give now: none in most steps."""
+        return self._manager.num_events
 
     def take_events(self) -> CacheEvents:
         """What has happened since the last call, in order (`events.py`). Take them after each `reserve`, before its
@@ -464,7 +500,8 @@ class PrefixKVCache(KVCache, Protocol):
         ...
 
     def resize(self, num_blocks: int) -> Int32Array:
-        """Have `num_blocks` blocks from now on, while sequences go on. The ids given up: their memory may be, too.
+        """Have `num_blocks` blocks from now on, while sequences go on. The ids given up, in order: their memory may be,
+        too.
 
         Shrinking takes free blocks, then evicts cached content, least recently used first. The ids given up may lie
         anywhere; growing takes them back, the last first, and then makes new ones. Raises ArgumentError if more are

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from quire.cache import arguments
-from quire.cache.backend import call_manager
+from quire.cache.arguments import call_manager
 from quire.cache.cache import Cache
 from quire.cache.checkpoints import Checkpoint, Checkpoints
 from quire.cache.manager.elements import ExtraKeys, encode
@@ -543,8 +543,8 @@ class StateCache(Cache):
         super().set_limits(owner_id, floor_blocks, quota_blocks)
         self._limits[owner_id] = (floor_blocks, quota_blocks)
 
-    def num_available(self, owner_id: int = 0) -> int:
-        available = super().num_available(owner_id)
+    def num_available_blocks(self, owner_id: int = 0) -> int:
+        available = super().num_available_blocks(owner_id)
         if self.exchange is None:
             return available
         more = available + self.exchange.blocks_to_come
@@ -554,9 +554,9 @@ class StateCache(Cache):
         now = self.owner_counts(owner_id)
         return max(available, min(more, quota - now.held - now.in_flight))
 
-    def max_blocks(self, owner_id: int = 0) -> int:
+    def max_owner_blocks(self, owner_id: int = 0) -> int:
         if self.exchange is None:
-            return super().max_blocks(owner_id)
+            return super().max_owner_blocks(owner_id)
         floor, quota = self._limits.get(owner_id, (0, -1))
         most = max(0, self.num_possible_blocks - self.sum_of_floors + floor)
         return most if quota < 0 else min(most, quota)

@@ -60,7 +60,7 @@ class KVBudget:
             self.block_size,
             opened.cache.block_bytes if opened.cache.spec.stores_kv else 0,
             opened.cache.block_name,
-            opened.cache.blocks_alone,
+            opened.cache.num_blocks_for,
             shares_blocks=opened.storage.capabilities.shares_prefix,
         )
         self._limit_pins()
@@ -90,10 +90,10 @@ class KVBudget:
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        num_alone = self._cache.blocks_alone(self._max_model_len)
+        num_alone = self._cache.num_blocks_for(self._max_model_len)
         num_blocks = self._cache.num_possible_blocks
         if num_blocks < num_alone:
-            return self._cache.max_tokens_alone()
+            return self._cache.max_sequence_tokens()
         return num_blocks * self._max_model_len // num_alone
 
     def __str__(self) -> str:

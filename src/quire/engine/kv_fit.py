@@ -44,7 +44,7 @@ class KVLayout:
 
     storage: its name. block_size: tokens of a block, 1 where it is not of tokens. block_bytes: what one takes of
     `kv_memory`; 0 for a model of states alone, whose blocks hold nothing. block_name: what messages call it.
-    blocks_alone: of a number of tokens, the blocks that a sequence of so many takes. shares_blocks: whether sequences
+    num_blocks_for: of a number of tokens, the blocks that a sequence of so many takes. shares_blocks: whether sequences
     with a common beginning hold its blocks together.
     """
 
@@ -53,13 +53,13 @@ class KVLayout:
     block_size: int
     block_bytes: int
     block_name: str
-    blocks_alone: Callable[[int], int]
+    num_blocks_for: Callable[[int], int]
     shares_blocks: bool
 
     def num_blocks(self, num_tokens: int, num_sequences: int = 1, num_shared: int = 0) -> int:
         """Blocks that so many sequences of `num_tokens` take, the first `num_shared` tokens of all of them the same."""
         if not num_shared or not self.shares_blocks:
-            return num_sequences * self.blocks_alone(num_tokens)
+            return num_sequences * self.num_blocks_for(num_tokens)
         once, each = blocks_with_prefix(self.spec.groups, num_tokens, num_shared, self.block_size)
         return once + num_sequences * each
 
@@ -93,7 +93,7 @@ class KVFit:
 
     def max_num_sequences(self, num_tokens: int, num_shared: int = 0) -> int:
         """Sequences of `num_tokens` tokens that are held at once, the first `num_shared` of all of them the same."""
-        once, each = 0, self.layout.blocks_alone(num_tokens)
+        once, each = 0, self.layout.num_blocks_for(num_tokens)
         if num_shared and self.layout.shares_blocks:
             once, each = blocks_with_prefix(
                 self.layout.spec.groups, num_tokens, num_shared, self.layout.block_size
@@ -203,7 +203,7 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout
 
     wanted = growing_buffers(config, spec, max_model_len, None, 0)  # for its arithmetic
     return KVLayout(
-        "growing", spec, 1, GrowingStorage.block_bytes, "page", wanted.blocks_alone, shares_blocks=False
+        "growing", spec, 1, GrowingStorage.block_bytes, "page", wanted.num_blocks_for, shares_blocks=False
     )
 
 
@@ -260,7 +260,7 @@ def blocks_within(
 
     *raises:* as `fit_within`.
     """
-    num_blocks, least = layout.blocks_alone(max_model_len), layout.blocks_alone(1)
+    num_blocks, least = layout.num_blocks_for(max_model_len), layout.num_blocks_for(1)
     if not layout.block_bytes:  # they stand for tokens and hold nothing
         return max(1 << 16, min(1 << 20, 2 * num_blocks))
     budget = kv_memory_bytes(
@@ -290,7 +290,7 @@ def _wanted_slots(config: EngineConfig) -> int:
 
 def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, free_bytes: int) -> int:
     """`kv_memory` of a model with state layers, in bytes: of blocks and states together."""
-    most_kv_bytes = config.max_num_seqs * layout.blocks_alone(max_model_len) * layout.block_bytes
+    most_kv_bytes = config.max_num_seqs * layout.num_blocks_for(max_model_len) * layout.block_bytes
     most_state_bytes = _wanted_slots(config) * layout.spec.bytes_per_state
     return kv_memory_bytes(
         config.kv_memory, most_useful_bytes=most_kv_bytes + most_state_bytes, free_bytes=free_bytes
@@ -303,7 +303,7 @@ def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int
 
     *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
     """
-    each, num_first = layout.spec.bytes_per_state, layout.blocks_alone(1)
+    each, num_first = layout.spec.bytes_per_state, layout.num_blocks_for(1)
     least = kv_memory_for(layout, num_first, 2)
     if budget < least:
         first = f" and {num_first} {_first_tokens(layout, num_first)}" if layout.block_bytes else ""

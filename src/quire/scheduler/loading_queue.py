@@ -78,7 +78,7 @@ class LoadingQueue:
             if not sequence.is_searched or sequence.waits_for_commit:
                 continue
             search, owner_id = sequence.search, sequence.request.owner_id
-            alone = cache.blocks_alone(sequence.num_tokens)
+            alone = cache.num_blocks_for(sequence.num_tokens)
             if owner_id in short:
                 continue
             if search is None or sequence.swapped is not None or not search.stored:

@@ -75,7 +75,7 @@ class MemoryLimits:
         """The longest sequence that the owner could ever have, pins not counted; 0 for none."""
         cache = self._cache
         if not self._limits and not len(cache.pins):
-            return cache.max_tokens_alone()
+            return cache.max_sequence_tokens()
         return max_tokens_for(cache.spec, max(0, self.can_ever_have(owner_id)), cache.block_size)
 
     def check_fits(self, owner_id: int, num_tokens: int, num_shared: int, what: str) -> None:
@@ -84,7 +84,7 @@ class MemoryLimits:
         num_shared: blocks of those it needs that pins hold for it.
         """
         cache = self._cache
-        needed = cache.blocks_alone(num_tokens) - num_shared
+        needed = cache.num_blocks_for(num_tokens) - num_shared
         most = self.can_ever_have(owner_id)
         if needed <= most:
             return
@@ -124,9 +124,9 @@ class MemoryLimits:
         if not self._limits:
             return None
         counts = self._cache.owner_counts(owner_id)
-        if counts.held + counts.in_flight + num_taken + num_blocks > self._cache.max_blocks(owner_id):
+        if counts.held + counts.in_flight + num_taken + num_blocks > self._cache.max_owner_blocks(owner_id):
             return "itself"
-        return "others" if num_taken + num_blocks > self._cache.num_available(owner_id) else None
+        return "others" if num_taken + num_blocks > self._cache.num_available_blocks(owner_id) else None
 
     def may_give_way(
         self, live: list[RequestSequence], chosen: Iterable[tuple[RequestSequence, int]]
@@ -147,7 +147,7 @@ class MemoryLimits:
             needed = self._cache.num_blocks_needed(
                 [s.cache_sequence for s, _ in sequences], [n for _, n in sequences]
             )
-            if counts.held + counts.in_flight + needed > self._cache.max_blocks(owner_id):
+            if counts.held + counts.in_flight + needed > self._cache.max_owner_blocks(owner_id):
                 return [sequence for sequence in live if sequence.request.owner_id == owner_id]
         above = [sequence for sequence in live[1:] if self._is_above_floor(sequence.request.owner_id)]
         return live[:1] + (above or live[1:])

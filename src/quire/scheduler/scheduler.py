@@ -455,8 +455,8 @@ class Scheduler:
         cache = self._cache
         room = cache.num_free_blocks - self._admission.margin
         for sequence in beyond:
-            room += cache.blocks_alone(max(1, sequence.num_computed))
-        return beyond[-1] if beyond and cache.blocks_alone(wanted.num_tokens) <= room else None
+            room += cache.num_blocks_for(max(1, sequence.num_computed))
+        return beyond[-1] if beyond and cache.num_blocks_for(wanted.num_tokens) <= room else None
 
     def _live(self) -> list[RequestSequence]:
         """Those that run or load, sorted."""

@@ -122,7 +122,7 @@ class Tenants:
                 "expected neither quota nor floor in a storage that keeps each sequence in one piece of its own, got "
                 f"{'a quota' if quota_bytes is not None else 'a floor'} {where}; use storage paged or virtual"
             )
-        least = cache.blocks_alone(1)
+        least = cache.num_blocks_for(1)
         if quota_bytes is not None and quota_bytes // size < least:
             raise ArgumentError(
                 f"expected a quota of at least {format_size(least * size)} ({least} {cache.block_name}s), got "

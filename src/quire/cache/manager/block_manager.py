@@ -9,7 +9,7 @@ tokens b * size .. are kept, size being that of the group's blocks. The life of 
     commit    those tokens are computed: their blocks become nodes of the tree, for others to find
     close     the table lets go; what the tree knows stays findable until the room is needed
 
-This is the `python` back end of `backend.BlockManager`, and the oracle of the native one: every rule below is
+This is the `python` back end of `quire.Cache`, and the oracle of the native one: every rule below is
 written down in docs/contracts.md, "The cache". Not thread-safe. Invariants: `invariants.py`.
 
 Cost: open O(blocks of the prompt), reserve and commit O(new blocks + sequences), close and fork O(blocks).
@@ -47,7 +47,20 @@ __all__ = ["PythonBlockManager"]
 
 
 class PythonBlockManager:
-    """See the module docstring, `backend.BlockManager` for each call, `quire.Cache` for its users."""
+    """The calls of the contract (`cache/protocol.py`) on ids and arrays. A call means here what it says there.
+
+    `quire._native.BlockManager` has the same calls with the same answers, block ids included. What is said here of
+    arrays and errors holds for it as well.
+
+    sequence(s)     ids: an int, or contiguous int64 [n]
+    a prompt        (tokens, namespace, key_positions, keys). tokens: contiguous int32 [n], values >= 0. key_positions:
+                    int64 [m], strictly increasing, within 0 .. n - 1; keys: m of them
+    arrays given    have right types, shapes and dtypes, and values that are right whatever the state: `quire.Cache`
+                    checks them first
+    arrays returned are never written again
+    KeyError        an id that is unknown or closed; nothing has changed. `SequenceClosedError` of the contract
+    ValueError      what depends on the state: `ArgumentError` of the contract, with the same text
+    """
 
     def __init__(
         self,
@@ -61,6 +74,9 @@ class PythonBlockManager:
         blocks_per_node: SequenceOf[int] = (),
         eviction: str = "lru",
     ) -> None:
+        """`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens
+        of a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if
+        empty."""
         self.num_groups = len(spans)
         self.shape = NodeShape(
             [Span(kind, size) for kind, size in spans],  # type: ignore[arg-type]
@@ -75,7 +91,7 @@ class PythonBlockManager:
         self.num_admitted = 0
         self.num_hit_tokens = self.num_query_tokens = 0
         self.num_copied = self.num_deduplicated = 0
-        self.most_blocks = 0
+        self.most_blocks = 0  # held and in flight together at the end of a `reserve`
 
     # Finding a prefix
 
@@ -89,6 +105,7 @@ class PythonBlockManager:
     def explain(
         self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
     ) -> tuple[int, int, Int32Array]:
+        """(`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end)."""
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         num_hit = find_hit(self.blocks.tree, self.shape, root, tokens, extra_keys).num_tokens
@@ -104,6 +121,7 @@ class PythonBlockManager:
         cache_priority: int = NORMAL,
         most_cached: int = NO_LIMIT,
     ) -> int:
+        """The id of the new sequence. most_cached: tokens that its hit has at most, now, later and after a rewind."""
         extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
         sequence = ManagedSequence(
             self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority, most_cached
@@ -297,19 +315,21 @@ class PythonBlockManager:
         owner_ids.set_limits(owner_id, floor_blocks, quota_blocks)
 
     def owner_counts(self, owner_id: int) -> tuple[int, int, int]:
+        """(held, cached, in flight); over all owners they add up to `counts`."""
         return self.blocks.pool.owner_counts(owner_id)
 
-    def num_available(self, owner_id: int) -> int:
+    def num_available_blocks(self, owner_id: int) -> int:
         return self.blocks.pool.num_available_to(owner_id)
 
-    def max_blocks(self, owner_id: int) -> int:
-        return self.blocks.pool.max_blocks(owner_id)
+    def max_owner_blocks(self, owner_id: int) -> int:
+        return self.blocks.pool.max_owner_blocks(owner_id)
 
     # The whole
 
     def drop(
         self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
     ) -> tuple[int, int]:
+        """(blocks made free, blocks that left the tree and are held or in flight still). Pins are `quire.Cache`'s."""
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         return drop(self.blocks, self.sequences.values(), root, tokens, extra_keys)
@@ -334,9 +354,11 @@ class PythonBlockManager:
         return tree_arrays(self.blocks)
 
     def block_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        """The first two entries of `block_map.BlockMap`."""
         return block_map(self.blocks)
 
     def content_of(self, block_id: int) -> tuple[bytes, Int32Array, int] | None:
+        """The entries of `block_map.BlockContent`."""
         return content_of(self.blocks, block_id)
 
     def namespaces(self) -> list[bytes]:
@@ -350,16 +372,19 @@ class PythonBlockManager:
         self.blocks.reset()
 
     def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
+        """num_blocks: >= 0. watermark_blocks: instead of the one given when the manager was made."""
         pool = self.blocks.pool
-        if pool.num_blocks - num_blocks > pool.num_available:
+        least = pool.num_blocks - pool.num_available_blocks
+        if num_blocks < least:
             raise ValueError(
-                f"expected at least {pool.num_blocks - pool.num_available} blocks in resize, as {pool.num_held} are "
-                f"held and {len(pool.in_flight)} in flight, got {num_blocks}"
+                f"expected at least {least} blocks in resize, as {pool.num_held} are held and "
+                f"{len(pool.in_flight)} in flight, got {num_blocks}"
             )
         self.watermark_blocks = watermark_blocks
         return np.array(self.blocks.resize(num_blocks), np.int32)
 
     def counts(self) -> tuple[int, int, int, int]:
+        """Blocks now (free, cached, held, in flight); they add up to num_blocks."""
         pool = self.blocks.pool
         return len(pool.free), len(pool.cached), pool.num_held, len(pool.in_flight)
 
@@ -379,6 +404,11 @@ class PythonBlockManager:
             "copied_blocks": self.num_copied,
             "deduplicated_blocks": self.num_deduplicated,
         }
+
+    @property
+    def num_visited(self) -> int:
+        """Tree nodes compared so far: what look-ups have cost."""
+        return self.blocks.tree.num_visited
 
     def check(self) -> None:
         check_invariants(self.blocks, self.sequences)

@@ -55,7 +55,7 @@ class Pool:
         return self.num_ids - len(self.given_up)
 
     @property
-    def num_available(self) -> int:
+    def num_available_blocks(self) -> int:
         """Blocks that could be handed out: free ones, and cached ones after an eviction."""
         return len(self.free) + len(self.cached)
 
@@ -94,7 +94,7 @@ class Pool:
         available = self.available({number: self.num_blocks})
         return max(0, min(available, self.room_in_quota(number)))
 
-    def max_blocks(self, number: int) -> int:
+    def max_owner_blocks(self, number: int) -> int:
         """Blocks that the owner is sure to get once nobody else holds any."""
         limits = self.owner_ids.by_number.get(number)
         most = self.num_blocks - self.owner_ids.sum_of_other_floors(number)
