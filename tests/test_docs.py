@@ -47,6 +47,7 @@ NOT_RUN = {
     "python benchmarks/": "minutes; scripts/check-long runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
+    "qwen": "comes from npm; scripts/soak agents runs it",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",
 }
 # What is not there, and what takes its place here: a model of the Hub (network).
