@@ -1,4 +1,4 @@
-"""One model of each kind beside transformers' own generate on the same weights. JSON lines, then tables in Markdown.
+"""One model of each kind against transformers' own generate on the same weights. JSON lines, then tables in Markdown.
 
     python benchmarks/architectures.py [--quick] [--kinds dense latent ...] [--repetitions 3]
 
@@ -6,15 +6,15 @@ Kinds: dense, a window in five of six layers, a mixture of experts with 1 of 8 a
 gated delta net in three of four, a latent in place of K and V. Each has 300 to 600 million random parameters in
 bfloat16, in the shape of a model that people run, with a vocabulary of 32 000. Made here from a config, never stored.
 
-Speed: tokens/s of decode at batch 1 and 8 (behind prompts of 128 tokens) and of one prompt of 1 024 (`--prefill`),
-greedy, fixed length. transformers and Quire take turns, each on a copy of its own; a ratio is taken within a round, and
-medians are told. On a processor without 16-bit products transformers runs in float32, as it is minutes faster there.
+Speed: tokens/s of decode at batch 1 and 8 (after prompts of 128 tokens) and of one prompt of 1 024 (`--prefill`),
+greedy, fixed length. transformers and Quire take turns, each on its own copy; a ratio is taken within a round, and
+medians are printed. On a processor without 16-bit products transformers runs in float32, as it is minutes faster there.
 
 Second turn: a conversation of 2 000 tokens and an answer of 16 goes on with 64 more. `hit`: time to the first token of
-that; `cold`: the same length, seen by nobody; `alone`: as many tokens as the hit had to compute, with nothing before
-them. `hit_to_alone` is what the 2 000 tokens cost that are found and attended to.
+that; `cold`: an unknown prompt of the same length; `alone`: as many tokens as the hit had to compute, with nothing
+before them. `hit_to_alone` is the cost of finding and attending to the 2 000 tokens.
 
-Bytes of a sequence of 2 048 tokens: its keys, values or latents, and its states, as the allocator reckons.
+Bytes of a sequence of 2 048 tokens: its keys, values or latents, and its states, as the allocator counts them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.spec import KVSpec
 
-PAUSE_SECONDS = 0.2  # whoever ran before may have left threads that spin for a while
+PAUSE_SECONDS = 0.2  # the previous side may have left threads that spin for a while
 GOAL, HIT_GOAL = 3.0, 1.05
 MEASURED_LENGTH = 2048  # of the sequence whose bytes are told
 
 _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-# name: (model type, fields, what is other in --quick, where the kinds are the same and the sizes those of toys).
+# name: (model type, fields, fields changed by --quick, which has the same kinds in small sizes).
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": (
         "qwen3",
@@ -232,8 +232,8 @@ def measure_speed(
     return row
 
 
-def run_here(cases: dict[str, Callable[[int], float]], seed: int, repetitions: int) -> dict[str, list[float]]:
-    """What each case returns in each round; who is first alternates. A seed is a prompt that nobody has seen."""
+def in_turn(cases: dict[str, Callable[[int], float]], seed: int, repetitions: int) -> dict[str, list[float]]:
+    """The result of each case in each round; the first side alternates. A seed gives an unknown prompt."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for repetition in range(repetitions):
         for name in list(cases)[:: 1 if repetition % 2 else -1]:

@@ -1,19 +1,19 @@
-"""How fast attention over paged keys and values is, beside what memory and the products allow, and torch. JSON lines.
+"""Speed of attention over paged keys and values, against the memory's rate, the product's rate and torch. JSON lines.
 
     python benchmarks/attention.py [--quick] [--threads N] [--dtype bfloat16] [--no-pin] [--no-variants]
 
 Decode: a batch with one query row per sequence; its figure is the bytes of K and V a step must read over the time it
 takes, and that as a share of the read bandwidth measured in the same rounds. A figure is of one pass over many calls,
-each over blocks of its own (256 MiB at least), as the layers of a model are, so that all comes from memory. Tables:
+each over its own blocks (256 MiB at least), like the layers of a model, so that all bytes come from memory. Tables:
 contexts and batches with blocks of 16, on one thread and on all; block sizes; torch. "contiguous" is one
 block of 512 after the other, in order; elsewhere block ids are shuffled over the whole pool.
 
 Prefill: one sequence of 2 048 tokens; its figure is the rate of Q K^T and P V over the triangle, and that as a share of
 the fastest packed product of 2 048 rows, ours or oneDNN's, in the same rounds.
 
-Both again for every instruction set that runs here, each in a process of its own and against its own product.
+Both again for every instruction set that runs here, each in its own process and against its own product.
 
-The cases of a table run in turn, again and again, so that what else happens on the machine hits them alike; medians,
+The cases of a table run in turn, again and again, so that other load on the machine affects all alike; medians,
 and the best, which says more on a busy machine. Results are compared with torch's first. Inputs: random, 16 query
 heads, 8 KV heads of 128. A native thread keeps to one processor: on a busy machine the system
 at times puts both on one.
@@ -45,7 +45,7 @@ PASS_BYTES = 256 << 20  # that a pass of decode reads at least
 CONTIGUOUS = 512
 PREFILL = 2048
 PROCESSORS = sorted(os.sched_getaffinity(0))
-PRODUCT = (3072, 1024)  # outputs and inputs of the packed product beside a prefill
+PRODUCT = (3072, 1024)  # outputs and inputs of the packed product that a prefill is compared with
 
 Case = Callable[[], float]
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--no-pin", action="store_true", help="threads run where the system puts them")
     parser.add_argument("--no-variants", action="store_true", help="only the instruction set in use")
-    parser.add_argument("--brief", action="store_true", help="one case of each kind: what a variant runs")
+    parser.add_argument("--brief", action="store_true", help="one case of each kind, as each variant runs it")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(arguments)
@@ -127,7 +127,7 @@ class Bench:
         )
 
     def against_torch(self) -> None:
-        """Torch's attention of the same sizes. Apart: its threads spin beside ours for a while after each call."""
+        """Torch's attention of the same sizes. Run separately: its threads spin for a while after each call."""
         torch.set_num_threads(self.threads)
         batch, context = (8, 2048) if self.quick else (8, 8192)
         query, k, v = self.decode_inputs(batch, context)
@@ -135,7 +135,7 @@ class Bench:
         index = tables.long()
 
         def gathered() -> torch.Tensor:
-            # What a paged cache without a kernel of its own does in every layer of every step.
+            # A paged cache without its own kernel does this in every layer of every step.
             return torch_decode(
                 query, *(pool[index].transpose(1, 2).flatten(2, 3) for pool in (view.k, view.v))
             )
@@ -231,7 +231,7 @@ class Bench:
             AttentionPlan.build(range(batch + 1), [context] * batch, table, pool.block_size, threads)
             for table in tables
         ]
-        # The pool's tokens repeat a piece; what is compared with torch is the pool as it is.
+        # The pool's tokens repeat a piece; torch gets the same pool.
         k, v = (
             tokens[tables[0][:1].long()].transpose(1, 2).flatten(2, 3)
             for tokens in (pool.view.k, pool.view.v)
@@ -315,7 +315,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[KVView, to
 
 
 def start_workers(num_threads: int, *, pin: bool) -> None:
-    """The native thread pool, each thread on a processor of its own where asked for."""
+    """The native thread pool, each thread on its own processor if asked for."""
     os.sched_setaffinity(0, PROCESSORS)
     _native.set_num_threads(1)
     others = set(os.listdir("/proc/self/task"))

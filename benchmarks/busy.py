@@ -1,9 +1,9 @@
-"""Decode speed beside another busy program, against the same engine alone in the same run. JSON lines.
+"""Decode speed while another program is busy, against the same engine alone in the same run. JSON lines.
 
     python benchmarks/busy.py [--quick] [--repetitions 3] [--batch 8]
 
-Random weights in the shape of Qwen3-0.6B (see engine.py), bfloat16. Cases: alone; beside a process that spins on one
-of the cores (pinned there); beside a torch program that multiplies matrices on all cores with its own OpenMP threads.
+Random weights in the shape of Qwen3-0.6B (see engine.py), bfloat16. Cases: alone; with a process that spins on one
+of the cores (pinned there); with a torch program that multiplies matrices on all cores with its own OpenMP threads.
 The cases take turns; medians and their ratios to "alone" are printed. With the scheduler's fair share a program that
 keeps one of two cores busy leaves three quarters of the machine at best.
 """
@@ -57,8 +57,8 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     programs = {
         "alone": None,
-        "beside a spinning process pinned to the last core": _SPIN.format(core=cores[-1]),
-        "beside torch on all cores": _TORCH.format(cores=len(cores)),
+        "with a spinning process pinned to the last core": _SPIN.format(core=cores[-1]),
+        "with torch on all cores": _TORCH.format(cores=len(cores)),
     }
     emit_machine()
     rates: dict[str, list[float]] = {case: [] for case in programs}

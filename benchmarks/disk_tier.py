@@ -1,11 +1,11 @@
-"""The disk tier beside the plain calls it is made of. JSON lines.
+"""The disk tier against the system calls that it consists of. JSON lines.
 
     python benchmarks/disk_tier.py [--quick] [--dir DIR] [--only opening] [--repetitions 5]
 
-  1. opening a folder with many segments, its files in the page cache and dropped from it, beside an empty one;
+  1. opening a folder with many segments, its files in the page cache and dropped from it, against an empty one;
   2. `contains` over that many segments;
-  3. loading 1 MiB values, cached and not, beside pread of the same bytes into memory of its own;
-  4. storing 1 MiB values, by one thread and by eight at once, with room and evicting, beside pwrite and fdatasync.
+  3. loading 1 MiB values, cached and not, against pread of the same bytes into its own memory;
+  4. storing 1 MiB values, by one thread and by eight at once, with room and evicting, against pwrite and fdatasync.
 The two sides of a comparison take turns; medians, and the median of the pairwise ratios. --dir: on a real disk.
 """
 

@@ -1,4 +1,4 @@
-"""Tokens per second of the whole engine, beside transformers' own generate on the same weights. JSON lines.
+"""Tokens per second of the whole engine, against transformers' own generate on the same weights. JSON lines.
 
     python benchmarks/engine.py [--quick] [--dtype bfloat16] [--repetitions 3] [--backend native]
 

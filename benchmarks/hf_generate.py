@@ -5,12 +5,12 @@
 Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (see engine.py), bfloat16, one sequence. A cache
 is filled with random keys and values of `context` tokens (a prompt that long would take minutes and is the same for
 all), then `model.generate` goes on from there, greedily. `step_ms` is the median time between two of its tokens, the
-first two left out; `times` that of DynamicCache over it. `peak_mib` is how much the memory of the process (VmHWM)
-rose over what it was when the cache was filled, at most: a second copy of a layer's keys shows there.
+first two left out; `times` that of DynamicCache over it. `peak_mib` is the rise of the process's peak
+memory (VmHWM) over its memory when the cache was filled: a second copy of a layer's keys shows there.
 
 Ways: dynamic, static (sized for the run), and QuireCache on `virtual` and `growing` memory as they are, and in codes
 (`virtual:int8`), then virtual, in codes and growing on the accelerated model, and dynamic on it too. They take turns,
-each turn with a cache of its own, so that what disturbs the machine for a while disturbs all; the medians are over all
+each turn with its own cache, so that a disturbance of the machine affects all; the medians are over all
 turns. `turns_ms`: each turn's median. `cache_mib`: the memory of the context.
 
 `fork`: time of QuireCache.fork() of a filled cache with pieces of 2 MiB, of the first step after it, and the memory
@@ -182,7 +182,7 @@ def kv_bytes(model: PreTrainedModel) -> int:
 
 
 def resident(*, reset: bool = False) -> int:
-    """The most memory the process has had, in bytes, since it was last reset (Linux)."""
+    """The peak memory of the process, in bytes, since the last reset (Linux)."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,10 +1,10 @@
-"""Formats of keys and values beside 16 bits, in one run: decode attention, and requests that do not fit at once. JSON
+"""Formats of keys and values against 16 bits, in one run: decode attention, and requests that do not fit at once. JSON
 lines.
 
     python benchmarks/kv_formats.py [--quick] [--repetitions 9] [--only attention|tight]
 
 Attention: one query row for each sequence, 16 query heads, 8 KV heads of 128, shuffled blocks of 16, queries in
-bfloat16. A figure is of one pass over many calls, each over blocks of its own, as the layers of a model are. Formats
+bfloat16. A figure is of one pass over many calls, each over its own blocks, like the layers of a model. Formats
 take turns; medians. `of_bf16`: how many times as fast as with K and V in bfloat16; `gb_s`: bytes of codes and scales
 read a second, and `read_gb_s` the read bandwidth in the same rounds.
 
@@ -67,7 +67,7 @@ class Pool:
         self.ids = torch.randperm(num_blocks).int()
 
     def passes(self, batch: int, context: int) -> tuple[Any, int]:
-        """All of the pool, call by call: what runs it, and the bytes it reads."""
+        """The calls that read the whole pool, and the bytes they read."""
         query = torch.randn(batch, NUM_Q_HEADS, HEAD_DIM).to(torch.bfloat16)
         out, width = torch.empty_like(query), context // BLOCK
         calls = len(self.ids) // (batch * width)

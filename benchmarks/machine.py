@@ -1,7 +1,7 @@
 """The machine line: the first line every benchmark prints, so that no figure travels without its machine.
 
 JSON lines on stdout: `emit_machine()` once, then `emit(...)` per figure. Needs the standard library only; torch and
-transformers are named where they are installed, without being imported.
+transformers are named if they are installed, without being imported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures below it were measured on."""
+    """The machine of the figures below it."""
     cpu, isa = _cpu_info()
     return {
         "machine": cpu,

@@ -1,11 +1,11 @@
-"""What the cache's bookkeeping costs: no model, no tensors. JSON lines.
+"""The cost of the cache's bookkeeping: no model, no tensors. JSON lines.
 
     python benchmarks/metadata.py [--quick] [--backend native|python|both] [--repetitions 200]
 
   step      `reserve` of one token for each of 256 decoding sequences, 16 of which need a block, ids as an int array
             its slots as an array; and `advance`, which commits these tokens and appends the next ones
   hit       `open` of a prompt of 8 192 tokens that is cached but for its last token: match and take
-  insert    `commit` of 8 192 tokens nobody has committed before
+  insert    `commit` of 8 192 tokens that are new to the cache
   evict     `reserve` of 2 048 tokens out of a full pool that holds 10 000 or 100 000 cached prompts of 64 tokens
   pool      a pool of 1 048 576 blocks: time to make it, memory it takes empty and per block once all are cached
 
@@ -160,7 +160,7 @@ def fill(cache: Cache, num_blocks: int) -> None:
 
 
 def pool(backend: str, num_blocks: int) -> None:
-    fill(make_cache(backend, 1024), 1024)  # what is imported and kept for the first calls is no block's
+    fill(make_cache(backend, 1024), 1024)  # memory of imports and first calls does not belong to blocks
     before = resident_bytes()
     start = time.perf_counter()
     cache = make_cache(backend, num_blocks)

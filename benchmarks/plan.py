@@ -1,12 +1,12 @@
-"""What `quire.plan` says beside what an engine then takes: committed bytes and /proc/self/smaps. JSON lines.
+"""The memory that `quire.plan` predicts against the memory that an engine takes: committed bytes and smaps. JSON lines.
 
     python benchmarks/plan.py [--quick] [--kind KIND ...] [--model DIR]
 
-Each kind is a random model of 100 to 250 M parameters in bfloat16, saved to a temporary folder, and a process of its
-own: plan, start with the planned options and a `kv_memory` of what the plan needs, requests that fill it, then what the
-process has resident beyond what it had after its imports (the plan's process is the engine's). `total_over_measured`
-counts what it had on both sides. An embedding that lies in its file counts as read whole.
---model: a folder or GGUF file of one's own in place of the kinds, with its tokenizer. --weights: as of `quire serve`.
+Each kind is a random model of 100 to 250 M parameters in bfloat16, saved to a temporary folder, and has its own
+process: plan, start with the planned options and the `kv_memory` that the plan needs, requests that fill it, then the
+resident memory less that after the imports (the plan's process is the engine's). `total_over_measured` counts the
+imports on both sides. An embedding that lies in its file counts as read whole.
+--model: your own folder or GGUF file in place of the kinds, with its tokenizer. --weights: as of `quire serve`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from quire import LLM, SamplingParams, plan
 
 folder, context, concurrency, step, weights = json.loads(sys.argv[1])
 def taken():
-    # Not proportional: what other processes share of the libraries changes meanwhile.
+    # Not proportional: the share of the libraries in other processes changes meanwhile.
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/smaps_rollup") if line.startswith("Rss:"))
 
 asked = dict(context=context, concurrency=concurrency, max_batch_tokens=step, max_num_seqs=concurrency, weights=weights)
@@ -91,7 +91,7 @@ print(json.dumps(dict(fits=said.fits, max_concurrency=said.max_concurrency, star
 
 
 def run(program: str, *arguments: Any) -> str:
-    """What a fresh interpreter prints last."""
+    """The last line that a fresh interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(arguments)], capture_output=True, text=True, check=False
     )

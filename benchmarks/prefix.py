@@ -1,13 +1,13 @@
-"""What prefix caching buys and costs, end to end: three tables, in Markdown, below the machine's line.
+"""The gain and the cost of prefix caching, end to end: three tables, in Markdown, below the machine's line.
 
     python benchmarks/prefix.py [--quick] [--dtype bfloat16] [--repetitions 3]
 
 On random weights in the shape of Qwen3-0.6B (see engine.py), greedy:
-  1. Hit rate: 1 024-token prompts of which 0, 25, 50, 75, 100 % are cached. Time to first token of one request alone;
+  1. Hit rate: 1 024-token prompts, 0, 25, 50, 75, 100 % cached. Time to first token of one request alone;
      tokens/s (prompts and outputs together) of 4 requests with 16 output tokens each.
-  2. Nothing hits: caching on against off, on prompts that nobody has sent before.
+  2. Nothing hits: caching on against off, on new prompts.
   3. Block sizes 1 to 512: the same requests end to end.
-Both sides of a comparison take turns; medians are told. The last prompt token is always computed, at 100 % too.
+Both sides of a comparison take turns; medians are printed. The last prompt token is always computed, at 100 % too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire import LLM, SamplingParams
 BATCH, NEW_TOKENS = 4, 16  # of the first table
 PERCENTS = (0, 25, 50, 75, 100)
 BLOCK_SIZES = (1, 4, 16, 64, 256, 512)
-BASE_SIZE = 16  # what the block sizes are compared with
+BASE_SIZE = 16  # the block size that the others are compared with
 
 
 def tokens(rng: np.random.Generator, length: int) -> list[int]:

@@ -1,17 +1,17 @@
-"""What it costs when memory runs out: requests swapped out, or computed again, against enough memory. JSON lines.
+"""The cost of running out of memory: requests swapped out, or computed again, against enough memory. JSON lines.
 
     python benchmarks/pressure.py [--quick] [--repetitions 3] [--dtype bfloat16] [--layers N] [--only CASE] [--seed N]
 
 Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --layers takes so many of its 28 layers, each as
 large as before, so that a token's bytes and its arithmetic stay in proportion; --quick takes a small model of the kind.
---only and --seed are for who measures in parts: one case, with other prompts.
+--only and --seed measure in parts: one case, with other prompts.
   throughput  the same greedy requests with memory for all, and with a tenth of that: swapped out, computed again, auto;
               the tokens are compared. Prompts are short and answers long, so that many requests begin and few can end:
               each is preempted several times. The engines take turns, another one first in each turn; medians, and
               medians of the turns' ratios to enough memory and to the better of swapping and computing.
-  prefill     n tokens that were generated, computed again in one prefill behind their prompt, against the n steps
+  prefill     n tokens that were generated, computed again in one prefill after their prompt, against the n steps
               that generated them
-  partial     one block of 16 tokens of which 8 are to be kept: copied, against computed again
+  partial     one block of 16 tokens, 8 of them needed: copied, against computed again
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Linear layers held as codes against the same in bfloat16, in one run. JSON lines.
+"""Quantized linear layers against the same in bfloat16, in one run. JSON lines.
 
     python benchmarks/quantized.py [--quick] [--repetitions 9] [--format int4:128 --format int8] [--isa avx2]
 
 One figure per format and number of rows (1, 8, 32, and without --quick 480): the time of one pass over the linear
-layers of 28 decoder layers of Qwen3-0.6B (fewer with --quick), each with memory of its own, so that few rows read it
+layers of 28 decoder layers of Qwen3-0.6B (fewer with --quick), each with its own memory, so that few rows read it
 from there; formats take turns, medians. `gb_s`: bytes of codes and scales read per second; `share`: that over the read
 bandwidth measured in the same run, which is the limit of a decode row; `of_bf16`: how many times as fast as bfloat16;
-`tokens_s`: what a model of these linear layers alone would decode, rows over time.
+`tokens_s`: the decode rate of a model of these linear layers alone, rows over time.
 """
 
 from __future__ import annotations

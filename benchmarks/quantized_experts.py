@@ -1,9 +1,9 @@
-"""A mixture of experts held as codes against the same in bfloat16, whole models in one run. JSON lines.
+"""A quantized mixture of experts against the same in bfloat16, whole models in one run. JSON lines.
 
     python benchmarks/quantized_experts.py [--quick] [--repetitions 5] [--format int4 --format int8]
 
 The model is the mixture of experts of benchmarks/architectures.py: 1 of 8 experts active in each of 14 layers, random
-weights. Its checkpoint is written to a temporary folder. Decode behind prompts of 128 tokens at batch 1 and 8, and
+weights. Its checkpoint is written to a temporary folder. Decode after prompts of 128 tokens at batch 1 and 8, and
 prefill of one prompt of 1 024; formats take turns. `of_bf16`: the median of the ratios to bfloat16 within a round.
 """
 

@@ -1,4 +1,4 @@
-"""How fast the recurrences of state layers are, beside the memory and beside transformers. JSON lines.
+"""The speed of the recurrences of state layers, against the memory's rate and transformers. JSON lines.
 
     python benchmarks/recurrence.py [--quick] [--threads N] [--repetitions 9]
 
@@ -8,7 +8,7 @@ rounds: each reads and writes the states once. RG-LRU and short convolutions hav
 their share says little.
 
 Prefill: tokens a second of one delta-rule layer in the shape of Qwen3-Next's (16 heads of keys, 32 of values, 128
-wide), without its products, beside transformers' own fallback by chunks (`torch_chunk_gated_delta_rule`).
+wide), without its products, against transformers' own fallback by chunks (`torch_chunk_gated_delta_rule`).
 
 The cases of a table run in turn, again and again; medians, and the best, which says more on a busy machine.
 """
@@ -57,7 +57,7 @@ def decode(num_bytes: int, threads: int, repetitions: int) -> None:
         batch = max(1, num_bytes // (4 * shape.numel()))
         state = torch.randn(batch, *shape)
         run = make(state, RecurrenceStep(range(batch + 1), torch.randperm(batch)))
-        # By one, so that the states stay what they are; torch multiplies all the same.
+        # By one, so that the states do not change; torch multiplies anyway.
         taken = measure({"scale": lambda state=state: state.mul_(1.0), "step": run}, repetitions)
         rates = {key: (state.nbytes / median, state.nbytes / least) for key, (median, least) in taken.items()}
         emit(
@@ -75,7 +75,7 @@ def decode(num_bytes: int, threads: int, repetitions: int) -> None:
 
 
 def layers() -> dict[str, tuple[torch.Size, Callable[[torch.Tensor, RecurrenceStep], Case]]]:
-    """By name the shape of a state, and what makes a call of a state and a step."""
+    """By name the shape of a state, and the function that makes a call from a state and a step."""
     compute = backend("native")
 
     def delta(state: torch.Tensor, step: RecurrenceStep, wide: bool) -> Case:

@@ -7,8 +7,8 @@ Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --quick take
   memory   the same prompt again: only its last token is computed; median of three, the first while its KV is stored
   restart  a new engine over the same folder: the prefix is loaded, its last token computed; asked once the engine has
            memory for it from the system (`memory_ahead_s` after its first answer), and at once
-beside a decode step behind the same prompt, and the disk tier's own speed: all segments of the prompt through the
-stack, checked, into nowhere. The file system's cache is warm. The first tokens of all three are compared.
+compared with a decode step after the same prompt, and the disk tier's own speed: all segments of the prompt through
+the stack, checked and discarded. The file system's cache is warm. The first tokens of all three are compared.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def reading(llm: LLM, prompt: list[int]) -> float:
     size = loads._segment_tokens
     root, tokens = root_key(loads._fingerprint, b""), np.array(prompt)
     whole = len(tokens) // size * size
-    names = segment_keys(root, tokens[:whole], size)
-    if len(tokens) - whole >= llm.block_size:  # what ends within a segment is kept block by block
+    names = segment_names(root, tokens[:whole], size)
+    if len(tokens) - whole >= llm.block_size:  # a prefix that ends within a segment is kept block by block
         blocks = tokens[whole : len(tokens) // llm.block_size * llm.block_size]
         behind = names[-1].key if names else None
         names += segment_keys(root, blocks, llm.block_size, start=whole, parent=behind)

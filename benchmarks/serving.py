@@ -1,17 +1,17 @@
-"""`quire serve` under load: what clients see, what the server costs, what is left when they go. JSON lines.
+"""`quire serve` under load: times of clients, cost of the server, blocks and memory left at the end. JSON lines.
 
     python benchmarks/serving.py [--part load|cost|drops|overload]... [--quick] [--turns N] [--model DIR]
         [--traces DIR]
 
-Server and clients are processes of their own on loopback. Without --model the embedded model is served.
+Server and clients are separate processes on loopback. Without --model the embedded model is served.
   load      64 clients at once; then open loop: requests arrive when their time has come, answered or not, at Poisson
-            times and, where the trace is there, at those of an hour of code completion (Azure 2023, compressed):
+            times and, if the trace is there, at those of an hour of code completion (Azure 2023, compressed):
             time to the first token, time per token, goodput (requests within 1 s and 100 ms), hit rate
-  cost      CPU of the server process a streamed token, beyond that of the engine alone, which is given the same
-            requests in a process of its own; and tokens/s beside it. They take turns; medians
+  cost      CPU of the server process a streamed token, beyond that of the engine alone, which gets the same
+            requests in its own process; and tokens/s of both. They take turns; medians
   drops     connections that send part of a request, read part of an answer and go: the blocks held at the end
-  overload  8 times what the server manages: statuses, memory of the process without the pages of its KV cache at each
-            eighth of the time, and what it grew by for 10 000 requests over the last half
+  overload  8 times the server's capacity: statuses, memory of the process without the pages of its KV cache at each
+            eighth of the time, and its growth for 10 000 requests over the last half
 --turns: of the cost, 5 if not given (1 with --quick).
 --traces: a folder with gsm8k_test.jsonl, qmsum_test.jsonl (texts) and azure2023_code.csv (times); without it the texts
 are made up and the trace is left out.
@@ -102,7 +102,7 @@ class Texts:
 
 @dataclass
 class Outcome:
-    """What one request came to, times from its start."""
+    """The result of one request, with times from its start."""
 
     status: int = 0
     first_s: float = 0.0
@@ -126,7 +126,7 @@ def request_bytes(body: dict[str, Any]) -> bytes:
 
 
 async def ask(port: int, body: dict[str, Any]) -> Outcome:
-    """One request on a connection of its own; a client in a few lines, so that it does not eat the server's core."""
+    """One request on its own connection; a client in a few lines, so that it does not use up the server's core."""
     outcome, began = Outcome(), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -172,7 +172,7 @@ class Server:
         raise SystemExit(self.log)
 
     def cpu_s(self) -> float:
-        """Of all its threads; those that have ended meanwhile are not in it, and there are none to speak of."""
+        """CPU time of all its threads. Threads that have ended meanwhile are left out; there are hardly any."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
@@ -322,7 +322,7 @@ async def drops(arguments: argparse.Namespace, texts: Texts) -> None:
         for _ in range(count):
             await drop(port)
 
-    # Little memory, so that the cache has all of it soon, and what grows is something else.
+    # Little memory: the cache soon has all of it, and later growth is something else.
     with serving(arguments.model, kv_memory="128MiB") as server:
         await several(server.port, num // 20)
         began, before = time.perf_counter(), server.resident_bytes()
@@ -341,7 +341,7 @@ async def drops(arguments: argparse.Namespace, texts: Texts) -> None:
             resident_mib_grown=(server.resident_bytes() - before) / 2**20,
             still_answers=(await ask(server.port, {"prompt": "a", "max_tokens": 2})).status,
         )
-        assert not held, "blocks are held by nobody"
+        assert not held, "no request holds blocks"
 
 
 async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
@@ -395,7 +395,7 @@ def _body(texts: Texts, draw: random.Random) -> dict[str, Any]:
 
 
 async def _open_loop(port: int, times: Sequence[float], texts: Texts, draw: random.Random) -> list[Outcome]:
-    """A request at each of these times, in seconds from now, whatever has become of those before it."""
+    """A request at each of these times, in seconds from now, independent of the earlier requests."""
     began, tasks = time.perf_counter(), []
     for at in times:
         await asyncio.sleep(max(0.0, at - (time.perf_counter() - began)))

@@ -1,4 +1,4 @@
-"""What it saves to read tokens that sequences share once, in a decode step. JSON lines.
+"""The gain from reading shared tokens once for all sequences of a decode step. JSON lines.
 
     python benchmarks/shared_prefix.py [--quick] [--threads N] [--dtype bfloat16]
 
@@ -7,9 +7,9 @@ Each case is one decode step of sequences over a prefix, as attention over
   one by one  shared blocks that are read for each sequence (sharing switched off)
   shared      the same blocks, read once for all
 with the same bits in the last two. Cases: 32 sequences over 4 096 tokens and 64 of their own; samples; trees;
-two sequences over a few tokens, where there is little to win. And what a step that shares nothing pays for looking.
+two sequences over a few tokens, with little to gain. And the cost of the search in a step that shares nothing.
 Random K and V, 16 query heads, 8 KV heads of 128, blocks of 16. The sides of a case run in turn; medians, and medians
-of the turns' ratios. `read_gb_s`: what memory gave at the time, on which `times_private` depends.
+of the turns' ratios. `read_gb_s`: the memory's read bandwidth at the time, on which `times_private` depends.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def looking(num_sequences: int, context: int, dtype: torch.dtype, num_threads: i
     kept = AttentionPlan.build(range(num_sequences + 1), lengths, tables, BLOCK_SIZE, num_threads)
 
     def looks(turn: int) -> float:
-        """Seconds to find out that nothing is shared, beyond what any new batch costs."""
+        """Seconds to find out that nothing is shared, beyond the cost of any new batch."""
         taken = {}
         for sharing in (True, False) if turn % 2 else (False, True):
             made = AttentionPlan.build(kept.query_start, lengths, tables, BLOCK_SIZE, num_threads)

@@ -1,16 +1,16 @@
-"""Start to first token, and peak memory, beside `import torch, transformers` in the same run. JSON lines.
+"""Start to first token, and peak memory, against `import torch, transformers` in the same run. JSON lines.
 
     python benchmarks/start.py [--quick] [--repetitions 5] [--prompt-tokens 16] [--model DIR] [--packed-weights DIR]
         [--weights FORMAT]
 
 Every measurement is a fresh process, timed by itself from its first statement; the kinds take turns: importing torch
-and transformers and nothing else; the embedded model, nothing kept; then the larger model with its weights as they are
-and, with --weights, rounded as `LLM(weights=)` does, each with nothing kept, as a first start, whose folder of packed
-weights is empty, and as a second one, which maps what the first has written. `LLM(folder)` and one greedy token.
+and transformers and nothing else; the embedded model, nothing saved; then the larger model with its weights as they are
+and, with --weights, rounded as `LLM(weights=)` does, each with nothing saved, as a first start, whose folder of packed
+weights is empty, and as a second one, which maps the files of the first. `LLM(folder)` and one greedy token.
 Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters, bfloat16, 903 MiB), saved to a
 temporary folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache.
---packed-weights is an empty or new folder for what is kept; a temporary one if not given.
-Memory is the process's peak (VmHWM) at the end. Phases are timed by wrapping functions; what is not named is in `rest`.
+--packed-weights is an empty or new folder for saved weights; a temporary one if not given.
+Memory is the process's peak (VmHWM) at the end. Phases are timed by wrapping functions; all other time is in `rest`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--packed-weights", default=None, help="an empty folder for packed weights")
     parser.add_argument(
-        "--weights", default=None, help="what the larger model's are rounded to, such as int4"
+        "--weights", default=None, help="format of the rounded weights of the larger model, such as int4"
     )
     parser.add_argument(
         "--decode-tokens", type=int, default=0, help="decoded afterwards, at batch 1; the rate"

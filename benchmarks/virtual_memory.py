@@ -1,4 +1,4 @@
-"""What virtual memory costs and saves: /proc/self/smaps, opening and growing a sequence, sharing, calls. JSON lines.
+"""Costs and savings of virtual memory: /proc/self/smaps, opening and growing a sequence, sharing, calls. JSON lines.
 
     python benchmarks/virtual_memory.py [--quick] [--repetitions 5]
 
@@ -6,7 +6,7 @@ smaps     a dense buffer, an empty range, a heap and a range mapped onto it: vir
           the memory that the heap's file takes (st_blocks).
 sequence  a sequence of at most 40 960 tokens in the shape of Qwen3-4B (36 layers, 8 KV heads of 128, bfloat16) on
           `VirtualStorage`: memory committed when it is open, with 100 tokens, and grown beyond 4 096.
-growing   the same growth by buffers that are replaced: torch copies 4 096 tokens of 72 buffers into larger ones.
+growing   the same growth by replacing buffers: torch copies 4 096 tokens of 72 buffers into larger ones.
 calls     microseconds of taking memory, mapping, unmapping and giving back one piece, by size.
 fork      8 192 tokens (and half a piece) in the shape of Qwen3-0.6B, pieces of 2 MiB, mapped a second time.
 window    8 layers with a window of 1 024 tokens (4 KV heads of 256, bfloat16), in rows and in rings: a prompt of
@@ -51,7 +51,7 @@ _FIELDS = {
 
 
 def smaps(start: int, stop: int) -> dict[str, int]:
-    """The sums over the mappings that touch [start, stop); what is virtual is cut to it."""
+    """The sums over the mappings that touch [start, stop); their virtual sizes are cut to it."""
     sums: dict[str, int] = dict.fromkeys(
         ("virtual_kib", "resident_kib", "dirty_kib", "pss_kib", "mappings"), 0
     )
@@ -150,7 +150,7 @@ def run_sequence(repetitions: int, step_tokens: int) -> None:
         cache.close(sequence)
         storage.forget(np.array([sequence.id]))
         cache.reset()
-        # Memory that the heap has already: the same blocks for another sequence, in a row of its own.
+        # Memory that the heap has already: the same blocks for another sequence, in its own row.
         other = cache.open(tokens + 7)
         storage._map.unmap_parked()
         ready.append(step(other, 100))

@@ -3,13 +3,13 @@
     python benchmarks/virtual_tokens.py [--quick] [--rounds 5] [--sequences 4] [--context 1024] [--attention]
 
 One engine for each storage on the same random weights (8 layers in the shape of Qwen3-0.6B's, bfloat16, a vocabulary of
-1000), mapped from one file: where an engine's weights lie decides as much as its storage does. A round lets each
-decode 48 steps behind prompts of `--context` tokens, one step of each in turn; rates are medians over the rounds,
+1000), mapped from one file: the place of an engine's weights matters as much as its storage. A round lets each
+decode 48 steps after prompts of `--context` tokens, one step of each in turn; rates are medians over the rounds,
 ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a block are among them.
 
 With `--attention` attention alone, of all 8 layers in turn: over the storages, and over rows laid out as `virtual` has
-them, [token, head, dim], in plain memory of huge pages and of pages of 4 KiB. It tells what the layout costs, and what
-the pages do.
+them, [token, head, dim], in plain memory of huge pages and of pages of 4 KiB. It shows the cost of the layout, and
+of the pages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def start(llm: LLM, prompts: list[list[int]]) -> None:
 
 
 def decode_seconds(llms: dict[str, LLM], prompts: list[list[int]]) -> dict[str, float]:
-    """Of STEPS steps of each engine: one step of each in turn, so that what disturbs one disturbs all."""
+    """Of STEPS steps of each engine: one step of each in turn, so that a disturbance affects all."""
     for llm in llms.values():
         start(llm, prompts)
     seconds, order = dict.fromkeys(llms, 0.0), list(llms)
@@ -97,7 +97,7 @@ def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
     row_tokens = -(-(context + 256) // 1024) * 1024  # whole pieces of 2 MiB
     num_tokens = num_sequences * row_tokens
     every_row = torch.arange(num_sequences, dtype=torch.int32)[:, None]
-    views: dict[str, tuple[list[KVView], torch.Tensor, Any]] = {}  # with tables, and what must stay
+    views: dict[str, tuple[list[KVView], torch.Tensor, Any]] = {}  # with tables, and objects that must stay
 
     contiguous = ContiguousStorage(SPEC, num_tokens, row_tokens)
     contiguous.fill(0.5)

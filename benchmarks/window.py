@@ -1,10 +1,10 @@
-"""What the window costs a server with a pool of 100 000 blocks: share of a core, updates a second. JSON lines.
+"""The cost of the live page for a server with a pool of 100 000 blocks: share of a core, updates a second. JSON lines.
 
     python benchmarks/window.py [--quick] [--blocks 100000] [--seconds 20]
 
-One process: the server on the embedded model, its pool filled with prefixes of several tenants (nothing computed: what
-is measured is looking on), and a watcher that reads the events as they come and throws them away.
-  1. idle: processor time of the whole process with one administrator watching, less that with nobody;
+One process: the server on the embedded model, its pool filled with prefixes of several tenants (nothing computed:
+only watching is measured), and a watcher that reads the events as they come and throws them away.
+  1. idle: processor time of the whole process with one administrator watching, less that without watchers;
   2. busy: the same while requests run, from the feed's own clock (processor time of collecting, painting, writing), and
      the tokens a second with and without a watcher, taking turns;
   3. several watchers: the same as 1 with 16 of them.
@@ -102,7 +102,7 @@ def fill(llm: LLM, share: float) -> None:
 
 
 def cpu_of(seconds: float, watchers: list[Watcher]) -> float:
-    """Processor seconds a second of this process, less what the watchers themselves took."""
+    """Processor seconds a second of this process, less those of the watchers themselves."""
     own = sum(one.cpu_s for one in watchers)
     began, began_cpu = time.perf_counter(), time.process_time()
     time.sleep(seconds)

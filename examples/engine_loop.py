@@ -5,8 +5,9 @@ by slot. The cache decides which slot belongs to which token. Run: python exampl
 
 It ends for any prompts, because of two rules (docs/engine-builders.md, "Admission that always ends"):
     1  A request that does not fit in the whole cache is refused before it starts.
-    2  A request is admitted only if its whole prompt fits beside all that the running ones still have to compute.
-       So the step after an admission always finds its blocks, and the oldest running request computes in every step.
+    2  A request is admitted only if its whole prompt fits in addition to all tokens that running ones still have to
+       compute. So the step after an admission always finds its blocks, and the oldest running request computes in every
+       step.
 """
 
 import numpy as np
@@ -44,7 +45,7 @@ def forward(plan, tokens, positions):
 
 
 def admit(cache, tokens, running):
-    """An open sequence of these tokens, or None: its prompt does not fit beside what the others still compute."""
+    """An open sequence of these tokens, or None: its prompt does not fit with the rest of the others."""
     seq = cache.open(tokens)  # takes the longest known prefix, and no block beyond it
     everyone = [*running, seq]
     rest = [one.num_tokens - one.num_computed_tokens for one in everyone]
@@ -76,7 +77,9 @@ def generate(cache, prompts, max_tokens, log=print):
                 batch.append((request, seq, positions))
                 left -= len(positions)
         plan = cache.reserve([seq for _, seq, _ in batch], [len(positions) for *_, positions in batch])
-        if plan is None:  # the youngest starts over later, and finds again what nobody needed meanwhile
+        if (
+            plan is None
+        ):  # the newest starts over later, and finds its blocks again if no other sequence needed them
             request, seq = running.popitem()
             cache.close(seq)
             waiting.insert(0, request)

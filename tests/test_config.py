@@ -108,6 +108,8 @@ def test_help_and_bad_options_do_not_wait_for_torch(what: str) -> None:
         ({"kv_memory": True}, "got True for kv_memory, .* - in `kv_memory`"),
         ({"disk_cache": " "}, "expected a folder, got ' ' - in `disk_cache`"),
         ({"blok_size": 1}, "expected only backend, block_size, .*, got blok_size"),
+        ({"preemption": "park"}, "expected auto, swap or recompute, got 'park' - in `preemption`"),
+        ({"park_memory": "1MiB"}, "expected only backend, block_size, .*, got park_memory"),
         ({"storage": "heap"}, "expected paged, contiguous, growing, virtual or auto, got 'heap' - in `storage`"),
         ({"storage": "auto:3"}, "expected a storage, or one with its option .*, got 'auto:3'"),
         ({"storage": "paged:"}, "expected a storage, or one with its option .*, got 'paged:'"),

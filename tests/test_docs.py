@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.glossary import replaced_identifiers
 from support.running_server import running
 from typer.main import get_command
 
@@ -46,6 +47,7 @@ NOT_RUN = {
     "python benchmarks/": "minutes; scripts/check-long runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
+    "qwen": "comes from npm; scripts/soak agents runs it",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",
 }
 # What is not there, and what takes its place here: a model of the Hub (network).
@@ -298,3 +300,30 @@ def test_files_of_the_source_exist(file: str) -> None:
 def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert len((DOCS / "benchmarks.md").read_text().splitlines()) <= 200
+
+
+def test_the_changelog_has_short_lines() -> None:
+    """One line a capability, of at most 160 characters; at most 70 lines for a release, its headings included."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert not [line for line in text.splitlines() if len(line) > 160]
+    for release in text.split("\n## ")[1:]:
+        assert len(release.splitlines()) <= 70, release.partition("\n")[0]
+
+
+def test_the_glossary_has_few_words_and_each_replaced_name_once() -> None:
+    replaced = replaced_identifiers()
+    assert 0 < len(replaced) <= 60
+    names = [name for each in replaced.values() for name in each]
+    assert names
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_lines_of_documents_are_short(file: str) -> None:
+    """At most 140 characters, tables, pictures and code left out."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / file).read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not [
+        line
+        for line in text.splitlines()
+        if len(line) > 140 and not line.startswith("    ") and not line.lstrip().startswith(("|", "!["))
+    ]

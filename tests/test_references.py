@@ -5,8 +5,8 @@
     `num_held`, `check()`      a name in the code, a module, or one of `FOREIGN`
     `preemption="swap"`        of an option of the engine a value that it takes; so in a list behind (`preemption=`)
 
-A file of the package may cite what the package and `native` have, any other file what the repository has.
-The files are read and not imported. Cost: some two seconds.
+A file of the package may cite what the package and `native` have, any other file what the repository has. Replaced
+identifiers in the glossary are left out. The files are read and not imported. Cost: some two seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from support import glossary
 
 from quire.config import EngineConfig
 
@@ -80,7 +81,9 @@ FOREIGN = frozenset(
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a document, or of the docstrings and comments of a source file, with their numbers."""
     text = path.read_text()
-    if path.suffix == ".md":
+    if path == glossary.PATH:
+        yield from enumerate(map(glossary.without_replaced, text.splitlines()), 1)
+    elif path.suffix == ".md":
         yield from enumerate(text.splitlines(), 1)
     elif path.suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -7,17 +7,9 @@ from pydantic import ValidationError
 from support import tiny_llm
 
 from quire import SamplingParams
-from quire.config import EngineConfig
 from quire.engine.async_conversation import AsyncConversation
 from quire.renamed import renamed
 from quire.server.schemas.completion_bodies import CompletionRequest
-
-
-def test_old_names_of_options() -> None:
-    with pytest.warns(DeprecationWarning, match="park_memory is called swap_memory"):
-        assert EngineConfig(park_memory="1MiB").swap_memory == "1MiB"  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match='"swap"'):
-        assert EngineConfig(preemption="park").preemption == "swap"  # type: ignore[arg-type]
 
 
 def test_old_name_of_a_request() -> None:

@@ -1,4 +1,4 @@
-"""What the embedded model learns from: the running Python's standard library, as text, chats, tokens and windows.
+"""The training text of the embedded model: the running Python's standard library, as text, chats, tokens and windows.
 
 The split into training and held-out files is stable (a hash of each file's path); the tokenizer sees no held-out
 file. Not here: the model, and how it is trained.

@@ -1,9 +1,9 @@
 """`python tools/trace_files.py`: the files of src/quire that a decode step and a whole `generate` go through.
 
-What a reader must open to follow one request: each file once, in order of first touch, and how often the calls of one
-thread go from one file to another. Of the embedded model, paged storage, native kernels, greedy, a batch of two, as
-an `LLM` is without options: its monitor keeps the events of the cache. C++ is not seen: a call into the extension
-counts as part of the file that makes it.
+Lists the files that a reader must open to follow one request: each file once, in order of first touch, and how often
+the calls of one thread go from one file to another. The run has the embedded model, paged storage, native kernels, a
+greedy batch of two and an `LLM` without options, whose monitor keeps the events of the cache. C++ is not traced: a call
+into the extension counts as part of the file that makes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Trace:
 
 
 def traced(work: Callable[[], Any], driver: Driver | None = None) -> Trace:
-    """Runs `work`; what it goes through in this thread, and in the driver's."""
+    """Runs `work` and records the files that it passes in this thread, and in the driver's."""
     trace, here, lock, begun = Trace(), threading.local(), threading.Lock(), threading.Event()
 
     def see(frame: FrameType, event: str, _: Any) -> None:

@@ -1,12 +1,12 @@
 """Train the small embedded language model from the Python standard library.
 
-What this is: builds a byte-level BPE tokenizer and a Qwen3-architecture model of about 5 M
+It builds a byte-level BPE tokenizer and a Qwen3-architecture model of about 5 M
 parameters from the source of the running Python's standard library (`embedded_corpus.py`), in a
 fixed budget of wall-clock time on a CPU, and writes both as an ordinary Hugging Face folder.
 Held-out files are never seen by the tokenizer or the model. `--evaluate` measures the shipped
 folder on those files.
 
-What this is not: a general trainer. One model shape, one corpus, one process, no GPU.
+It is not a general trainer. One model shape, one corpus, one process, no GPU.
 
 The learning rate follows the training seconds used so far, so a run always ends annealed. The
 same command resumes from the last checkpoint. While a file named PAUSE lies in the work folder

@@ -3,7 +3,7 @@
     python tools/window_pictures.py [--to docs] [--looks DIR]
 
 Needs chromium, chromedriver and selenium. --looks: also both pages in the other colours, with text twice as large and
-on a narrow screen, for somebody to look at; `tests/server/test_window_page.py` says what must hold of those.
+on a narrow screen, for a human to look at; `tests/server/test_window_page.py` has the checks of the page.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def until(is_reached: Callable[[], Any], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not is_reached():
         if time.monotonic() > end:
-            raise SystemExit("the page did not come to show what the picture is to show")
+            raise SystemExit("the page did not reach the state for the picture")
         time.sleep(0.05)
 
 

@@ -1,16 +1,16 @@
-"""What every engine is asked to do: the cases, their prompts, and what is counted of them.
+"""The work of every engine: the cases, their prompts, and their figures.
 
 Standard library only: the comparison, and nothing of an engine. Prompts are token ids, drawn from the name of the
 case and the repetition, so that every engine gets the same and no engine finds those of an earlier repetition in
 its prefix cache. Greedy, fixed length, the end token ignored.
 
-What is counted, from `times[request][token]` in seconds since the requests were given to the engine:
+Figures, from `times[request][token]` in seconds since the engine got the requests:
     rate      tokens per second that came after every request had its first one
     prefill   prompt tokens per second until the first token
     seconds   until the last token of the last request
     turn      seconds from the last token of the first turn to the first one of the second
 
-A second turn goes on with a conversation: the first request's prompt, what the engine answered, and tokens of its own.
+A second turn continues a conversation: the first request's prompt, the engine's answer, and new tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case:
         shared: the first so many tokens of each prompt are the same in all.
         lead: the first request finishes before the others arrive.
         turn: new tokens of the second of two requests, which goes on with the first.
-        tight: in a process of its own whose KV cache has `tight_kv_bytes` of the shape, too few for all at once.
+        tight: in its own process, whose KV cache has `tight_kv_bytes` of the shape, too few for all at once.
         dense_only: not asked of models with recurrent layers.
         target: least ratio to the best peer of a dense model, without and with AMX.
         quantized_target: the same among engines with weights of 4 bits.
@@ -67,7 +67,7 @@ class Case:
         return self.prompt + self.new + (self.turn + self.new if self.turn else 0)
 
     def prompts(self, vocab_size: int, repetition: int) -> list[list[int]]:
-        """Of a second turn what is new in it; the driver puts the conversation before it."""
+        """The new tokens of a second turn; the driver puts the conversation before them."""
         draw = random.Random(f"{self.name} {repetition}")
         if self.turn:
             return [[draw.randrange(vocab_size) for _ in range(count)] for count in (self.prompt, self.turn)]

@@ -1,7 +1,7 @@
 """The client of the servers: requests of real text as token ids, one stream, a closed loop and an open one.
 
 Text is cut into tokens once, by a byte-pair encoding learned here from the same texts, so that all servers get the
-same ids; they mean nothing to a model with random weights, and only their number and what they share counts.
+same ids. They mean nothing to a model with random weights; only their number and their common beginnings count.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Requests:
 
 @dataclass
 class Outcome:
-    """What one request came to.
+    """The result of one request.
 
     Args:
         first_s: from its arrival to the first text. gaps_s: between pieces of text. last_at: on the clock of
@@ -73,7 +73,7 @@ class Outcome:
 async def ask(
     port: int, request: Request, arrived_at: float | None = None, patience_s: float = LONG_PATIENCE_S
 ) -> Outcome:
-    """One request on a connection of its own. arrived_at: when it was due, if not now; what is late counts."""
+    """One request on its own connection. arrived_at: its due time, if not now; a delay counts."""
     arrived_at = time.perf_counter() if arrived_at is None else arrived_at
     outcome = Outcome()
     try:
@@ -151,7 +151,7 @@ async def closed_loop(port: int, requests: Iterator[Request], num_clients: int, 
 
 
 async def open_loop(port: int, requests: Iterator[Request], times: list[float]) -> list[Outcome]:
-    """A request at each of these times, in seconds from now, whatever has become of those before it."""
+    """A request at each of these times, in seconds from now, independent of the earlier requests."""
     given = [next(requests) for _ in times]  # drawn before, not while others are timed
     began, tasks = time.perf_counter(), []
     for request, at in zip(given, times, strict=True):

@@ -1,4 +1,4 @@
-"""Quire beside the engines one would take instead: the same prompts, one table.
+"""Quire against other engines: the same prompts, one table.
 
     python benchmarks/peers/setup.py [--peers DIR]           once: environments, models
     python benchmarks/peers/compare.py [--peers DIR] [--engines NAME ...] [--cases TEXT ...] [--repetitions 3]
@@ -9,9 +9,9 @@
 A round takes the machine's limits, the time of `import torch, transformers`, and each engine in turn through all
 cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed (of ratios:
 of those within each round), so that engines are interleaved. Engines that take a minute to start keep their process,
-stopped while others run. What took more than a minute in total is not repeated. An engine that is not installed is
-left out, and a case that an engine has no way to do says so. JSON lines first (the machine line, each figure as it
-comes), then the table.
+stopped while others run. A case that took more than a minute in total is not repeated. An engine that is not
+installed is left out, and a case that an engine cannot do says so. JSON lines first (the machine line, each figure as
+it comes), then the table.
 
 Start to first token is counted from outside: from the start of the process to its first answer, for a prompt of 128.
 It is a second start: each engine has the model in its own form already, Quire its packed weights.
@@ -21,9 +21,9 @@ as many requests and 16-token prompts warms it up.
 --quantized: engines with weights of 4 and 8 bits, and Quire's with 16. The first one that runs is compared with the
 peers; a decode row's limit is its bytes over the read bandwidth.
 
---kind: the shape of the model (`shape.py`). A hybrid's decode rows have a limit by their bytes, its other rows none.
-llama.cpp shares a prefix, and goes on with a conversation, by sharing the sequence in memory, which is the fastest it
-has; its server restores a copy of the state where another conversation came between.
+--kind: the shape of the model (`shape.py`). A hybrid's decode rows have a limit by their bytes, its other rows have no
+limit. llama.cpp shares a prefix, and continues a conversation, by sharing the sequence in memory, which is its fastest
+way; its server restores a copy of the state if another conversation came between.
 
 --quick: a small model in float32, Quire and transformers in this interpreter, for the correctness of all this: fails
 unless Quire's tokens are those of transformers.
@@ -57,7 +57,7 @@ MEMORY_TARGET = 1 / 1.1
 START_ALLOWANCE_S = 1.5
 QUANTIZED_SHARE = 0.75  # of a decode row at batch 1
 HYBRID_TARGET = 1.1  # of tokens/s
-REPEATED_S = 60.0  # what took longer in total is not repeated
+REPEATED_S = 60.0  # a case that took longer in total is not repeated
 
 
 def main() -> int:
@@ -176,7 +176,7 @@ class Comparison:
                 self._rows[case.name].limits.append(limit)
 
     def _run_engine(self, engine: Engine, repetition: int, *, tight: bool) -> None:
-        """Its cases of one round, in a process of its own."""
+        """Its cases of one round, in its own process."""
         todo = []
         for case in self._cases:
             reason = engine.cannot(case)

@@ -10,11 +10,11 @@ A driver (`*_driver.py`) runs in its engine's own virtual environment. It is sta
              turn: the second of two goes on with the first, its answer included (lead, too)
              samples: whether the memory of keys and values is sampled after each step
     out  {"times": [[seconds]], "tokens": [[ids]]}     per request and token, since the requests were given
-             "memory": [[seconds, running, reserved, live]]    samples (`Clock.note_memory`); none of some engines
+             "memory": [[seconds, running, reserved, live]]    samples (`Clock.note_memory`); empty for some engines
          {"error": reason}                             it failed; the process may be in any state
     in   end of file: the process ends
 
-What an engine prints goes to stderr; stdout carries the answers alone. Loading counts to the first answer.
+The output of an engine goes to stderr; stdout carries the answers alone. Loading counts to the first answer.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Clock:
     def note_memory(self, num_running: int, reserved_bytes: int, live_bytes: int) -> None:
         """A step has ended.
 
-        num_running: requests that hold keys and values. reserved_bytes: of the cache, what no other request can have.
-        live_bytes: the part of it that holds keys and values of a token.
+        num_running: requests that hold keys and values. reserved_bytes: bytes of the cache that no other request can
+        have. live_bytes: the part of it that holds keys and values of a token.
         """
         self.memory.append((self.now(), num_running, reserved_bytes, live_bytes))
 
@@ -98,14 +98,14 @@ class Driver:
     """An engine that is loaded.
 
     Args:
-        precision: what it computes in and what its KV cache holds, where the processor decides that; None: as
+        precision: types of its arithmetic and of its KV cache, if the processor decides them; None: as
             `engines.py` says.
     """
 
     precision: str | None = None
 
     def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
-        """What an engine must be told before the requests of a case come; not counted."""
+        """Prepares an engine for the requests of a case; not counted."""
 
     def run(self, prompts: list[list[int]], new: list[int], indexes: list[int], clock: Clock) -> None:
         """Serves the prompts, all given at once; notes every token under its request's index.
@@ -118,7 +118,7 @@ class Driver:
 def serve(load: Callable[[Options], Driver]) -> None:
     """Answers until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what engines print
+    os.dup2(2, 1)  # output of engines
     options = Options(**json.loads(sys.argv[1]))
     driver: Driver | None = None
     for line in sys.stdin:
@@ -143,7 +143,7 @@ def answer_of(
     turn: bool = False,
     samples: bool = False,
 ) -> dict[str, Any]:
-    """What `driver` answers to a request; see the module's text."""
+    """The answer of `driver` to a request; see the module's text."""
     lengths = [new] * len(prompts) if isinstance(new, int) else new
     if turn:  # the answer's place is kept; its last token is drawn and not yet computed
         shared = len(prompts[0]) + lengths[0] - 1

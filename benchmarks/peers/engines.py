@@ -1,4 +1,4 @@
-"""The engines that are compared, and where each is: its environment, its driver, its model, what it cannot do.
+"""The compared engines, each with its environment, driver, model and limits.
 
 Versions are in `requirements/`. The first one is Quire; it and transformers can run in the interpreter that runs the
 comparison (`--quick`), every other peer in the virtual environment that `setup.py` made for it.
@@ -30,7 +30,7 @@ class Engine:
     Args:
         environment: name of its virtual environment; None for the interpreter of the comparison.
         model: name in the folder of models.
-        precision: what it computes in and what its KV cache holds, unless its driver says (`Driver.precision`).
+        precision: types of its arithmetic and of its KV cache, unless its driver gives them (`Driver.precision`).
         kinds: of models that it is asked to run (`shape.KINDS`).
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
         weight_bits, head_bits: of one weight of the layers and of the projection to the vocabulary, scales counted.

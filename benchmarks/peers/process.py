@@ -1,6 +1,6 @@
-"""A driver's process, seen from outside: started, asked, stopped and gone on with, measured, ended.
+"""A driver's process, seen from outside: start, ask, stop, continue, measure, end.
 
-The other end is `driver.py`. What the engine prints goes to a log file.
+The other end is `driver.py`. The output of the engine goes to a log file.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EngineProcess:
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
     def stop(self) -> None:
-        """Nothing of it runs until `go_on`, whatever its idle threads do."""
+        """Stops the process with all its threads until `go_on`."""
         self._process.send_signal(signal.SIGSTOP)
         self._stopped = True
 

@@ -1,8 +1,8 @@
 """Quire: `quire.LLM` on the directory of transformers, its engine stepped so that the time of each token is seen.
 
-Its packed weights are kept beside that directory; who measures a start starts it once before, as each peer's model is
+Its saved weights lie next to that directory. Start it once before you measure a start, as each peer's model is
 converted before. The memory of its KV cache is taken after the first request, the one of the start: the peers take
-theirs while they start. Mode: what the weights are rounded to when they are loaded; "as stored": the file's codes.
+theirs while they start. Mode: the format to which weights are rounded as they load; "as stored": the file's codes.
 """
 
 from __future__ import annotations

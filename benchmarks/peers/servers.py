@@ -1,7 +1,7 @@
-"""The engines' servers: how each is started for the same work, and its process, seen from outside.
+"""The engines' servers: the start of each for the same work, and its process, seen from outside.
 
 All answer `/v1/completions` with prompts of token ids. Each has the same two threads, memory of keys and values,
-requests at once and tokens of a step; what else an engine's server needs is with its command below.
+requests at once and tokens of a step; other needs of an engine's server are with its command below.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ os.execv(path, [path, *sys.argv[1:]])
 
 @dataclass(frozen=True)
 class Settings:
-    """What all servers are told.
+    """The settings of all servers.
 
     Args:
         max_len: longest sequence, in tokens. max_requests: at once. batch_tokens: most of a step.
@@ -87,7 +87,7 @@ def command_of(engine: Engine, python: str, model: Path, port: int, given: Setti
             "batch-size": given.batch_tokens,
             "ubatch-size": min(512, given.batch_tokens),
             "flash-attn": "on",
-            "cache-ram": 0,  # no second memory of prompts beside the one that all have
+            "cache-ram": 0,  # no second memory of prompts in addition to the one that all have
         }
         return [python, "-c", RUN_LLAMA_SERVER, "--kv-unified", *_flags(port, options)]
     raise ValueError(f"expected one of {', '.join(SERVERS)}, got {engine.name}")
@@ -155,14 +155,14 @@ class ServerProcess:
         return "\n".join([f"the server of {self._engine.name} {what}; see {self.log}{setup}", *lines])
 
     def stop(self) -> None:
-        """Nothing of it runs until `go_on`, whatever its idle threads do."""
+        """Stops the process with all its threads until `go_on`."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Asks it to end, then ends what is left of it."""
+        """Asks it to end, then kills the rest."""
         self.go_on()
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -8,9 +8,9 @@ DIR (build/peers): about 10 GB. llama.cpp is compiled for this processor, as a l
 a quarter of an hour of a C++ compiler on two cores, and again without AMX. pip has to find `torch==2.13.0+cpu`: where
 it is on no index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
 
---kind: of the model (`shape.py`). Each has a folder of its own, 3 GB for a hybrid, in 16 bits only; minutes each.
+--kind: of the model (`shape.py`). Each has its own folder, 3 GB for a hybrid, in 16 bits only; minutes each.
 
-May be run again: an environment that is as its requirements say is left alone, and so is its model. Says what failed,
+May be run again: an environment that fits its requirements is left alone, and so is its model. Prints failures,
 with the log, and goes on with the others; then the exit status is 1.
 """
 
@@ -34,10 +34,10 @@ HERE = Path(__file__).parent
 class Environment:
     """
     Args:
-        converter: script that turns the model of transformers into `model`; None where that is what it reads.
-        rounded: dense models of fewer bits: name, what it is made of, and the converter's argument.
+        converter: script that turns the model of transformers into `model`; None if the engine reads that.
+        rounded: dense models of fewer bits: name, source, and the converter's argument.
         kinds: of models that it runs here (`shape.KINDS`).
-        overlay: of the kinds there, a file of requirements that its converter needs in place of its own.
+        overlay: of the kinds there, a file of requirements that its converter needs instead.
         file: of its requirements, where that is another one's.
         pip_options, variables: of its installation.
     """

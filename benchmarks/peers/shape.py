@@ -55,11 +55,11 @@ class Shape:
 
     @property
     def folder(self) -> str:
-        """Where its models are, in the folder of the peers."""
+        """The folder of its models, in the folder of the peers."""
         raise NotImplementedError
 
     def config(self) -> tuple[str, dict[str, Any]]:
-        """The model type of transformers, and the fields of its config beside those that all have."""
+        """The model type of transformers, and the fields of its config in addition to the common ones."""
         raise NotImplementedError
 
 
@@ -109,7 +109,7 @@ class Dense(Shape):
 
 @dataclass(frozen=True)
 class Hybrid(Shape):
-    """Layers of which some are recurrent.
+    """Layers, some of them recurrent.
 
     Args:
         kind: of `KINDS`.
@@ -290,7 +290,7 @@ def write(shape: Shape, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
     model.generation_config = GenerationConfig()
     model.save_pretrained(directory)
-    if "layer_types" in fields:  # as checkpoints have them, whatever this transformers calls them
+    if "layer_types" in fields:  # names of checkpoints, which this transformers may change
         path = directory / "config.json"
         saved = json.loads(path.read_text())
         path.write_text(json.dumps(saved | {"layer_types": fields["layer_types"]}, indent=2) + "\n")

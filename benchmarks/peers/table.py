@@ -16,11 +16,11 @@ DECODE_SHARE, PREFILL_SHARE = 0.80, 0.75
 
 @dataclass
 class Row:
-    """A case and what each engine made of it.
+    """A case and the result of each engine.
 
     Args:
-        figures: engine -> one per repetition. reasons: engine -> why it has none.
-        limits: the machine's, one per repetition; empty where there is none.
+        figures: engine -> one per repetition. reasons: engine -> the reason why it has no figures.
+        limits: the machine's, one per repetition; empty if there is none.
         target: least ratio to the best peer (more is better), or most of it (less is better).
         most: instead of a ratio, the most that it may be.
         least_share: of the limit.

@@ -26,9 +26,7 @@ MODULES = {
 
 @pytest.mark.parametrize("row", MODULES)
 def test_the_document_names_each_field(row: str) -> None:
-    section = (
-        DOCUMENT.read_text().partition("## Which settings are read")[2].partition("## What it becomes")[0]
-    )
+    section = DOCUMENT.read_text().partition("## Settings")[2].partition("## Weights in memory")[0]
     (line,) = (line for line in section.splitlines() if line.startswith(f"| {row} |"))
     _, _, reads, changes_nothing, _ = line.split("|")
     format_of: Any = importlib.import_module(f"quire.quantized.readers.{MODULES[row]}")
