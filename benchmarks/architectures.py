@@ -212,7 +212,7 @@ def measure_speed(
     for index, (name, (batch, length, new)) in enumerate(cases.items()):
         ours = partial(run_case, llm, batch, length, new)
         theirs = partial(run_generate, baseline, batch, length, min(new, baseline_tokens))
-        rates = run_here({"ours": ours, "theirs": theirs}, 100 * index, repetitions)
+        rates = in_turn({"ours": ours, "theirs": theirs}, 100 * index, repetitions)
         ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
         own, other = (statistics.median(rates[who]) for who in ("ours", "theirs"))
         ratio = statistics.median(ratios)

@@ -129,7 +129,7 @@ def reading(llm: LLM, prompt: list[int]) -> float:
     size = loads._segment_tokens
     root, tokens = root_key(loads._fingerprint, b""), np.array(prompt)
     whole = len(tokens) // size * size
-    names = segment_names(root, tokens[:whole], size)
+    names = segment_keys(root, tokens[:whole], size)
     if len(tokens) - whole >= llm.block_size:  # a prefix that ends within a segment is kept block by block
         blocks = tokens[whole : len(tokens) // llm.block_size * llm.block_size]
         behind = names[-1].key if names else None
