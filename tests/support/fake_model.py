@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.cache.state_plan import StatePlan
-from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE
+from quire.step import Batch, StatePlan
 
 VOCAB = 97
 _POISON = -(10**9)
@@ -102,7 +101,7 @@ class FakeStates:
         for slot in slots:
             self.tokens.pop(slot, None)
 
-    def run(self, step: ScheduledStep, states: StatePlan) -> None:
+    def run(self, step: Batch, states: StatePlan) -> None:
         self.apply(states.operations)
         kept, row = dict(states.checkpoints), 0
         for sequence, slot, num_new in zip(
@@ -135,14 +134,14 @@ class FakeRunner:
         self.slots = np.pad(self.slots, [(0, 0), (0, num_new)], constant_values=_POISON)
         self.slots.reshape(len(self.slots), -1, self.block_size)[:, given_up] = _POISON
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch) -> torch.Tensor:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
         assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
         self.num_computed_tokens += len(step.input_ids)
         self.batch_sizes.append(len(step.sequences))
-        if (states := getattr(step.plan, "states", None)) is not None:
+        if (states := step.plan.states) is not None:
             self.states.run(step, states)
         size = self.block_size
         for index in range(len(self.spec.groups)):
@@ -212,7 +211,7 @@ class FakeRunner:
         assert (blocks >= 0).all()
         return blocks * self.block_size + places % self.block_size
 
-    def _row(self, step: ScheduledStep, row: int) -> np.ndarray:
+    def _row(self, step: Batch, row: int) -> np.ndarray:
         position = int(step.positions[row])
         histories: list[tuple[np.ndarray, int]] = []
         for index, group in enumerate(self.spec.groups):

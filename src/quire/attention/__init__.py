@@ -1,7 +1,7 @@
 """Attention over paged keys and values: write them to slots, read them through block tables.
 
 `backend()` is the way in, and finds whole devices (`Backend`); `reference` is the definition in torch, `native` the
-kernels.
+kernels. `attention_batch` makes a batch of arrays that are not the engine's.
 
 Others may use the names below, and
     backends   the back ends by name; home of the names below
@@ -10,7 +10,7 @@ Others may use the names below, and
 """
 
 from quire.attention.backends import AttentionBackend, Backend, backend, register
+from quire.attention.checks import attention_batch
 from quire.attention.options import AttentionOptions
-from quire.attention.plan import AttentionPlan
 
-__all__ = ["AttentionBackend", "AttentionOptions", "AttentionPlan", "Backend", "backend", "register"]
+__all__ = ["AttentionBackend", "AttentionOptions", "Backend", "attention_batch", "backend", "register"]

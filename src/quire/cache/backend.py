@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from quire.cache.arguments import closed
 from quire.cache.events import EventArrays
-from quire.cache.protocol import StepPlan
 from quire.cache.tree_view import TreeArrays
 from quire.cache.types import NO_LIMIT, NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError
+from quire.step import StepPlan
 
 __all__ = ["BlockManager", "call_manager"]
 

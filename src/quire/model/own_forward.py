@@ -36,7 +36,7 @@ from quire.model.prepare import PreparedModel
 from quire.model.prove.indexer import choosing
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.sequence_cache import SequenceCache
-from quire.model.step import ForwardStep
+from quire.step import ForwardStep
 
 __all__ = ["OwnForwardModel", "prepare"]
 

@@ -64,10 +64,10 @@ from quire.model.quantized import coded_weights
 from quire.model.routed import Routed, has_biases, route
 from quire.model.state import StateAdapter
 from quire.model.state.serve import find_states, serve_states
-from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
 from quire.spec.config import longest_of
+from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -261,28 +261,25 @@ class PreparedModel:
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
         if not self.backend.is_host:
-            return self.backend.to_host(self._forward(on_device(step, self.backend.to_device), cache))
+            return self.backend.to_host(self._forward(step.on_device(self.backend.to_device), cache))
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         cache.begin(step)
         try:
-            with row_invariant.serving():
-                if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
-                    return logits
-                if self.fused is not None:
-                    self.fused.active = True
-                with (
-                    torch.inference_mode(),
-                    self._switched(),
-                    self._threads(),
-                    self._watch or nullcontext(),
-                ):
-                    return self._own_forward(step, cache)
+            if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
+                return logits
+            with (
+                row_invariant.serving(),
+                nullcontext() if self.fused is None else self.fused.serving(),
+                torch.inference_mode(),
+                self._switched(),
+                self._threads(),
+                self._watch or nullcontext(),
+            ):
+                return self._own_forward(step, cache)
         finally:
             cache.end()
-            if self.fused is not None:
-                self.fused.active = False
 
     def _own_forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         """The logits of a step by the model's own forward."""

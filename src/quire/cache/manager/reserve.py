@@ -18,8 +18,9 @@ import numpy as np
 
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.node_shape import NodeShape
-from quire.cache.manager.plan import PythonGroupPlan, PythonStepPlan
+from quire.cache.manager.plan import PythonGroupPlan
 from quire.cache.manager.sequence import SequenceState
+from quire.step import StepPlan
 
 __all__ = ["Copy", "Request", "blocks_by_owner", "blocks_of", "decide", "make_plan"]
 
@@ -129,9 +130,7 @@ def blocks_of(request: Request, shape: NodeShape) -> int:
     )
 
 
-def make_plan(
-    requests: list[Request], copies: list[list[Copy]], step: int, shape: NodeShape
-) -> PythonStepPlan:
+def make_plan(requests: list[Request], copies: list[list[Copy]], step: int, shape: NodeShape) -> StepPlan:
     """The plan of a step whose blocks have been allocated; `copies` has one list per group."""
     query_start = np.zeros(len(requests) + 1, np.int32)
     np.cumsum([request.stop - request.start for request in requests], out=query_start[1:])
@@ -152,4 +151,4 @@ def make_plan(
             rows=tuple(r.sequence.tables[group].view(-(-r.end // tokens)) for r in requests),
         )
 
-    return PythonStepPlan([make_group(group) for group in range(len(copies))])
+    return StepPlan(step, query_start, context_lengths, [make_group(group) for group in range(len(copies))])
