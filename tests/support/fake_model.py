@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.scheduler.request import RequestSequence, SequenceState
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE
 from quire.step import Batch, StatePlan
@@ -78,6 +79,35 @@ class FakeWriter:
         """Nowhere: its memory is no payload's."""
 
 
+def check_batch(batch: Batch[RequestSequence]) -> None:
+    """Proves that a batch says of its sequences what they are: none of it is left over from a step before."""
+    first = 0
+    sampled: list[tuple[RequestSequence, int]] = []
+    assert [sequence.cache_sequence.id for sequence in batch.sequences] == batch.sequence_ids.tolist()
+    for at, (sequence, count) in enumerate(zip(batch.sequences, batch.num_new_tokens.tolist(), strict=True)):
+        start, stop = sequence.num_computed, sequence.num_computed + count
+        rows = slice(first, first + count)
+        first += count
+        assert sequence.state is SequenceState.RUNNING
+        assert batch.positions[rows].tolist() == list(range(start, stop))
+        assert batch.input_ids[rows].tolist() == sequence.token_ids()[start:stop].tolist()
+        assert batch.plan.context_lengths[at] == stop
+        if stop == sequence.num_tokens:
+            sampled += [(one, first - 1) for one in (sequence, *sequence.unborn_siblings())]
+    assert first == len(batch.input_ids) == len(batch.positions)
+    drawn = zip(batch.sampled, batch.logit_rows[batch.draw_rows].tolist(), strict=True)
+    assert [(id(one), row) for one, row in drawn] == [(id(one), row) for one, row in sampled]
+    for array in (
+        batch.sequence_ids,
+        batch.num_new_tokens,
+        batch.input_ids,
+        batch.positions,
+        batch.draw_rows,
+    ):
+        assert array.dtype == np.int64
+        assert array.flags.c_contiguous
+
+
 class FakeStates:
     """State slots: in each are the tokens that its state was made of. Of a runner whose cache has states."""
 
@@ -138,7 +168,7 @@ class FakeRunner:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
+        check_batch(step)
         self.num_computed_tokens += len(step.input_ids)
         self.batch_sizes.append(len(step.sequences))
         if (states := step.plan.states) is not None:
