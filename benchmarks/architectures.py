@@ -212,7 +212,7 @@ def measure_speed(
     for index, (name, (batch, length, new)) in enumerate(cases.items()):
         ours = partial(run_case, llm, batch, length, new)
         theirs = partial(run_generate, baseline, batch, length, min(new, baseline_tokens))
-        rates = in_turn({"ours": ours, "theirs": theirs}, 100 * index, repetitions)
+        rates = run_here({"ours": ours, "theirs": theirs}, 100 * index, repetitions)
         ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
         own, other = (statistics.median(rates[who]) for who in ("ours", "theirs"))
         ratio = statistics.median(ratios)
@@ -232,7 +232,7 @@ def measure_speed(
     return row
 
 
-def in_turn(cases: dict[str, Callable[[int], float]], seed: int, repetitions: int) -> dict[str, list[float]]:
+def run_here(cases: dict[str, Callable[[int], float]], seed: int, repetitions: int) -> dict[str, list[float]]:
     """What each case returns in each round; who is first alternates. A seed is a prompt that nobody has seen."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for repetition in range(repetitions):

@@ -21,7 +21,7 @@ from machine import emit, emit_machine
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.linear import NativeWeight
-from quire.quantized import CodedWeight, round_to_codes
+from quire.quantized import QuantizedPanels, round_to_codes
 from quire.spec.weight_formats import parse_rounding
 
 LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
@@ -49,7 +49,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     weights = [(torch.randn(shape) * 0.02).to(torch.bfloat16) for shape in LAYER]
-    ways: dict[str, list[CodedWeight | NativeWeight]] = {
+    ways: dict[str, list[QuantizedPanels | NativeWeight]] = {
         "bfloat16": [NativeWeight(weight, isa) for _ in range(num_layers) for weight in weights]
     }
     for name in formats:
@@ -57,7 +57,7 @@ def main() -> None:
         if rounding is None:
             raise SystemExit(f"expected a format of codes, got {name!r}")
         codes = [round_to_codes(weight, rounding) for weight in weights]
-        ways[name] = [CodedWeight(code, torch.bfloat16, isa) for _ in range(num_layers) for code in codes]
+        ways[name] = [QuantizedPanels(code, torch.bfloat16, isa) for _ in range(num_layers) for code in codes]
     for rows in (1, 8, 32) if arguments.quick else (1, 8, 32, 480):
         inputs = [torch.randn(rows, width).to(torch.bfloat16) for _, width in LAYER] * num_layers
         seconds = measure(ways, inputs, repetitions)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measure(
-    ways: dict[str, list[CodedWeight | NativeWeight]], inputs: list[torch.Tensor], repetitions: int
+    ways: dict[str, list[QuantizedPanels | NativeWeight]], inputs: list[torch.Tensor], repetitions: int
 ) -> dict[str, float]:
     """Seconds of one pass over the layers of each way, medians; the first pass of each is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from functools import partial
 
-from architectures import in_turn, make_model
+from architectures import make_model, run_here
 from engine import run_case
 from machine import emit, emit_machine
 
@@ -55,7 +55,7 @@ def main() -> None:
     }
     for index, (case, sizes) in enumerate(cases.items()):
         runs = {name: partial(run_case, llm, *sizes) for name, llm in opened.items()}
-        rates = in_turn(runs, 100 * index, repetitions)
+        rates = run_here(runs, 100 * index, repetitions)
         for name, found in rates.items():
             ratios = [mine / plain for mine, plain in zip(found, rates["bf16"], strict=True)]
             emit(

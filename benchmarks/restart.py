@@ -25,7 +25,7 @@ from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams
 from quire.cache.block_hash import root_key
-from quire.tiers.names import segment_names
+from quire.tiers.segment_key import segment_keys
 
 
 def main() -> None:
@@ -129,11 +129,11 @@ def reading(llm: LLM, prompt: list[int]) -> float:
     size = loads._segment_tokens
     root, tokens = root_key(loads._fingerprint, b""), np.array(prompt)
     whole = len(tokens) // size * size
-    names = segment_names(root, tokens[:whole], size)
+    names = segment_keys(root, tokens[:whole], size)
     if len(tokens) - whole >= llm.block_size:  # what ends within a segment is kept block by block
         blocks = tokens[whole : len(tokens) // llm.block_size * llm.block_size]
         behind = names[-1].key if names else None
-        names += segment_names(root, blocks, llm.block_size, start=whole, parent=behind)
+        names += segment_keys(root, blocks, llm.block_size, start=whole, parent=behind)
     took = []
     for _ in range(3):
         began = time.perf_counter()

@@ -24,7 +24,7 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native
-from quire.attention import AttentionOptions, attention_batch, native
+from quire.attention import AttentionOptions, attention_batch, native_attention
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec
 from quire.step import AttentionBatch
@@ -111,15 +111,22 @@ def decode(
             range(num_sequences + 1), [length] * num_sequences, tables, BLOCK_SIZE, num_threads
         )
 
-    plans = {"private": plan(private), "one by one": native.unshared(plan(shared)), "shared": plan(shared)}
-    outputs = {side: native.run(view, query, plan, OPTIONS) for side, plan in plans.items()}
+    plans = {
+        "private": plan(private),
+        "one by one": native_attention.unshared(plan(shared)),
+        "shared": plan(shared),
+    }
+    outputs = {side: native_attention.run(view, query, plan, OPTIONS) for side, plan in plans.items()}
     if not torch.equal(outputs["shared"], outputs["one by one"]):
         raise RuntimeError(f"{name}: sharing changes bits")
     seconds = measure(
-        {side: lambda plan=plan: native.run(view, query, plan, OPTIONS) for side, plan in plans.items()},
+        {
+            side: lambda plan=plan: native_attention.run(view, query, plan, OPTIONS)
+            for side, plan in plans.items()
+        },
         repetitions,
     )
-    traffic = native.traffic(view, NUM_Q_HEADS, plans["shared"], OPTIONS)
+    traffic = native_attention.traffic(view, NUM_Q_HEADS, plans["shared"], OPTIONS)
     emit(
         "shared_prefix",
         case=name,
@@ -154,14 +161,16 @@ def looking(num_sequences: int, context: int, dtype: torch.dtype, num_threads: i
         taken = {}
         for sharing in (True, False) if turn % 2 else (False, True):
             made = attention_batch(kept.query_start, lengths, tables, BLOCK_SIZE, num_threads)
-            made = made if sharing else native.unshared(made)
+            made = made if sharing else native_attention.unshared(made)
             start = time.perf_counter()
-            native.traffic(view, NUM_Q_HEADS, made, OPTIONS)
+            native_attention.traffic(view, NUM_Q_HEADS, made, OPTIONS)
             taken[sharing] = time.perf_counter() - start
         return taken[True] - taken[False]
 
     found = [looks(turn) for turn in range(10 * repetitions)]
-    step = measure({"step": lambda: native.run(view, query, kept, OPTIONS, out=out)}, repetitions)["step"]
+    step = measure({"step": lambda: native_attention.run(view, query, kept, OPTIONS, out=out)}, repetitions)[
+        "step"
+    ]
     emit(
         "shared_prefix",
         case="nothing shared",

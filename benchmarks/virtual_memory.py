@@ -35,7 +35,7 @@ from machine import emit, emit_machine
 from quire import Cache
 from quire.memory import VirtualStorage
 from quire.memory.placement import AddressRange, Change, MemfdBackend, PlacementHeap
-from quire.memory.virtual.sizes import virtual_block_size
+from quire.memory.virtual.page_sizes import virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
 MIB = 1 << 20

@@ -27,10 +27,10 @@ import uvicorn
 from machine import emit, emit_machine
 
 from quire import LLM, AsyncEngine, SamplingParams
+from quire.server.api_keys import ANYBODY, ApiTenant, install
 from quire.server.app import make_app
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ANYBODY, Tenant, install
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def serving(llm: LLM) -> Iterator[tuple[str, AsyncEngine, Any, asyncio.AbstractE
         listener.close()
 
 
-TENANTS = [Tenant(f"tenant-{number}") for number in range(8)]
+TENANTS = [ApiTenant(f"tenant-{number}") for number in range(8)]
 
 
 class Watcher:

@@ -31,7 +31,7 @@ exec(compile(open(sys.argv[1]).read(), "config.py", "exec"), module.__dict__)
 
 import inspect
 from typer.testing import CliRunner
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.server.settings import load_config
 
 for verb in ("generate", "chat", "serve"):
@@ -45,13 +45,13 @@ except ValueError as error:
     assert "expected an integer of 1 to 9, got '7' - in `shine`" in str(error)
 from quire.engine.llm import LLM
 assert inspect.signature(LLM).parameters["shine"].default == 3
-from quire.engine import storages
+from quire.engine import open_storage
 from quire.spec import KVSpec
 seen = []
-paged = storages._paged
-storages._MAKERS["paged"] = lambda config, *rest: (seen.append(config.shine), paged(config, *rest))[1]
+paged = open_storage._paged
+open_storage._MAKERS["paged"] = lambda config, *rest: (seen.append(config.shine), paged(config, *rest))[1]
 spec = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=16)
-storages.open_storage(module.EngineConfig(shine=5, kv_memory="1MiB"), spec, 64).storage.close()
+open_storage.open_storage(module.EngineConfig(shine=5, kv_memory="1MiB"), spec, 64).storage.close()
 assert seen == [5]
 """
 
@@ -73,11 +73,11 @@ def test_an_option_is_added_by_one_line(tmp_path: Path) -> None:
     [
         "import quire.config",
         "from quire.server.settings import load_config; load_config(None, {})",
-        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "from quire.cli.main import app; from typer.testing import CliRunner;"
         "assert CliRunner().invoke(app, ['generate', '--help']).exit_code == 0",
-        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "from quire.cli.main import app; from typer.testing import CliRunner;"
         "assert 'block_size' in str(CliRunner().invoke(app, ['chat', '--block-size', '0']).exception)",
-        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "from quire.cli.main import app; from typer.testing import CliRunner;"
         "assert 'kv_memory' in str(CliRunner().invoke(app, ['serve', '--kv-memory', 'x']).exception)",
     ],
 )

@@ -19,7 +19,7 @@ ALLOWED = {
     "baselines/growing.py": "a storage: contiguous memory of this machine",
     "engine/core.py": "the number of threads of this machine",
     "hf/virtual.py": "rows that the MMU of this machine translates",
-    "server/off_loop.py": "ends a thread that runs a chat template, by Python's own call",
+    "server/threads.py": "ends a thread that runs a chat template, by Python's own call",
     "hf/layers.py": "counts who holds a row's buffer, reads nothing of it",
 }
 

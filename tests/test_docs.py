@@ -28,7 +28,7 @@ from typer.main import get_command
 
 import quire
 from quire import LLM
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.server.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import quire.kept_folder
+import quire.saved_folder
 from quire import LLM
+from quire.atomic_file import FileCalls
 from quire.backends import extension
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
-from quire.kept_folder import VARIABLE, KeptFolder, default_folder
 from quire.memory import device, free_memory
-from quire.new_file import FileCalls
 from quire.quantized import QuantizedWeight
+from quire.saved_folder import VARIABLE, SavedFolder, default_folder
 
 needs_extension = pytest.mark.skipif(extension(None) is None, reason="without the extension nothing is kept")
 _KIB = 1024
@@ -143,22 +143,22 @@ def test_the_folder_of_another_user_is_one_line_by_default_and_refused_by_name(
     [said] = [record.message for record in caplog.records]
     assert f"not kept in {home} (it belongs to user {own}, and this is user {own + 1})" in said
     assert _names(home) == []
-    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `packed_weights`"):
+    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `saved_weights`"):
         LLM(packed_weights=tmp_path)
 
 
 def test_a_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _write(tmp_path, 1, 10, 5)
-    folder = KeptFolder(tmp_path)
+    folder = SavedFolder(tmp_path)
     assert folder.open(path).read() == b"x" * 10
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(PermissionError):
-        KeptFolder(tmp_path).open(path)
+        SavedFolder(tmp_path).open(path)
 
 
 def test_a_small_file_is_not_worth_a_place_in_the_users_cache_but_beside_a_large_one(home: Path) -> None:
-    by_default, named = KeptFolder.of("auto"), KeptFolder.of(str(home))
+    by_default, named = SavedFolder.of("auto"), SavedFolder.of(str(home))
     assert by_default is not None
     assert named is not None
     assert (by_default.path, by_default.keeps(_KIB), by_default.keeps(1 << 20)) == (home, False, True)
@@ -183,7 +183,7 @@ def test_a_user_without_a_home_keeps_nothing_which_is_said(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
-    assert KeptFolder.of("auto") is None
+    assert SavedFolder.of("auto") is None
     assert [record.message for record in caplog.records] == [
         "packed weights are not kept: Could not determine home directory."
     ]
@@ -200,11 +200,11 @@ def test_root_leaves_nothing_in_the_cache_of_the_user_whose_home_it_was_given(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as patch:
         patch.setattr(
-            quire.kept_folder.os,
+            quire.saved_folder.os,
             "stat",
             lambda path, **how: other if path == home.parents[1] else real(path, **how),
         )
-        folder = KeptFolder.of("auto")
+        folder = SavedFolder.of("auto")
         assert folder is not None
         with pytest.raises(PermissionError, match="belongs to user 1000"):
             folder.make_room(10)
@@ -213,7 +213,7 @@ def test_root_leaves_nothing_in_the_cache_of_the_user_whose_home_it_was_given(
 
 @pytest.mark.parametrize("value", [None, 5, "", " ", True])
 def test_what_is_no_folder_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `packed_weights`"):
+    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `saved_weights`"):
         EngineConfig(packed_weights=value)
 
 
@@ -239,7 +239,7 @@ def test_what_was_used_longest_ago_goes_first_and_what_this_start_uses_stays(tmp
     for number in range(4):
         _write(tmp_path, number, 10 * _KIB, 100 + number, "proof" if number == 1 else "packed")
     (tmp_path / "mine.packed").write_bytes(b"x" * 50 * _KIB)  # not ours
-    folder = KeptFolder(tmp_path, 40 * _KIB)
+    folder = SavedFolder(tmp_path, 40 * _KIB)
     folder.open(tmp_path / _name(0)).close()  # the oldest
     folder.make_room(20 * _KIB)
     assert _names(tmp_path) == [_name(0), _name(3), "mine.packed"]
@@ -248,14 +248,14 @@ def test_what_was_used_longest_ago_goes_first_and_what_this_start_uses_stays(tmp
     assert _names(tmp_path) == [_name(0), "mine.packed"]
     with pytest.raises(OSError, match=r"31KiB beside 10KiB in use is more than the 40KiB"):
         folder.make_room(31 * _KIB)
-    KeptFolder(tmp_path, 40 * _KIB).make_room(31 * _KIB)  # another start
+    SavedFolder(tmp_path, 40 * _KIB).make_room(31 * _KIB)  # another start
     assert _names(tmp_path) == ["mine.packed"]
 
 
 def test_what_cannot_fit_removes_nothing(tmp_path: Path) -> None:
     _write(tmp_path, 1, 10 * _KIB, 5)
     with pytest.raises(OSError, match=r"50KiB is more than the 40KiB that it may take"):
-        KeptFolder(tmp_path, 40 * _KIB).make_room(50 * _KIB)
+        SavedFolder(tmp_path, 40 * _KIB).make_room(50 * _KIB)
     assert _names(tmp_path) == [_name(1)]
 
 
@@ -270,10 +270,10 @@ def test_as_much_of_the_disk_stays_free_as_a_file_takes(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=_KIB))
     if left is None:
         with pytest.raises(OSError, match="30KiB would leave less than that free of the disk"):
-            KeptFolder(tmp_path).make_room(30 * _KIB)
+            SavedFolder(tmp_path).make_room(30 * _KIB)
         left = [1, 2]
     else:
-        KeptFolder(tmp_path).make_room(30 * _KIB)
+        SavedFolder(tmp_path).make_room(30 * _KIB)
     assert _names(tmp_path) == [_name(number) for number in left]
 
 
@@ -284,7 +284,7 @@ def test_what_others_are_writing_counts_and_stays(tmp_path: Path) -> None:
     writer = partial.open("rb")
     fcntl.flock(writer, fcntl.LOCK_EX)
     _write(tmp_path, 1, 10 * _KIB, 5)
-    folder = KeptFolder(tmp_path, 40 * _KIB)
+    folder = SavedFolder(tmp_path, 40 * _KIB)
     folder.make_room(10 * _KIB)
     assert _names(tmp_path) == [partial.name]
     _write(tmp_path, 2, 20 * _KIB, 6)  # another process has been as quick
@@ -297,7 +297,7 @@ def test_what_others_are_writing_counts_and_stays(tmp_path: Path) -> None:
 
 def test_a_file_that_is_read_counts_as_used(tmp_path: Path) -> None:
     path = _write(tmp_path, 1, 10, 5)
-    KeptFolder(tmp_path).open(path).close()
+    SavedFolder(tmp_path).open(path).close()
     assert path.stat().st_mtime > 1e9
 
 

@@ -10,7 +10,7 @@ import pytest
 import quire
 
 PACKAGE = Path(quire.__file__).parent
-# docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `new_file` use nothing.
+# docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `atomic_file` use nothing.
 ORDER = [
     "errors",
     "step",
@@ -89,5 +89,5 @@ def test_imports_run_downwards_only(part: str) -> None:
 
 def test_the_check_can_fail(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from quire.engine.llm import LLM\nimport quire.cli.app\n")
+    wrong.write_text("from quire.engine.llm import LLM\nimport quire.cli.main\n")
     assert imported_parts(wrong) == {"engine", "cli"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.new_file import FileCalls, NewFile
+from quire.atomic_file import AtomicFile, FileCalls
 
 
 class Narrow(FileCalls):
@@ -22,7 +22,7 @@ class Narrow(FileCalls):
 def test_it_is_there_at_the_end(tmp_path: Path, calls: FileCalls) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a longer file of before")
-    with NewFile(path, calls=calls) as file:
+    with AtomicFile(path, calls=calls) as file:
         file.write(b"")
         file.write(b"head, ")
         file.write(b"tail", 8)
@@ -48,7 +48,7 @@ def test_what_fails_leaves_the_old_file_or_the_new_one(tmp_path: Path, name: str
     before = os.listdir("/proc/self/fd")
 
     def save() -> None:
-        with NewFile(path, beside=tmp_path / beside if beside else None, calls=calls) as file:
+        with AtomicFile(path, beside=tmp_path / beside if beside else None, calls=calls) as file:
             file.write(b"new")
             if name == "our own":
                 fail()

@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from quire.cli import options
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
 from quire.server import settings
-from quire.server.settings import Limits, ServerSettings, load_config
+from quire.server.settings import ServerLimits, ServerSettings, load_config
 
 NUMBERS = [
     0,
@@ -225,7 +225,7 @@ def test_a_servers_option_is_the_same_by_keyword_flag_and_file(
             assert same(keyword, flag), f"{name}={value!r}: {keyword} by keyword, {flag} by flag"
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in fields(Limits)])
+@pytest.mark.parametrize("name", [entry.name for entry in fields(ServerLimits)])
 def test_a_servers_limit_is_the_same_by_keyword_and_file(name: str) -> None:
     for value in [1, 300, 2**40, 0, -1, 0.5, 1.0, True, "300", "", [1]]:
 
@@ -235,7 +235,7 @@ def test_a_servers_limit_is_the_same_by_keyword_and_file(name: str) -> None:
             except ArgumentError as error:
                 return refused(name, str(error))
 
-        keyword = outcome(lambda value=value: Limits(**{name: value}))
+        keyword = outcome(lambda value=value: ServerLimits(**{name: value}))
         file = outcome(lambda value=value: by_toml("server", name, value)[0].limits)
         assert same(keyword, file), f"{name}={value!r}: {keyword} by keyword, {file} in a file"
         assert (keyword == "refused") == (type(value) is not int or value < 1)

@@ -10,7 +10,7 @@ from quire import SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_conversation import AsyncConversation
 from quire.renamed import renamed
-from quire.server.schemas.completions import CompletionRequest
+from quire.server.schemas.completion_bodies import CompletionRequest
 
 
 def test_old_names_of_options() -> None:

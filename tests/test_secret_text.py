@@ -9,8 +9,8 @@ import pytest
 
 from quire.errors import ArgumentError
 from quire.secret_text import check_key, key_lines, key_of_environment, named
+from quire.server.api_keys import ANYBODY
 from quire.server.settings import load_config
-from quire.server.tenants import ANYBODY
 
 KEYS = ["key-one", "key two"]
 

@@ -17,7 +17,7 @@ from support import gguf_case, quantized_checkpoints
 from transformers import AutoConfig
 
 import quire
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.model.support import FAMILIES, FORMS, family_support, weight_support
 from quire.quantized.readers import GGUF_TYPES, METHODS
 from quire.server import app as server_app

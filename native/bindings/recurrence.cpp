@@ -232,7 +232,7 @@ void bind_recurrence(nb::module_& m) {
     m.def("recurrent_scan", &scan, nb::arg("step"), nb::arg("state"), nb::arg("x"), nb::arg("dt"), nb::arg("a"), nb::arg("b"), nb::arg("c"),
           nb::arg("d").none(), nb::arg("out"),
           "Mamba 1 of a state [slots, channels, size], Mamba 2 of [slots, heads, head_dim, size], float32; x, b, c and out of one type, dt, a "
-          "and d of float32. Shapes: quire.recurrence.backends.");
+          "and d of float32. Shapes: quire.recurrence.recurrence_backend.");
     m.def("recurrent_delta", &delta, nb::arg("step"), nb::arg("state"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("g"),
           nb::arg("beta").none(), nb::arg("scale"), nb::arg("normalize"), nb::arg("out"),
           "Gated delta rule and KDA of a state [slots, heads, k_dim, v_dim], float32; q, k, v and out of one type, g and beta of float32. "

@@ -45,11 +45,11 @@ class AttendManyRows {
                             stop - start);
                 pack(start, stop, head, start == first_tile && head == 0);
                 // Rows of a partial that is this group alone take turns in one place, which stays in the first cache.
-                const bool in_turn = start == fresh_from_ && ends && states_.owns_partials();
+                const bool run_here = start == fresh_from_ && ends && states_.owns_partials();
                 for (int row = 0, block = 0, count; row < rows_.count(); row += count, ++block) {
                     count = blocks_.rows_from(row);
-                    const RowStates states = in_turn ? states_.partial(partial, 0).part(0, count) : states_.partial(partial, head).part(row, count);
-                    if (in_turn) states.clear_sums();
+                    const RowStates states = run_here ? states_.partial(partial, 0).part(0, count) : states_.partial(partial, head).part(row, count);
+                    if (run_here) states.clear_sums();
                     attend(start, stop, head, block, row, count, states);
                     if (ends) states_.end_partial(states, stop % kTiles == 0, head, row);  // they are near yet
                 }

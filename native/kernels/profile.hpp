@@ -3,7 +3,7 @@
 // `const Span span(Operator::linear);` at the top of an operator records the time from there to the end of the scope.
 // Recording belongs to a thread: `start_recording()` and `take_records()` are called by the thread that runs the steps,
 // and spans on other threads (the pool's workers among them) record nothing, so a record is the wall time of a call.
-// Spans may nest; `fused` is the one whose scope holds others.
+// Durations may nest; `fused` is the one whose scope holds others.
 //
 // Cost: a thread-local load while nothing is recorded, else two readings of the clock and 24 bytes.
 #pragma once

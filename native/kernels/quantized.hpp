@@ -2,7 +2,7 @@
 //
 // A weight so held is a PackedWeight (linear.hpp) like any other: multiply_together and what is built on it take it where
 // they take dense ones. What differs is the form of a panel and the kernel. The definition of the product, and with it every
-// bit, is quire/quantized/reference.py:
+// bit, is quire/quantized/quantized_reference.py:
 //
 //   U1  products of a block of 32 inputs (16 where a group is 16) are summed apart for even and odd inputs, in order, each
 //       difference, product and sum rounded by itself; then even + odd; blocks of a group in order; then acc + scale * sum,

@@ -1,5 +1,5 @@
 // The recurrences of state layers (Mamba 1 and 2, gated delta rule and KDA, linear attention, RG-LRU, short convolution) over
-// the rows of many sequences: token by token, in float32. src/quire/recurrence/reference.py is the definition.
+// the rows of many sequences: token by token, in float32. src/quire/recurrence/reference_recurrence.py is the definition.
 //
 //   R1  A row's result and a state depend on that sequence's rows and state alone: sums run in one order, whatever the cut of
 //       the work, so a prompt may be cut into calls anywhere.

@@ -15,7 +15,7 @@ from quire.spec import KVSpec
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncEngine
     from quire.engine.llm import LLM
-    from quire.engine.plan import plan
+    from quire.engine.serving_plan import plan
     from quire.sampling.params import SamplingParams
 
     __version__: str
@@ -26,7 +26,7 @@ _HOMES = {
     "AsyncEngine": "quire.engine.async_engine",
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.sampling.params",
-    "plan": "quire.engine.plan",
+    "plan": "quire.engine.serving_plan",
 }
 
 

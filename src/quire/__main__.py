@@ -1,5 +1,5 @@
 """`python -m quire`: the same as the `quire` command."""
 
-from quire.cli.app import main
+from quire.cli.main import main
 
 main()

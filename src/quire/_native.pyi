@@ -707,7 +707,7 @@ def recurrent_scan(
     out: object,
 ) -> None:
     """
-    Mamba 1 of a state [slots, channels, size], Mamba 2 of [slots, heads, head_dim, size], float32; x, b, c and out of one type, dt, a and d of float32. Shapes: quire.recurrence.backends.
+    Mamba 1 of a state [slots, channels, size], Mamba 2 of [slots, heads, head_dim, size], float32; x, b, c and out of one type, dt, a and d of float32. Shapes: quire.recurrence.recurrence_backend.
     """
 
 def recurrent_delta(

@@ -1,6 +1,6 @@
 """Which back end a part of this machine runs on: the one place where "native or python" is decided.
 
-Other devices are in `quire.attention.backends`, the registry of all that a model may run on; what stays on this machine
+Other devices are in `quire.attention.devices`, the registry of all that a model may run on; what stays on this machine
 beside them (the block manager) is decided here.
 
 `native` is the extension `quire._native`, `python` what runs without it. Asked for by argument, else by the

@@ -3,7 +3,7 @@
     a keyword of `quire.LLM` and `quire.AsyncEngine`
     a flag of the verbs that open an engine (`quire.cli.options`)
     a key of the [model] table of a server's file (`quire.server.settings`)
-    an input of what reckons what fits (`quire.engine.storages`, `quire.engine.kv_budget`)
+    an input of what reckons what fits (`quire.engine.open_storage`, `quire.engine.kv_budget`)
 
 are one field here: an option is added by one line. What an option does stands where it is used. What only a machine or
 a model can tell (whether so much memory is free, whether a token fits into a piece) is checked there too.
@@ -39,8 +39,8 @@ from quire.registry import Registry
 from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
-from quire.spec.formats import element_formats
 from quire.spec.kv_dtype import kv_dtype_text
+from quire.spec.kv_formats import element_formats
 from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
@@ -67,7 +67,7 @@ OPTION_OF_STORAGE = {
 }
 STORAGES = tuple(OPTION_OF_STORAGE)
 
-# Those that `quire.engine.storages.register` added, and whether sequences can share blocks there.
+# Those that `quire.engine.open_storage.register` added, and whether sequences can share blocks there.
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
 
 _SHARING = ("paged", "virtual", "auto")  # storages of which sequences can share blocks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.paged_case import Shape, make_case
 
-from quire.attention import reference
+from quire.attention import reference_attention
 from quire.attention.codecs import codec_of, turn_size, turned, turned_query
 from quire.errors import ArgumentError
 from quire.spec import LayerSpec, Span
@@ -111,8 +111,8 @@ def _error(
         case = make_case(shape)
         view = replace(case.view, k_offset=k_offset) if name else case.view
         slots = case.plan.block_tables[0].long()[:, None] * 16 + torch.arange(16)
-        reference.write(view, k, v, slots.flatten()[: len(k)])
-        outputs.append(reference.run(view, query, case.plan, case.options))
+        reference_attention.write(view, k, v, slots.flatten()[: len(k)])
+        outputs.append(reference_attention.run(view, query, case.plan, case.options))
     exact, got = outputs
     return float((got - exact).norm() / exact.norm())
 
@@ -155,7 +155,7 @@ def test_an_offset_is_refused_beside_what_sees_it() -> None:
     case = make_case(Shape(((21, 1),), kv_format="int8", softcap=5.0))
     view = replace(case.view, k_offset=torch.zeros(2, 16))
     with pytest.raises(ArgumentError, match="soft cap or sinks"):
-        reference.run(view, case.query, case.plan, case.options)
+        reference_attention.run(view, case.query, case.plan, case.options)
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4"])
@@ -164,4 +164,4 @@ def test_what_was_not_written_is_not_read(kv_format: str) -> None:
     case = make_case(Shape(((37, 37), (21, 1)), k_dim=32, v_dim=24, block_size=16, kv_format=kv_format))
     assert case.view.k_scale is not None
     assert case.view.k_scale.isnan().any()
-    assert not reference.run(case.view, case.query, case.plan, case.options).isnan().any()
+    assert not reference_attention.run(case.view, case.query, case.plan, case.options).isnan().any()

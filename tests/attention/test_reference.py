@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from support.paged_case import Shape, make_case, oracle, repage, shapes, tolerance
 
-from quire.attention import attention_batch, reference
+from quire.attention import attention_batch, reference_attention
 from quire.errors import ArgumentError
 
 
@@ -18,7 +18,7 @@ from quire.errors import ArgumentError
 @given(shapes(max_context=48, max_dim=3))
 def test_equals_the_formula(shape: Shape) -> None:
     case = make_case(shape)
-    got = reference.run(case.view, case.query, case.plan, case.options)
+    got = reference_attention.run(case.view, case.query, case.plan, case.options)
     assert got.dtype == shape.dtype
     torch.testing.assert_close(
         got.double(), oracle(case), rtol=tolerance(shape.dtype), atol=tolerance(shape.dtype)
@@ -36,20 +36,20 @@ def test_equals_torch_sdpa_on_contiguous_tensors(context: int) -> None:
         is_causal=True,
         enable_gqa=True,
     )[0].transpose(0, 1)
-    got = reference.run(case.view, case.query, case.plan, case.options)
+    got = reference_attention.run(case.view, case.query, case.plan, case.options)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("limits", [{"window": 300}, {"chunk": 128}])
 def test_limits_hold_across_pieces(limits: dict[str, int]) -> None:
     case = make_case(Shape(lengths=((700, 700),), **limits))
-    got = reference.run(case.view, case.query, case.plan, case.options)
+    got = reference_attention.run(case.view, case.query, case.plan, case.options)
     torch.testing.assert_close(got.double(), oracle(case), rtol=1e-5, atol=1e-5)
 
 
 def test_slopes_across_pieces() -> None:
     case = make_case(Shape(lengths=((700, 700),), slopes=True, softcap=20.0))
-    got = reference.run(case.view, case.query, case.plan, case.options)
+    got = reference_attention.run(case.view, case.query, case.plan, case.options)
     torch.testing.assert_close(got.double(), oracle(case), rtol=1e-5, atol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_write_rounds_and_touches_only_its_slots() -> None:
     before = [pool.clone() for pool in (view.k, view.v)]
     slots = torch.tensor([17, 0, 9])
     k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    reference.write(view, k, v, slots)
+    reference_attention.write(view, k, v, slots)
     for pool, old, new in ((view.k, before[0], k), (view.v, before[1], v)):
         for row, slot in enumerate(slots.tolist()):
             torch.testing.assert_close(pool[slot // 8, :, slot % 8], new[row].bfloat16(), rtol=0, atol=0)
@@ -88,15 +88,15 @@ def test_written_tokens_are_read_back_through_tables() -> None:
     for s, (context, _) in enumerate(shape.lengths):
         positions = torch.arange(context)
         slots = case.plan.block_tables[s][positions // 4].long() * 4 + positions % 4
-        reference.write(case.view, case.k[s], case.v[s], slots)
-    got = reference.run(case.view, case.query, case.plan, case.options)
+        reference_attention.write(case.view, case.k[s], case.v[s], slots)
+    got = reference_attention.run(case.view, case.query, case.plan, case.options)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_writes_into_out() -> None:
     case = make_case(Shape(lengths=((9, 2),)))
     out = torch.zeros(2, 4, 16)
-    assert reference.run(case.view, case.query, case.plan, case.options, out=out) is out
+    assert reference_attention.run(case.view, case.query, case.plan, case.options, out=out) is out
     torch.testing.assert_close(out.double(), oracle(case), rtol=1e-5, atol=1e-5)
 
 
@@ -114,12 +114,12 @@ def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
         (k, v, slots + num_slots - 19, f"to {num_slots}"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            reference.write(view, bad_k, bad_v, bad_slots)
+            reference_attention.write(view, bad_k, bad_v, bad_slots)
     torch.testing.assert_close(view.k, before, rtol=0, atol=0, equal_nan=True)
 
     def run(**changes: object) -> None:
         now = replace(case, **{key: value for key, value in changes.items() if key != "out"})
-        reference.run(now.view, now.query, now.plan, now.options, out=changes.get("out"))
+        reference_attention.run(now.view, now.query, now.plan, now.options, out=changes.get("out"))
 
     with pytest.raises(ArgumentError, match="expected query"):
         run(query=case.query[:1])

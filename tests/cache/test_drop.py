@@ -10,8 +10,8 @@ import pytest
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
 from quire import Cache
-from quire.cache.answers import Dropped
 from quire.cache.cache import Sequence
+from quire.cache.results import Dropped
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.spec import Span
 

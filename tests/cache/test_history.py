@@ -12,13 +12,13 @@ import pytest
 from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
 
 from quire.cache.block_hash import block_hashes, namespace_digest
-from quire.cache.feed import LOSS_REASONS, EventFeed
+from quire.cache.event_dispatcher import LOSS_REASONS, EventDispatcher
 from quire.cache.report import aligned, report
 from quire.cache.types import DISCARD, KEEP, NORMAL
+from quire.durations import Durations
 from quire.observe.history import History, Loss, LossLog
-from quire.observe.mirror import Change, TreeMirror
 from quire.observe.prefixes import prefix_table
-from quire.spans import Spans
+from quire.observe.tree_mirror import Change, TreeMirror
 from quire.spec import Span
 
 
@@ -32,7 +32,7 @@ class Clock:
 
 def watched(cache, max_blocks: int = 100):
     clock = Clock()
-    feed, mirror = EventFeed(cache), TreeMirror(cache, clock)
+    feed, mirror = EventDispatcher(cache), TreeMirror(cache, clock)
     feed.listen(mirror.apply)
     return clock, feed, mirror, History(mirror, max_blocks)
 
@@ -261,7 +261,7 @@ def test_reuse_gaps_are_from_the_last_use_to_the_beginning_of_the_next() -> None
     clock.now = 30
     history.used(b"", prompt(12), None, num_hit_tokens=3, began_at=30)  # less than a block: no reuse of one
     assert history.reuse_gaps.count == 1
-    spans = Spans((1.0, 10.0, 100.0, 1000.0, 10000.0))
+    spans = Durations((1.0, 10.0, 100.0, 1000.0, 10000.0))
     for seconds in (0.5, 5, 5, 20000):
         spans.add(seconds)
     assert (list(spans.below().values()), spans.count, spans.most_s) == ([1, 3, 3, 3, 3], 4, 20000)

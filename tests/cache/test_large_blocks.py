@@ -10,10 +10,10 @@ import pytest
 from support.cache_case import BACKENDS, FULL, advance, compute, prompt, spec_of, store
 
 from quire import Cache
-from quire.cache.feed import EventFeed
+from quire.cache.event_dispatcher import EventDispatcher
 from quire.errors import ArgumentError
-from quire.observe.kv_events import BlockRemoved, BlockStored, EventBatch, Subscribers
-from quire.observe.mirror import TreeMirror
+from quire.observe.kv_events import BlockRemoved, BlockStored, EventBatch, KVEventSubscribers
+from quire.observe.tree_mirror import TreeMirror
 from quire.spec import Span
 
 SPEC = spec_of(FULL, Span("window", 8), blocks_per_node=(1, 4))  # blocks of 16 and of 4 tokens, nodes of 16
@@ -84,9 +84,9 @@ def test_events_keep_the_block_size_that_was_asked_for(backend: str) -> None:
     def told(spec: object) -> list[EventBatch]:
         cache = Cache(spec, num_blocks=24, block_size=4, backend=backend)  # type: ignore[arg-type]
         mirror, batches = TreeMirror(cache), []
-        feed = EventFeed(cache)
+        feed = EventDispatcher(cache)
         feed.listen(mirror.apply)
-        Subscribers(mirror, lambda: 0.0).add(batches.append)
+        KVEventSubscribers(mirror, lambda: 0.0).add(batches.append)
         store(cache, tokens, extra_keys=keys)
         feed.collect()
         assert mirror.path(mirror.hashes(b"", tokens, keys)) == list(mirror.by_id.values())

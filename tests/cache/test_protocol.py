@@ -16,7 +16,7 @@ from quire.baselines.row_space import Row
 from quire.cache.backend import BlockManager
 from quire.cache.cache import Cache, Sequence
 from quire.cache.manager.block_manager import PythonBlockManager
-from quire.cache.manager.plan import PythonGroupPlan
+from quire.cache.manager.step_plan import PythonGroupPlan
 from quire.cache.protocol import CacheSequence, KVCache, PrefixKVCache
 from quire.spec import Span
 from quire.step import GroupPlan, StepPlan

@@ -10,7 +10,7 @@ from support.cache_case import BACKENDS, FULL, compute, make, prompt, store
 
 from quire import Cache
 from quire.errors import ArgumentError
-from quire.observe.mirror import TreeMirror
+from quire.observe.tree_mirror import TreeMirror
 from quire.spec import Span
 
 WINDOW = Span("window", 6)

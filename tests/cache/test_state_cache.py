@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.cache_case import BACKENDS
 
 from quire.cache.block_counts import max_tokens_for
-from quire.cache.exchange import Exchange
+from quire.cache.memory_split import MemorySplit
 from quire.cache.protocol import CacheSequence, shares_prefixes
 from quire.cache.state_cache import StateCache
 from quire.errors import ArgumentError, CapacityError
@@ -39,7 +39,7 @@ class Machine:
         """Its cache's slots of `SLOT_BLOCKS` blocks and blocks exchange memory; what is given up is lost."""
         cache = self.cache
         size = cache.block_bytes
-        exchange = cache.exchange = Exchange(
+        exchange = cache.exchange = MemorySplit(
             cache,
             num_bytes=num_bytes or (cache.num_state_slots * SLOT_BLOCKS + cache.num_blocks) * size,
             slot_bytes=SLOT_BLOCKS * size,

@@ -16,7 +16,7 @@ import typer
 from support.tier_values import ROOT, chain, value
 
 from quire.cache.block_hash import root_key
-from quire.cli.app import main
+from quire.cli.main import main
 from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.tiers.disk import DiskTier
 

@@ -14,7 +14,7 @@ from support import tiny_llm
 
 from quire import LLM
 from quire.cli import chat as chat_module
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.engine.text_stream import TextStream
 
 Say = Callable[..., tuple[str, list[str]]]

@@ -16,7 +16,7 @@ import pytest
 from support import gguf_case
 
 import quire
-from quire.cli.app import main
+from quire.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]
 # Of a user who has said nothing to transformers.
@@ -253,7 +253,7 @@ def test_transformers_is_quiet_unless_it_is_told_to_speak() -> None:
     program = """
 import sys
 import quire
-from quire.cli.app import main
+from quire.cli.main import main
 sys.argv = ["quire", "--help"]
 try:
     main()

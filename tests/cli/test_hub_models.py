@@ -14,7 +14,7 @@ import contextlib
 import io
 import json
 import sys
-from quire.cli.app import main
+from quire.cli.main import main
 told = {}
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["quire", *arguments]

@@ -10,7 +10,7 @@ import pytest
 import typer
 from support import gguf_case
 
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.errors import ArgumentError
 
 EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"

@@ -17,10 +17,10 @@ from support.running_server import running
 
 from quire import LLM
 from quire.cli.top import frame
+from quire.server.api_keys import ADMIN, ApiTenant, KeyRing, digest_of_key
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 
-KEYS = KeyRing([(digest_of_key("alice-key"), Tenant("alice")), (digest_of_key("boss-key"), ADMIN)])
+KEYS = KeyRing([(digest_of_key("alice-key"), ApiTenant("alice")), (digest_of_key("boss-key"), ADMIN)])
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import quire
 from quire import LLM, SamplingParams, plan
 from quire.hf import QuireCache, accelerate
 from quire.memory.placement import why_not
-from quire.model.weight_rows import held_weights
+from quire.model.weight_sizes import held_weights
 
 NAME = "quire._native"
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

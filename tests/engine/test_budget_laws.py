@@ -26,7 +26,7 @@ from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.memory.state_slots import StateSlots
 from quire.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from quire.sampling.params import SamplingParams
-from quire.scheduler import clients
+from quire.scheduler import client_fairness
 
 
 def submit(
@@ -111,7 +111,7 @@ def test_a_less_urgent_request_takes_no_place() -> None:
 def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clients, "MAX_ROWS", 3)
+    monkeypatch.setattr(client_fairness, "MAX_ROWS", 3)
     engine = FakeEngine(num_blocks=400, max_num_seqs=20)
     submit(engine, "many", 40, 8)
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
         assert (sum(grown[:8]), grown[8:]) == (3, [1, 1])
     others = lengths()[1:8]
     assert max(others) - min(others) <= 1, "by turns"
-    monkeypatch.setattr(clients, "STEPS_BEHIND", 4)
+    monkeypatch.setattr(client_fairness, "STEPS_BEHIND", 4)
     for sequence in engine.scheduler.running[8:]:
         engine.engine.abort(sequence.request.request_id)
     rows = []
@@ -148,7 +148,7 @@ def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
 def test_so_many_tokens_are_drawn_by_those_of_one_client_that_join_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clients, "MAX_JOINS", 3)
+    monkeypatch.setattr(client_fairness, "MAX_JOINS", 3)
     engine = FakeEngine(num_blocks=400, max_num_seqs=20)
     submit(engine, "few", 40)
     submit(engine, "many", 40, 7)

@@ -11,7 +11,7 @@ from support import tiny_llm
 from support.state_layers import FAMILIES, tiny_model
 
 from quire import LLM, SamplingParams
-from quire.cache.feed import LOSS_REASONS
+from quire.cache.event_dispatcher import LOSS_REASONS
 from quire.server.metrics import Metrics
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

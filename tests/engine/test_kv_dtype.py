@@ -10,9 +10,9 @@ from support.architectures import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.attention import backends
-from quire.attention.reference import ReferenceBackend
-from quire.engine.plan import plan
+from quire.attention import devices
+from quire.attention.reference_attention import ReferenceAttention
+from quire.engine.serving_plan import plan
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.kv_dtype import layers_left, with_kv_dtype
@@ -138,18 +138,18 @@ def test_layers_that_cannot_stay_as_they_are_beside_others_that_can() -> None:
 
 
 def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
-    class Plain(ReferenceBackend):
+    class Plain(ReferenceAttention):
         name = "plain"
         kv_formats = ()
 
-    backends.register("plain", Plain)
+    devices.register("plain", Plain)
     try:
         with pytest.raises(
             ArgumentError, match="backend 'plain' attends to, the model dtype alone, got int8"
         ):
             _llm(tiny("qwen3"), kv_dtype="int8", backend="plain")
     finally:
-        backends.unregister("plain")
+        devices.unregister("plain")
 
 
 def _with_far_keys(name: str) -> Any:

@@ -17,7 +17,7 @@ import quire
 from quire import LLM, SamplingParams
 from quire.backends import native_module
 from quire.errors import CapacityError
-from quire.scheduler.fair_share import FairShare
+from quire.scheduler.memory_limits import MemoryLimits
 
 PACKAGE = Path(quire.__file__).parent
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -50,21 +50,27 @@ def test_a_decode_step_is_short_and_calls_nothing_that_is_off() -> None:
     with LLM(kv_memory="8MiB", storage="paged", backend="native") as llm:
         calls = calls_of_a_decode(llm)
     assert len(calls) <= MAX_CALLS, calls
-    off = ("Pins.", "Clients.", "Refusals.", "Subscribers.", "EventFeed.", "CacheMonitor.", "Profile.")
-    assert [
-        name for name in calls if name.startswith(off) or name in ("serving", "PackedChecks.damage")
-    ] == []
+    off = (
+        "Pins.",
+        "Clients.",
+        "OomBackoff.",
+        "Subscribers.",
+        "EventDispatcher.",
+        "CacheMonitor.",
+        "Profile.",
+    )
+    assert [name for name in calls if name.startswith(off) or name in ("serving", "SavedChecks.damage")] == []
 
 
 def test_a_request_is_asked_once_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    check_fits = FairShare.check_fits
+    check_fits = MemoryLimits.check_fits
 
-    def counted(self: FairShare, owner_id: int, num_tokens: int, *rest: Any) -> None:
+    def counted(self: MemoryLimits, owner_id: int, num_tokens: int, *rest: Any) -> None:
         asked.append(num_tokens)
         check_fits(self, owner_id, num_tokens, *rest)
 
-    monkeypatch.setattr(FairShare, "check_fits", counted)
+    monkeypatch.setattr(MemoryLimits, "check_fits", counted)
     with LLM((tiny_llm.model(), None), kv_memory="8MiB") as llm:
         llm.generate([[1, 2, 3]], GREEDY)
     assert asked == [3 + 8 - 1]

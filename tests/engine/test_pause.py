@@ -13,7 +13,7 @@ from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.engine.driver import Unread
+from quire.engine.driver import FlowControl
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
@@ -105,7 +105,7 @@ def test_a_paused_request_can_be_ended_in_any_state() -> None:
 
 
 def test_unread_outputs_are_counted_from_both_sides() -> None:
-    unread = Unread(4)
+    unread = FlowControl(4)
     assert [unread.count_sent() for _ in range(4)] == [False, False, False, True]
     assert [unread.count_taken() for _ in range(4)] == [False, True, False, False]
     assert not unread.count_sent()

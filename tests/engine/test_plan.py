@@ -20,16 +20,16 @@ from support.state_layers import tiny_model
 
 from quire import LLM, Cache, KVSpec, SamplingParams, plan
 from quire.cache.block_counts import blocks_with_prefix
-from quire.cli.app import app
+from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, LoadError
-from quire.model.coded_experts import ExpertForms
 from quire.model.experts import pack_experts
 from quire.model.linear import pack_linears
 from quire.model.load import EMBEDDED, load, without_weights
-from quire.model.weight_rows import WEIGHT_FORMS, held_weights, planned_weights, register_form
+from quire.model.quantized_experts import ExpertForms
+from quire.model.weight_sizes import WEIGHT_FORMS, held_weights, planned_weights, register_form
 from quire.spec import LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
 

@@ -14,8 +14,8 @@ from support.fake_model import expected_tokens, window_spec
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.placement import why_not
-from quire.offload.speeds import Speeds
 from quire.offload.swap import Mode
+from quire.offload.throughputs import Throughputs
 from quire.scheduler.request import RequestOutput, RequestSequence
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
@@ -174,7 +174,7 @@ def test_a_sequence_longer_than_its_window_is_swapped_and_comes_back(fails: bool
 
 
 def test_auto_takes_what_is_expected_to_be_quicker() -> None:
-    speeds = Speeds()
+    speeds = Throughputs()
     assert speeds.copy_s(10**9) > 0
     speeds.copied(1000, 1.0)
     speeds.computed(10, 1.0)

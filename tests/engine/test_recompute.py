@@ -14,7 +14,7 @@ from support.cache_case import BACKENDS
 from support.conversations_case import START, TURNS, windowed
 
 from quire import LLM, SamplingParams
-from quire.cli.app import main
+from quire.cli.main import main
 from quire.engine.recompute import block_size_for, compare_sample, first_difference
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout

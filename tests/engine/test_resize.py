@@ -14,7 +14,7 @@ from support.faulty_calls import FaultyCalls
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, CapacityError
 from quire.memory import heap, placement
-from quire.memory.virtual import storage as virtual
+from quire.memory.virtual import virtual_storage as virtual
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 PROMPTS = [[(7 * i + j) % 90 + 5 for j in range(20 + 5 * i)] for i in range(12)]

@@ -13,7 +13,7 @@ from quire import SamplingParams
 from quire.cache.block_hash import root_key
 from quire.offload.store import POLICIES, Policy
 from quire.tiers.host import HostTier
-from quire.tiers.names import chain_names
+from quire.tiers.segment_key import chain_names
 
 BLOCK = 4
 

@@ -414,7 +414,7 @@ def test_an_idle_engine_tells_of_what_is_stored_after_its_last_step(monkeypatch:
             assert go.wait(60)
             return super().store(key, value, info)
 
-    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: Late(1 << 24))
+    monkeypatch.setattr("quire.offload.open_tiers._host_tier", lambda _: Late(1 << 24))
     told = threading.Event()
     threads: set[str] = set()
 

@@ -32,11 +32,11 @@ from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
 from quire.offload.store import Policy
-from quire.scheduler.loading import LoadingQueue
+from quire.scheduler.loading_queue import LoadingQueue
 from quire.scheduler.request import RequestOutput
 from quire.tiers.files import Files
 from quire.tiers.host import HostTier
-from quire.tiers.names import segment_names
+from quire.tiers.segment_key import segment_keys
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
 SHARED = [(5 * i) % 200 + 5 for i in range(70)]
@@ -112,7 +112,7 @@ class LateTier(HostTier):
 
 def test_steps_go_on_while_a_flush_waits_for_a_slow_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LateTier()
-    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
+    monkeypatch.setattr("quire.offload.open_tiers._host_tier", lambda _: tier)
     with tiny_llm.llm(host_cache="16MiB") as llm, ThreadPoolExecutor(1) as other:
         stream = iter(
             llm.stream([PROMPTS[3]], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
@@ -133,7 +133,7 @@ def test_what_waits_to_be_stored_is_loaded_bit_for_bit(
 ) -> None:
     """However slow a disk is."""
     tier = LateTier()
-    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
+    monkeypatch.setattr("quire.offload.open_tiers._host_tier", lambda _: tier)
     with tiny_llm.llm(backend=backend, host_cache="16MiB", **SMALL_POOL) as llm:
         assert answers(llm) == alone[backend]
         assert answers(llm) == alone[backend]
@@ -198,7 +198,7 @@ def test_a_tail_is_stored_whose_head_has_gone(segment_blocks: int, comes_back: b
     cache.set_limits(1, floor_blocks=0)
     compute([91] * 48, 2)
     assert [block.tokens[0] for block in stores.mirror.by_id.values()] == [91] * 12
-    names = segment_names(root_key(b"a model", b""), np.array(tokens), 4 * segment_blocks)
+    names = segment_keys(root_key(b"a model", b""), np.array(tokens), 4 * segment_blocks)
     stored = tier.contains([name.key for name in names])
     # A segment whose beginning had gone is of no use, and is not stored.
     assert stored == [True] * len(names) if segment_blocks < 3 or comes_back else [True, False]
@@ -372,7 +372,7 @@ class SlowTier(HostTier):
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, SlowTier]]:
     """An engine whose host tier holds the prompts and nothing else does, and loads when it is told to."""
     tier = SlowTier()
-    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
+    monkeypatch.setattr("quire.offload.open_tiers._host_tier", lambda _: tier)
     with tiny_llm.llm(host_cache="16MiB", cache_write="through") as llm:
         answers(llm)
         llm.flush()

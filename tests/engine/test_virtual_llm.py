@@ -12,10 +12,10 @@ from support.cache_case import BACKENDS
 from support.faulty_calls import FaultyCalls
 
 from quire import LLM, SamplingParams
-from quire.engine import storages
+from quire.engine import open_storage
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import placement
-from quire.memory.virtual import storage as virtual
+from quire.memory.virtual import virtual_storage as virtual
 from quire.memory.virtual.window_ring import WindowRing
 
 PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. " * 4 + "Quire", "x"]
@@ -23,7 +23,7 @@ PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. 
 
 @pytest.fixture(autouse=True)
 def fresh_choice() -> None:
-    storages._chosen.cache_clear()
+    open_storage._chosen.cache_clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

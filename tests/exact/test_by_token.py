@@ -21,8 +21,8 @@ from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
 from quire.memory.placement import why_not
 from quire.model import load
-from quire.model.own_forward import OwnForwardModel, prepare
 from quire.model.sequence_cache import SequenceCache
+from quire.model.sequential_model import SequentialModel, prepare
 
 INDEXED = ("dots3_note_text", "glm_moe_dsa")
 SOME = ("glm_moe_dsa", "rwkv")
@@ -128,7 +128,7 @@ def test_wrong_keys_of_an_indexer_are_found_at_start(monkeypatch: pytest.MonkeyP
 def test_a_model_is_given_back_as_it_chose() -> None:
     model, _ = expected("glm_moe_dsa")
     prepared = prepare(load((model, None)), backend="python")
-    assert isinstance(prepared, OwnForwardModel)
+    assert isinstance(prepared, SequentialModel)
     assert prepared.by_token
     assert {m.index_topk for m in model.modules() if hasattr(m, "index_topk")} == {16}
     prepared.restore()

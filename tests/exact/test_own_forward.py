@@ -25,8 +25,8 @@ from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.placement import why_not
 from quire.model import load
-from quire.model.own_forward import OwnForwardModel, prepare
 from quire.model.sequence_cache import SequenceCache
+from quire.model.sequential_model import SequentialModel, prepare
 
 # xglm's own code cannot compute in float64. doge masks a window, of 8 tokens.
 SOME = ("bart", "doge", "gpt_neo")
@@ -162,7 +162,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     prepared = prepare(load((model, None)), backend="python")
-    assert isinstance(prepared, OwnForwardModel)
+    assert isinstance(prepared, SequentialModel)
     with pytest.raises(ArgumentError, match="that nobody runs"):
         prepare(load((model, None)), backend="python")
     prepared.restore()
@@ -266,7 +266,7 @@ def test_layers_that_see_chunks_are_refused() -> None:
     """Llama 4's, made not to run otherwise."""
     model = build(AutoModelForCausalLM, "llama4_text")
     with pytest.raises(UnsupportedModelError, match="its config has layers that see chunks"):
-        OwnForwardModel(load((model, None)), backend="python")
+        SequentialModel(load((model, None)), backend="python")
 
 
 @pytest.mark.parametrize("model_type", ["openai-gpt", "xlnet"])

@@ -24,10 +24,10 @@ from support.architectures import tiny
 from support.faulty_calls import FaultyCalls
 from support.hf_case import STORAGES, model_of, quire_cache
 
+from quire.atomic_file import FileCalls
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, restore, virtual
 from quire.memory.placement import MappingBudget, MemfdBackend, PlacementHeap
-from quire.new_file import FileCalls
 
 OPTIONS = {"kv_memory": "64MiB", "piece_size": 4096, "max_length": 256}
 

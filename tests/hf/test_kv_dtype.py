@@ -23,12 +23,12 @@ from support.hf_case import (
 )
 from transformers import LlamaConfig, PreTrainedModel, T5Config
 
-from quire.attention import backend, reference
+from quire.attention import backend, reference_attention
 from quire.backends import native_module
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, acceleration, restore
+from quire.hf.layer_rows import bytes_of_row
 from quire.hf.layers import RowLayer
-from quire.hf.rows import bytes_of_row
 from quire.memory import PagedStorage
 from quire.model.key_offsets import KeyOffsets, key_offset
 from quire.spec import KVSpec
@@ -163,8 +163,8 @@ def test_codes_are_those_that_an_engine_keeps(name: str, dtype: torch.dtype) -> 
 
     spec = with_kv_dtype(KVSpec.from_config(model.config, dtype=str(dtype).removeprefix("torch.")), "int8")
     paged = PagedStorage(spec, 5, 8)
-    view = reference.KVView(**{**paged.view(0).__dict__, "k_offset": offsets[0]})
-    reference.write(view, keys[0].transpose(0, 1), values[0].transpose(0, 1), torch.arange(37))
+    view = reference_attention.KVView(**{**paged.view(0).__dict__, "k_offset": offsets[0]})
+    reference_attention.write(view, keys[0].transpose(0, 1), values[0].transpose(0, 1), torch.arange(37))
     for mine, theirs in zip(
         _codes(cache.layers[0]), (view.k, view.k_scale, view.v, view.v_scale), strict=True
     ):

@@ -169,9 +169,9 @@ def test_a_fork_that_goes_in_the_middle_of_a_change_is_released_after_it() -> No
 
 
 def test_a_sum_that_threads_share() -> None:
-    from quire.tally import Tally
+    from quire.byte_counter import ByteCounter
 
-    tally = Tally()
+    tally = ByteCounter()
 
     def work(number: int) -> None:
         for _ in range(2000):

@@ -15,7 +15,7 @@ from quire.cache.cache import Sequence
 from quire.spec import Span
 
 FULL = Span()
-# Spans, and blocks of each group to a node (none: one each).
+# Durations, and blocks of each group to a node (none: one each).
 GROUPS = [
     ([FULL], ()),
     ([FULL], ()),

@@ -10,7 +10,7 @@ import quire.attention as attention
 from quire import KVSpec
 from quire.attention import AttentionOptions, attention_batch
 from quire.config import EngineConfig
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError
 from quire.memory.beam import BeamTable
 from quire.memory.view import KVView

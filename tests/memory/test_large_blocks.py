@@ -13,8 +13,8 @@ from support.cache_case import FULL, spec_of
 from quire.memory.block_bytes import node_table
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import why_not
-from quire.memory.virtual.sizes import virtual_block_size
-from quire.memory.virtual.storage import VirtualStorage
+from quire.memory.virtual.page_sizes import virtual_block_size
+from quire.memory.virtual.virtual_storage import VirtualStorage
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.step import StepPlan
 

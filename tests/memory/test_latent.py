@@ -13,8 +13,8 @@ from quire.baselines.contiguous import ContiguousStorage
 from quire.baselines.growing import GrowingStorage, granule
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import why_not
-from quire.memory.virtual.sizes import virtual_block_size
-from quire.memory.virtual.storage import VirtualStorage
+from quire.memory.virtual.page_sizes import virtual_block_size
+from quire.memory.virtual.virtual_storage import VirtualStorage
 from quire.spec import LayerSpec, Span
 
 LATENT = LayerSpec(Span(), 1, 576, 512, latent=True)

@@ -23,7 +23,7 @@ from quire.memory.placement import (
     PlacementHeap,
     why_not,
 )
-from quire.memory.placement.calls import SystemCalls
+from quire.memory.placement.system_calls import SystemCalls
 
 if (_reason := why_not()) is not None:
     pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)

@@ -13,7 +13,7 @@ from quire import KVSpec
 from quire.baselines.contiguous import ContiguousStorage
 from quire.baselines.growing import GrowingStorage
 from quire.config import OPTION_OF_STORAGE, EngineConfig
-from quire.engine.storages import OpenStorage, open_storage
+from quire.engine.open_storage import OpenStorage, open_storage
 from quire.errors import ArgumentError
 from quire.spec import LayerSpec, Span
 

@@ -14,12 +14,12 @@ from support.sequences_case import NAN, Sequences
 from support.simulated_heap import SimulatedBackend
 
 from quire import Cache
-from quire.attention import AttentionOptions, attention_batch, reference
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import VirtualStorage
 from quire.memory.placement import MappingBudget, MemfdBackend, why_not
-from quire.memory.virtual import storage as virtual_module
-from quire.memory.virtual.storage import virtual_block_size
+from quire.memory.virtual import virtual_storage as virtual_module
+from quire.memory.virtual.virtual_storage import virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
 if (_reason := why_not()) is not None:
@@ -188,7 +188,7 @@ def test_the_plain_tensor_of_a_row_serves_an_unmodified_kernel() -> None:
     rng = torch.Generator().manual_seed(1)
     k, v, query = (torch.randn(30, heads, 128, generator=rng) for heads in (2, 2, 4))
     view = storage.view(2)
-    reference.write(view, k, v, torch.from_numpy(slot_mapping))
+    reference_attention.write(view, k, v, torch.from_numpy(slot_mapping))
     row = storage.row_of(sequence.id)
     keys, values = view.k[row, :, :30], view.v[row, :, :30]
     assert keys.transpose(0, 1).is_contiguous()
@@ -197,7 +197,7 @@ def test_the_plain_tensor_of_a_row_serves_an_unmodified_kernel() -> None:
         query.transpose(0, 1)[None], keys[None], values[None], is_causal=True, enable_gqa=True
     )
     attention = attention_batch(plan.query_start, plan.context_lengths, block_tables, view.block_size)
-    want = reference.run(view, query, attention, AttentionOptions(scale=128**-0.5))
+    want = reference_attention.run(view, query, attention, AttentionOptions(scale=128**-0.5))
     torch.testing.assert_close(got[0].transpose(0, 1), want)
     storage.close()
 

@@ -12,7 +12,7 @@ from support.faulty_calls import FaultyCalls
 from support.sequences_case import NAN, Sequences
 
 from quire import Cache
-from quire.attention import AttentionOptions, attention_batch, reference
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory import VirtualStorage
 from quire.memory.placement import MemfdBackend, why_not
@@ -125,7 +125,7 @@ def test_a_window_is_one_tensor_for_an_unmodified_kernel() -> None:
         plan = cache.reserve([sequence], [5])
         ((block_tables, slot_mapping),) = storage.prepare(plan, np.array([sequence.id]))
         k, v, query = (torch.randn(5, heads, 128, generator=rng) for heads in (2, 2, 4))
-        reference.write(view, k, v, torch.from_numpy(slot_mapping))
+        reference_attention.write(view, k, v, torch.from_numpy(slot_mapping))
         first = max(0, start - 9)
         entry = int(block_tables[0, 0])
         laps.add(entry)
@@ -140,7 +140,7 @@ def test_a_window_is_one_tensor_for_an_unmodified_kernel() -> None:
             enable_gqa=True,
         )
         attention = attention_batch(plan.query_start, plan.context_lengths, block_tables, view.block_size)
-        want = reference.run(view, query, attention, AttentionOptions(scale=128**-0.5, window=10))
+        want = reference_attention.run(view, query, attention, AttentionOptions(scale=128**-0.5, window=10))
         torch.testing.assert_close(got[0].transpose(0, 1), want)
         cache.commit(sequence, stop)
     assert len(laps) == -(-180 // ring.ring_tokens)

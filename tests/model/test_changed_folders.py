@@ -19,7 +19,15 @@ from transformers import AutoModelForCausalLM
 from quire.errors import QuireError
 from quire.model import load
 from quire.model.load import without_weights
-from quire.quantized.readers import awq, bitsandbytes, compressed_schemes, fp8, gptq, mxfp4, stored_weights
+from quire.quantized.readers import (
+    awq,
+    bitsandbytes,
+    checkpoint_weights,
+    compressed_schemes,
+    fp8,
+    gptq,
+    mxfp4,
+)
 
 READERS: dict[str, Any] = {
     "gptq": gptq, "auto-round": gptq, "awq": awq, "compressed-tensors": compressed_schemes, "fp8": fp8,
@@ -50,7 +58,7 @@ ALIKE: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
-# What has other values of the same tensors (`tests/quantized/test_checkpoints.py` compares them).
+# What has other values of the same tensors (`tests/quantized/test_checkpoint_methods.py` compares them).
 OBEYED: set[tuple[str, str, Any]] = {
     ("gptq", "checkpoint_format", "gptq_v2"), ("gptq by activation order", "sym", False),
     ("w4a16", "group_size", 33), ("w4a16 by activation order", "group_size", 33),
@@ -139,7 +147,7 @@ def read_fault(
     """The same of the readers alone, for some of the modules: faster by far than a model."""
     tensors = folder.tensors_of_two
     try:
-        found = stored_weights(config, folder.headers, tensors.__getitem__)
+        found = checkpoint_weights(config, folder.headers, tensors.__getitem__)
         read = {weight.name: weight.widened(tensors.__getitem__, torch.float32) for weight in found.weights}
     except QuireError as error:
         said = str(error)
@@ -203,7 +211,7 @@ def tensor_fault(
     module = name.partition("_proj")[0]
     few = {key: tensors[key] for key in folder.tensors_of_two if key in tensors}
     try:
-        found = stored_weights(
+        found = checkpoint_weights(
             folder.config["quantization_config"], changed_folders.headers_of(few), few.__getitem__
         )
         read = {weight.name: weight.widened(few.__getitem__, torch.float32) for weight in found.weights}

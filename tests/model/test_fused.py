@@ -17,7 +17,7 @@ from quire.model.fused.mlp import mlp_candidates
 from quire.model.fused.norm import norm_candidates
 from quire.model.fused.structure import random_rows
 from quire.model.linear import pack_linears
-from quire.model.prove.yardstick import decide
+from quire.model.prove.error_bounds import decide
 
 # Whole layers; with the kinds of norm, rotation, MLP and surroundings there are.
 WHOLE = ("llama", "qwen3", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "smollm3", "stablelm",

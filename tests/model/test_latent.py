@@ -18,7 +18,7 @@ from quire.errors import UnsupportedModelError
 from quire.hf import accelerate
 from quire.model import PreparedModel, load
 from quire.model.latent import LatentHeads, is_latent
-from quire.model.prove import latent as proof
+from quire.model.prove import latent_proof as proof
 
 PROMPT = torch.randint(1, 60, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 

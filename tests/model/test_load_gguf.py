@@ -255,7 +255,7 @@ def test_other_refusals_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.M
         load(tmp_path)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "quire.model.sources.gguf.find_spec", lambda name: None if name == "gguf" else find_spec(name)
+        "quire.model.sources.gguf_source.find_spec", lambda name: None if name == "gguf" else find_spec(name)
     )
     with pytest.raises(LoadError, match=r'gguf not installed; pip install "quire-kv\[gguf\]"'):
         load(odd)

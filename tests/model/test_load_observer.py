@@ -9,13 +9,13 @@ import pytest
 from support import gguf_case
 
 from quire import LLM
-from quire.loading import watched_by
+from quire.load_progress import progress_to
 
 EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"
 PHASES = ["reading weights", "packing weights", "proving the model"]
 
 
-class Watch:
+class Recorder:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.num_bytes = self.num_read = 0
@@ -28,9 +28,9 @@ class Watch:
         self.num_read += num_bytes
 
 
-def watched(model: Path, **options: str) -> Watch:
-    watch = Watch()
-    with watched_by(watch), LLM(model, kv_memory="16MiB", **options):
+def watched(model: Path, **options: str) -> Recorder:
+    watch = Recorder()
+    with progress_to(watch), LLM(model, kv_memory="16MiB", **options):
         return watch
 
 
@@ -61,8 +61,8 @@ def test_a_gguf_file_is_read_once(gguf: Path, options: dict[str, str]) -> None:
 
 
 def test_another_thread_is_not_told_of() -> None:
-    watch = Watch()
-    with watched_by(watch):
+    watch = Recorder()
+    with progress_to(watch):
         thread = threading.Thread(target=lambda: LLM(EMBEDDED, kv_memory="16MiB").close())
         thread.start()
         thread.join()
@@ -70,7 +70,7 @@ def test_another_thread_is_not_told_of() -> None:
 
 
 def test_nobody_is_told_afterwards_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    with watched_by(watch := Watch()):
+    with progress_to(watch := Recorder()):
         pass
     with LLM(EMBEDDED, kv_memory="16MiB"):
         pass

@@ -12,7 +12,7 @@ from support import proved_once as once
 from support import tiny_llm
 
 from quire.model import PreparedModel, load
-from quire.model.prove.probe import rehearse
+from quire.model.prove.model_probe import rehearse
 
 proved_once = once.proved_once
 

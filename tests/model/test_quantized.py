@@ -19,7 +19,7 @@ from quire.model.fingerprint import fingerprint
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
-from quire.model.prove.probe import rehearse
+from quire.model.prove.model_probe import rehearse
 from quire.model.quantized import (
     coded_weights,
     hold_quantized,
@@ -27,8 +27,8 @@ from quire.model.quantized import (
     quantize_model,
     tell_weights,
 )
-from quire.model.weight_rows import held_weights, planned_weights
-from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply
+from quire.model.weight_sizes import held_weights, planned_weights
+from quire.quantized import Factor, QuantizedPanels, QuantizedWeight, multiply
 from quire.spec.weight_formats import parse_weights
 
 KIND = "int5:32 with super-blocks and minimums"
@@ -107,7 +107,7 @@ def test_a_group_without_panels_is_refused() -> None:
     codes = torch.zeros(4, 96, dtype=torch.uint8)
     odd = QuantizedWeight(codes, 4, 48, Factor(torch.ones(4, 2)), "odd:48")
     with pytest.raises(ArgumentError, match="odd:48: expected a scale for each 16 inputs"):
-        CodedWeight(odd, torch.float32)
+        QuantizedPanels(odd, torch.float32)
 
 
 def tiny(tied: bool = True) -> LlamaForCausalLM:

@@ -208,7 +208,7 @@ def test_only_modules_that_need_it_are_replaced_and_all_are_given_back() -> None
     inner, whole, outer = Calls(F.silu), Calls(F.silu), nn.Module()
     model = nn.Sequential(inner, Calls(lambda x: torch.cat((x, x[:, :28]), dim=-1)), whole, outer)
     outer.forward = lambda x: x + 1  # type: ignore[method-assign]
-    with row_invariant.Watch(model) as watch:
+    with row_invariant.Recorder(model) as watch:
         model(torch.randn(3, 100))
     assert list(watch.modules) == [inner]
     undo = row_invariant.replace(model, [inner, outer])
@@ -261,7 +261,7 @@ def test_on_whole_vectors_an_element_has_one_value(function: Callable[[torch.Ten
         whole = row_invariant.on_whole_vectors(function, x)
         assert whole.shape == x.shape
         assert torch.allclose(whole, function(x), rtol=1e-6)
-        with row_invariant.Watch(nn.Module()) as watch:
+        with row_invariant.Recorder(nn.Module()) as watch:
             again = row_invariant.on_whole_vectors(function, x)
         assert not watch.modules
         assert same_bits(again, whole)

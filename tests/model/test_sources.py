@@ -77,7 +77,7 @@ def test_many_rows_are_widened_piece_by_piece(tmp_path: Path, monkeypatch: pytes
         if tensor.name == "token_embd.weight"
     ]
     whole = widen(tensor)
-    monkeypatch.setattr("quire.model.sources.gguf._WIDENED_AT_ONCE", 64 * 7)
+    monkeypatch.setattr("quire.model.sources.gguf_source._WIDENED_AT_ONCE", 64 * 7)
     assert torch.equal(widen(tensor), whole)
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
-from quire.model.state import StateAdapter, adapter_of, install_states, proof, state_adapters
-from quire.model.state.proof import TOLERANCE, distance, is_as_good, prove_states
+from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters, state_proof
+from quire.model.state.state_proof import TOLERANCE, distance, is_as_good, prove_states
 from quire.recurrence import backend, recurrence_step
 from quire.spec.state_spec import state_specs
 from quire.step import RecurrenceStep
@@ -277,7 +277,7 @@ def test_one_mixer_of_those_that_are_alike_is_asked(monkeypatch: pytest.MonkeyPa
     layers = sorted(adapters)
     assert len(layers) > 1
     asked: list[Any] = []
-    monkeypatch.setattr(proof, "distance", lambda adapter, num_rows: asked.append(adapter) or 0.0)
+    monkeypatch.setattr(state_proof, "distance", lambda adapter, num_rows: asked.append(adapter) or 0.0)
     prove_states(adapters)
     assert set(asked) == {adapters[layers[0]]}
     adapters[layers[-1]].module.some_constant = 2.0  # another kind

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_case import Case, Shape, make_case, page, repage, shapes, tolerance
 
-from quire.attention import backend, reference
+from quire.attention import backend, reference_attention
 from quire.errors import ArgumentError, BackendError
 
 try:
@@ -29,7 +29,7 @@ except BackendError as error:
     pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
 
 from quire import _native
-from quire.attention import native as native_module
+from quire.attention import native_attention as native_module
 
 CODED = ("int8", "k8v4", "int4")
 FORMATS = ("", *CODED)  # of K and V
@@ -45,7 +45,7 @@ def run(case: Case) -> torch.Tensor:
 
 
 def assert_agrees(case: Case, *, bound: float = 0.0) -> None:
-    want = reference.run(case.view, case.query.float(), case.plan, case.options)
+    want = reference_attention.run(case.view, case.query.float(), case.plan, case.options)
     got = run(case)
     assert got.dtype == case.query.dtype
     bound = max(bound, tolerance(case.shape.dtype))
@@ -185,7 +185,7 @@ def test_a_value_that_is_no_number_is_none_where_the_reference_has_none(
         case = make_case(Shape(lengths, dtype=dtype, k_dim=64, v_dim=96, kv_format=kv_format))
         case.v[0][0, :, 35] = torch.inf  # of the first token, which all rows see
         case = repage(case)
-        want = reference.run(case.view, case.query.float(), case.plan, case.options)
+        want = reference_attention.run(case.view, case.query.float(), case.plan, case.options)
         assert torch.equal(run(case).isfinite(), want.isfinite())
         assert want.isfinite().any() == (kv_format != "int8")
         assert not want.isfinite().all()
@@ -205,7 +205,7 @@ def test_writes_the_references_bits(dtype: torch.dtype, kv_format: str) -> None:
             k[0, 0], k[1:2, 0, 3], v[0, 1, :2] = 0, torch.nan, torch.tensor([torch.inf, 1e-30])
             v[-1, 0] = 1e-40 * torch.arange(dim + 8)
             native.write(ours, k, v, slots[:tokens])
-            reference.write(theirs, k, v, slots[:tokens])
+            reference_attention.write(theirs, k, v, slots[:tokens])
             native.write(ours, k.contiguous(), v.contiguous(), slots[:tokens])
         torch.testing.assert_close(ours.k, theirs.k, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(ours.v, theirs.v, rtol=0, atol=0, equal_nan=True)

@@ -16,7 +16,7 @@ from quire.memory.block_bytes import BlockWriter
 from quire.memory.device import HOST
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import why_not
-from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
+from quire.memory.virtual.virtual_storage import VirtualStorage, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
 NUM_BLOCKS = 16

@@ -9,8 +9,8 @@ import torch
 from support.variants import needs_emulated
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, attention_batch, reference
-from quire.attention.native import handles
+from quire.attention import AttentionOptions, attention_batch, reference_attention
+from quire.attention.native_attention import handles
 from quire.memory.view import KVView
 from quire.model.linear import NativeWeight
 
@@ -176,8 +176,8 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
     k = turned(shaped if whole else k_norm.twin(shaped), cos, sin, rotation)
     twin_pool = torch.full(pool.shape, float("nan"))
     twin_view = KVView(twin_pool[..., :width], twin_pool[..., width:], 4)
-    reference.write(twin_view, k, v.view(tokens, kv_heads, v_width), slots)
-    attended = reference.run(twin_view, q, plan, options).flatten(1)
+    reference_attention.write(twin_view, k, v.view(tokens, kv_heads, v_width), slots)
+    attended = reference_attention.run(twin_view, q, plan, options).flatten(1)
     assert close(out, x.float() + attended @ output.unpack().float().T)
     written = twin_pool.isfinite()
     assert torch.equal(pool.isfinite(), written)

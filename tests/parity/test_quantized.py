@@ -12,8 +12,8 @@ from support.quantized_case import KINDS, random_weight
 
 from quire.errors import ArgumentError
 from quire.quantized import (
-    CodedWeight,
     Factor,
+    QuantizedPanels,
     QuantizedWeight,
     form_of,
     multiply,
@@ -44,7 +44,7 @@ def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-def product(packed: CodedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(packed: QuantizedPanels, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Into the middle of a buffer full of NaN, whose margins must stay so."""
     margin, size = 64, x.shape[0] * packed.num_outputs
     buffer = torch.full((size + 2 * margin,), float("nan"), dtype=x.dtype)
@@ -59,7 +59,7 @@ def check(weight: QuantizedWeight, dtype: torch.dtype, isas: list[str], rows: tu
     x, bias = rows_of(max(rows), weight.num_inputs, dtype), torch.randn(weight.num_outputs).to(dtype)
     expected = multiply(x, weight, bias)
     for isa in isas:
-        packed = CodedWeight(weight, dtype, isa)
+        packed = QuantizedPanels(weight, dtype, isa)
         assert torch.equal(packed.unpack(torch.float32), weight.dequantize()), isa
         for count in rows:
             assert torch.equal(product(packed, x[:count], bias), expected[:count]), (isa, count)
@@ -88,7 +88,7 @@ def test_channels_of_any_length(outputs: int, inputs: int) -> None:
 
 def test_any_number_of_threads() -> None:
     weight = random_weight("int4:32 with minimums", 300, 1024)
-    packed, x = CodedWeight(weight, torch.bfloat16), rows_of(70, 1024, torch.bfloat16)
+    packed, x = QuantizedPanels(weight, torch.bfloat16), rows_of(70, 1024, torch.bfloat16)
     _native.set_num_threads(1)
     alone = product(packed, x, None)
     _native.set_num_threads(3)
@@ -97,12 +97,12 @@ def test_any_number_of_threads() -> None:
 
 
 def test_what_it_weighs() -> None:
-    packed = CodedWeight(random_weight("int4:128", 64, 1024), torch.bfloat16)
+    packed = QuantizedPanels(random_weight("int4:128", 64, 1024), torch.bfloat16)
     assert packed.num_bytes == 64 * 1024 // 2 + 64 * 8 * 2
     wide = random_weight("int4:128", 64, 1024)
     scales = Factor(wide.scales.fine.float())
     wide = QuantizedWeight(wide.codes, 4, 128, scales, wide.label, wide.zeros)
-    assert CodedWeight(wide, torch.bfloat16).num_bytes == packed.num_bytes  # two bytes hold them
+    assert QuantizedPanels(wide, torch.bfloat16).num_bytes == packed.num_bytes  # two bytes hold them
 
 
 @pytest.mark.parametrize(
@@ -112,24 +112,30 @@ def test_parts_make_the_whole(kind: str) -> None:
     weight = random_weight(kind, 70, 512)
     cuts = [(0, 32), (32, 64), (64, 70)]
     parts = [weight.rows(*cut) for cut in cuts]
-    packed, whole = CodedWeight.of_parts(parts, 70, torch.bfloat16), CodedWeight(weight, torch.bfloat16)
+    packed, whole = (
+        QuantizedPanels.of_parts(parts, 70, torch.bfloat16),
+        QuantizedPanels(weight, torch.bfloat16),
+    )
     assert (packed.num_outputs, packed.num_bytes) == (70, whole.num_bytes)
     x = rows_of(5, 512, torch.bfloat16)
     assert torch.equal(product(packed, x, None), product(whole, x, None))
     assert torch.equal(packed.unpack(), whole.unpack())
     for wrong in (parts[:2], [weight.rows(0, 30), weight.rows(30, 70)], [parts[0], *parts]):
         with pytest.raises(ArgumentError, match="that make 70 outputs"):
-            CodedWeight.of_parts(wrong, 70, torch.bfloat16)
+            QuantizedPanels.of_parts(wrong, 70, torch.bfloat16)
 
 
 def test_panels_are_read_where_they_lie() -> None:
     weight = random_weight("int4:128", 48, 512)
-    packed, template = CodedWeight(weight, torch.float32), CodedWeight(weight.rows(0, 16), torch.float32)
+    packed, template = (
+        QuantizedPanels(weight, torch.float32),
+        QuantizedPanels(weight.rows(0, 16), torch.float32),
+    )
     whole = packed.native
     held = np.ctypeslib.as_array((ctypes.c_uint8 * whole.num_bytes).from_address(whole.address))
     packed.native = template.native.of_panels(48, held)
     assert packed.native.address == whole.address
-    assert torch.equal(packed.unpack(), CodedWeight(weight, torch.float32).unpack())
+    assert torch.equal(packed.unpack(), QuantizedPanels(weight, torch.float32).unpack())
     with pytest.raises(ValueError, match="packed"):
         template.native.of_panels(48, held[:-1])
     with pytest.raises(ValueError, match="expected whole panels"):
@@ -143,7 +149,7 @@ def test_panels_are_read_where_they_lie() -> None:
 @pytest.mark.parametrize("shape", [(37, 512), (16, 256)])
 def test_its_form_tells_what_it_weighs(kind: str, shape: tuple[int, int]) -> None:
     weight = random_weight(kind, *shape)
-    assert form_of(weight).num_bytes(*shape) == CodedWeight(weight, torch.bfloat16).num_bytes
+    assert form_of(weight).num_bytes(*shape) == QuantizedPanels(weight, torch.bfloat16).num_bytes
 
 
 @pytest.mark.parametrize(
@@ -152,13 +158,13 @@ def test_its_form_tells_what_it_weighs(kind: str, shape: tuple[int, int]) -> Non
 def test_what_it_will_weigh(text: str, shape: tuple[int, int]) -> None:
     rounding = parse_rounding(text)
     assert rounding is not None
-    packed = CodedWeight(round_to_codes(torch.randn(shape), rounding), torch.float32)
+    packed = QuantizedPanels(round_to_codes(torch.randn(shape), rounding), torch.float32)
     assert rounded_form(shape[1], rounding).num_bytes(*shape) == packed.num_bytes
 
 
 def test_rows_in_another_type_and_out_of_range() -> None:
     weight = random_weight("int6:16 with super-blocks", 40, 256)
-    packed = CodedWeight(weight, torch.bfloat16)
+    packed = QuantizedPanels(weight, torch.bfloat16)
     ids = torch.tensor([[39, 0], [7, 7]])
     assert torch.equal(packed.gather_rows(ids), weight.dequantize()[ids].to(torch.bfloat16))
     assert torch.equal(packed.gather_rows(ids, torch.float64), weight.dequantize()[ids].double())

@@ -1,7 +1,7 @@
 """Tokens that several sequences share are read once, and nobody can tell from the bits.
 
-The twin is the same call with sharing switched off (`native.unshared`); each sequence alone is another. That sharing
-happened is told by the bytes that the call reads.
+The twin is the same call with sharing switched off (`native_attention.unshared`); each sequence alone is another.
+That sharing happened is told by the bytes that the call reads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support.paged_case import tolerance
 from support.prefix_tree_case import Tree, TreeCase, make_tree_case, trees
 
-from quire.attention import AttentionOptions, attention_batch, reference
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 
 _native = pytest.importorskip("quire._native", reason="the native extension is not built")
-from quire.attention import native  # noqa: E402 - it needs the extension
+from quire.attention import native_attention  # noqa: E402 - it needs the extension
 
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "60"))
 EMULATED = _native.isa().startswith("emulated")
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def traffic(case: TreeCase) -> tuple[int, int, int]:
     """Tokens read for a kv head with and without sharing, and the number of runs."""
     tree = case.tree
-    got = native.traffic(case.view, tree.num_kv_heads * tree.group, case.plan, tree.options)
+    got = native_attention.traffic(case.view, tree.num_kv_heads * tree.group, case.plan, tree.options)
     token = (tree.k_dim + tree.v_dim) * case.query.element_size() * tree.num_kv_heads
     assert got.kv_bytes % token == got.unshared_kv_bytes % token == 0
     return got.kv_bytes // token, got.unshared_kv_bytes // token, got.num_shared_runs
@@ -38,16 +38,16 @@ def traffic(case: TreeCase) -> tuple[int, int, int]:
 
 def assert_same_bits(case: TreeCase, *, alone: bool = True, bound: float = 0.0) -> None:
     options = case.tree.options
-    got = native.run(case.view, case.query, case.plan, options)
+    got = native_attention.run(case.view, case.query, case.plan, options)
     assert not bool(torch.isnan(got).any())
-    apart = native.run(case.view, case.query, native.unshared(case.plan), options)
+    apart = native_attention.run(case.view, case.query, native_attention.unshared(case.plan), options)
     assert torch.equal(got, apart), f"sharing changes bits: {case.tree}"
     if alone:
         for s in range(case.plan.num_sequences):
             rows = case.rows(s)
-            one = native.run(case.view, case.query[rows], case.alone(s), options)
+            one = native_attention.run(case.view, case.query[rows], case.alone(s), options)
             assert torch.equal(got[rows], one), f"sequence {s} alone has other bits: {case.tree}"
-    want = reference.run(case.view, case.query.float(), case.plan, options)
+    want = reference_attention.run(case.view, case.query.float(), case.plan, options)
     bound = max(bound, tolerance(case.tree.dtype))
     torch.testing.assert_close(got.float(), want, rtol=bound, atol=bound)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire.errors import LoadError
-from quire.quantized.readers import METHODS, stored_weights
-from quire.quantized.readers.settings import AUTO_ROUND_CHANGES_NOTHING, TOOLS_CHANGE_NOTHING
+from quire.quantized.readers import METHODS, checkpoint_weights
+from quire.quantized.readers.quantization_config import AUTO_ROUND_CHANGES_NOTHING, TOOLS_CHANGE_NOTHING
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "quantization.md"
 MODULES = {
@@ -41,9 +41,9 @@ def test_the_document_names_each_field(row: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_field_that_is_not_known_is_refused_unless_it_is_off(method: str) -> None:
     for off in (None, False, "", [], {}):
-        assert not stored_weights({"quant_method": method, "twist": off}, {}, {}.__getitem__).weights
+        assert not checkpoint_weights({"quant_method": method, "twist": off}, {}, {}.__getitem__).weights
     for on in (True, 0, 1.5, "on", [0], {"by": 3}):
         with pytest.raises(
             LoadError, match=r"cannot read quantization_config\.twist: expected no such field"
         ):
-            stored_weights({"quant_method": method, "twist": on}, {}, {}.__getitem__)
+            checkpoint_weights({"quant_method": method, "twist": on}, {}, {}.__getitem__)

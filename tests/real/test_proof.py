@@ -7,11 +7,11 @@ from pathlib import Path
 from quire import LLM, SamplingParams
 from quire.model import PreparedModel, load
 from quire.model.fused.attention import FusedAttention
+from quire.model.fused.fused_proof import Proof, ProofResult
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
-from quire.model.fused.proof import Findings, Proof
-from quire.model.prove.calls import record
+from quire.model.prove.recorded_calls import record
 
 
 def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None:
@@ -39,7 +39,7 @@ def test_every_module_is_what_one_of_its_kind_was_found_to_be(checkpoint: Path) 
     layer_of |= {module: part.attention.place[0] for module, part in layers.items()}
     near, far = record(prepared, parts, layer_of)
     proof = Proof(prepared, near, far)
-    found = Findings(
+    found = ProofResult(
         norms={module: part.found for module, part in parts.items() if isinstance(part, RowNorm)},
         mlps={module: part.found for module, part in parts.items() if isinstance(part, FusedMlp)},
         attentions=attentions,

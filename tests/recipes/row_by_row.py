@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, register
-from quire.attention.reference import ReferenceBackend
+from quire.attention.reference_attention import ReferenceAttention
 from quire.errors import ArgumentError
 from quire.memory import KVView
 from quire.step import AttentionBatch
 
 
-class RowByRow(ReferenceBackend):
+class RowByRow(ReferenceAttention):
     """Memory and `write` are the reference's; so is what it says of itself, but for these."""
 
     name = "row-by-row"

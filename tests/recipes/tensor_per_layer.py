@@ -7,7 +7,7 @@ import torch
 
 from quire import Cache
 from quire.config import EngineConfig
-from quire.engine.storages import num_blocks_within, register
+from quire.engine.open_storage import num_blocks_within, register
 from quire.memory import Capabilities, KVView, TablePlan
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces

@@ -9,8 +9,8 @@ import torch
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionOptions, Backend, attention_batch, backend, reference
-from quire.attention.backends import register, unregister
+from quire.attention import AttentionOptions, Device, attention_batch, backend, reference_attention
+from quire.attention.devices import register, unregister
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[Backend]:
+def registered() -> Iterator[Device]:
     from recipes.row_by_row import RowByRow
 
     register(RowByRow.name, RowByRow)
@@ -27,7 +27,7 @@ def registered() -> Iterator[Backend]:
     unregister(RowByRow.name)
 
 
-def test_it_computes_what_the_reference_does(registered: Backend) -> None:
+def test_it_computes_what_the_reference_does(registered: Device) -> None:
     spec = KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
     storage, rng = PagedStorage(spec, 6, 4), torch.Generator().manual_seed(1)
     storage.fill(float("nan"))
@@ -38,11 +38,12 @@ def test_it_computes_what_the_reference_does(registered: Backend) -> None:
     plan = attention_batch([0, 7, 8], [11, 5], [[0, 1, 2], [3, 4, -1]], 4)
     options = AttentionOptions(0.3)
     torch.testing.assert_close(
-        backend(registered.name).run(view, query, plan, options), reference.run(view, query, plan, options)
+        backend(registered.name).run(view, query, plan, options),
+        reference_attention.run(view, query, plan, options),
     )
 
 
-def test_an_engine_runs_on_it(registered: Backend) -> None:
+def test_an_engine_runs_on_it(registered: Device) -> None:
     model, answers = tiny("qwen3"), []
     for name in ("python", registered.name):
         options = {"kv_memory": "4MiB", "block_size": 4, "max_batch_tokens": 11}

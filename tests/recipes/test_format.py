@@ -13,7 +13,7 @@ from support.architectures import tiny
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
 from quire.spec import KVSpec
-from quire.spec.formats import KVFormat, register, unregister
+from quire.spec.kv_formats import KVFormat, register, unregister
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(400)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -8,14 +8,14 @@ from recipes.hit_route import router
 from support.running_server import running
 
 from quire import LLM
+from quire.server.api_keys import ApiTenant, KeyRing, digest_of_key
 from quire.server.settings import ServerSettings
-from quire.server.tenants import KeyRing, Tenant, digest_of_key
 
 PROMPT = list(range(300, 364))
 
 
 def test_it_answers_beside_the_others_and_has_their_keys_and_errors() -> None:
-    tenants = (Tenant("a"), Tenant("b"))
+    tenants = (ApiTenant("a"), ApiTenant("b"))
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in tenants])
     with (
         LLM(kv_memory="16MiB") as llm,

@@ -10,7 +10,7 @@ import pytest
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.engine.storages import register, unregister
+from quire.engine.open_storage import register, unregister
 from quire.errors import ArgumentError
 
 PROMPTS = [[(7 * i + j) % 60 + 2 for i in range(60 + 9 * j)] for j in range(4)]

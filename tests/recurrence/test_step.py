@@ -11,8 +11,8 @@ from support.recurrence_case import KINDS, make_case
 from quire import backends
 from quire.backends import native_module
 from quire.errors import ArgumentError, BackendError
-from quire.recurrence import backend, recurrence_step, reference, register
-from quire.recurrence.backends import unregister
+from quire.recurrence import backend, recurrence_step, reference_recurrence, register
+from quire.recurrence.recurrence_backend import unregister
 from quire.step import RecurrenceStep
 
 BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep") else [])]
@@ -97,23 +97,23 @@ def test_a_call_refuses_what_does_not_fit_and_changes_nothing(kind: str, name: s
 
 
 def test_python_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend("python") is reference.BACKEND
+    assert backend("python") is reference_recurrence.BACKEND
     monkeypatch.setenv("QUIRE_BACKEND", "python")
-    assert backend() is reference.BACKEND
+    assert backend() is reference_recurrence.BACKEND
 
 
 def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_BACKEND", raising=False)
     monkeypatch.setattr(backends, "native_module", lambda: None)
-    assert backend() is reference.BACKEND
+    assert backend() is reference_recurrence.BACKEND
     with pytest.raises(BackendError, match="not built here"):
         backend("native")
 
 
 def test_another_back_end_is_found_by_its_name() -> None:
-    register("mine", reference.ReferenceBackend)
+    register("mine", reference_recurrence.ReferenceBackend)
     try:
-        assert isinstance(backend("mine"), reference.ReferenceBackend)
+        assert isinstance(backend("mine"), reference_recurrence.ReferenceBackend)
     finally:
         unregister("mine")
     with pytest.raises(ArgumentError, match="a back end of recurrences"):

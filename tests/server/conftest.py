@@ -14,7 +14,7 @@ from support.running_server import running
 from support.until import until
 
 from quire import LLM
-from quire.server.http.requests import LOGGER
+from quire.server.http.request_log import LOGGER
 from quire.server.settings import ServerSettings
 
 

@@ -6,23 +6,23 @@ import asyncio
 
 import pytest
 
-from quire.server import admission as places
-from quire.server.admission import Admission
-from quire.server.errors import ApiError
+from quire.server import api_admission as places
+from quire.server.api_admission import ApiAdmission
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ANYBODY, ApiTenant
 from quire.server.metrics import Metrics
-from quire.server.tenants import ANYBODY, Tenant
 
-ANN, BOB = Tenant("ann", max_requests=2), Tenant("bob", requests_per_minute=3)
+ANN, BOB = ApiTenant("ann", max_requests=2), ApiTenant("bob", requests_per_minute=3)
 
 
 @pytest.fixture
-def admission() -> Admission:
-    return Admission(4, Metrics("m"))
+def admission() -> ApiAdmission:
+    return ApiAdmission(4, Metrics("m"))
 
 
-def test_places_are_taken_before_anything_has_begun(admission: Admission) -> None:
+def test_places_are_taken_before_anything_has_begun(admission: ApiAdmission) -> None:
     async def request() -> None:
-        admitted = admission.admit(Tenant("any"), 1)
+        admitted = admission.admit(ApiTenant("any"), 1)
         await asyncio.sleep(0)  # others come
         admitted.leave()
 
@@ -35,7 +35,7 @@ def test_places_are_taken_before_anything_has_begun(admission: Admission) -> Non
     assert admission.num_open == 0
 
 
-def test_places_are_left_prompt_by_prompt_or_together_and_never_twice(admission: Admission) -> None:
+def test_places_are_left_prompt_by_prompt_or_together_and_never_twice(admission: ApiAdmission) -> None:
     admitted = admission.admit(ANN, 2)
     leave, other = admitted.of_one_prompt(), admitted.of_one_prompt()
     leave()
@@ -51,10 +51,10 @@ def test_places_are_left_prompt_by_prompt_or_together_and_never_twice(admission:
 
 @pytest.mark.parametrize(
     ("tenant", "num_requests", "code", "wait_s"),
-    [(Tenant("any"), 4, "queue_full", 1), (ANN, 2, "tenant_limit", 1), (BOB, 3, "rate_limit", 60)],
+    [(ApiTenant("any"), 4, "queue_full", 1), (ANN, 2, "tenant_limit", 1), (BOB, 3, "rate_limit", 60)],
 )
 def test_a_refusal_says_why_and_takes_nothing(
-    admission: Admission, tenant: Tenant, num_requests: int, code: str, wait_s: int
+    admission: ApiAdmission, tenant: ApiTenant, num_requests: int, code: str, wait_s: int
 ) -> None:
     admission.admit(tenant, 1)
     with pytest.raises(ApiError) as refused:
@@ -65,7 +65,7 @@ def test_a_refusal_says_why_and_takes_nothing(
     admission.admit(tenant, 1)
 
 
-def test_what_is_withdrawn_counts_in_no_minute(admission: Admission) -> None:
+def test_what_is_withdrawn_counts_in_no_minute(admission: ApiAdmission) -> None:
     for _ in range(5):
         admission.admit(BOB, 2).withdraw()
     assert admission.num_open == 0
@@ -73,11 +73,11 @@ def test_what_is_withdrawn_counts_in_no_minute(admission: Admission) -> None:
     assert admission.num_open == 3
 
 
-def test_each_prompt_counts_for_all_of_its_answers(admission: Admission) -> None:
-    admitted = admission.admit(Tenant("any"), 2, 2)
+def test_each_prompt_counts_for_all_of_its_answers(admission: ApiAdmission) -> None:
+    admitted = admission.admit(ApiTenant("any"), 2, 2)
     assert admission.num_open == 4
     with pytest.raises(ApiError) as refused:
-        admission.admit(Tenant("any"), 1)
+        admission.admit(ApiTenant("any"), 1)
     assert refused.value.code == "queue_full"
     admitted.of_one_prompt()()
     assert admission.num_open == 2
@@ -91,10 +91,10 @@ def test_each_prompt_counts_for_all_of_its_answers(admission: Admission) -> None
 
 
 @pytest.mark.parametrize(
-    ("tenant", "num_prompts", "n"), [(Tenant("any"), 1, 5), (ANN, 1, 3), (ANN, 3, 1), (BOB, 2, 2)]
+    ("tenant", "num_prompts", "n"), [(ApiTenant("any"), 1, 5), (ANN, 1, 3), (ANN, 3, 1), (BOB, 2, 2)]
 )
 def test_what_can_never_be_admitted_is_wrong_and_not_early(
-    admission: Admission, tenant: Tenant, num_prompts: int, n: int
+    admission: ApiAdmission, tenant: ApiTenant, num_prompts: int, n: int
 ) -> None:
     with pytest.raises(ApiError) as refused:
         admission.admit(tenant, num_prompts, n)
@@ -105,7 +105,7 @@ def test_what_can_never_be_admitted_is_wrong_and_not_early(
 def test_no_tenant_takes_all_places_from_the_others() -> None:
     """Unless it says otherwise, or is the only one."""
 
-    def most_of(admission: Admission, tenant: Tenant) -> int:
+    def most_of(admission: ApiAdmission, tenant: ApiTenant) -> int:
         for number in range(100):
             try:
                 admission.admit(tenant, 1)
@@ -113,19 +113,19 @@ def test_no_tenant_takes_all_places_from_the_others() -> None:
                 return number
         raise AssertionError("no end to them")
 
-    greedy, second, own = Tenant("greedy"), Tenant("second"), Tenant("own", max_requests=10)
-    assert most_of(Admission(12, Metrics("m")), greedy) == 12
-    shared = Admission(12, Metrics("m"), is_shared=True)
+    greedy, second, own = ApiTenant("greedy"), ApiTenant("second"), ApiTenant("own", max_requests=10)
+    assert most_of(ApiAdmission(12, Metrics("m")), greedy) == 12
+    shared = ApiAdmission(12, Metrics("m"), is_shared=True)
     assert most_of(shared, greedy) == 6
     assert most_of(shared, second) == 3
     with pytest.raises(ApiError):
         shared.admit(greedy, 1)
     assert shared.num_open == 9
-    assert most_of(Admission(12, Metrics("m"), is_shared=True), own) == 10
+    assert most_of(ApiAdmission(12, Metrics("m"), is_shared=True), own) == 10
 
 
 def test_the_last_places_are_for_other_addresses_than_the_one_that_has_the_rest() -> None:
-    admission = Admission(32, Metrics("m"))
+    admission = ApiAdmission(32, Metrics("m"))
     for _ in range(30):
         admission.admit(ANYBODY, 1, address="many")
     with pytest.raises(ApiError) as refused:
@@ -148,7 +148,7 @@ def test_the_last_places_are_for_other_addresses_than_the_one_that_has_the_rest(
 
 def test_an_address_has_so_many_requests_a_minute() -> None:
     now = 1000.0
-    admission = Admission(64, Metrics("m"), per_minute_of_address=3, clock=lambda: now)
+    admission = ApiAdmission(64, Metrics("m"), per_minute_of_address=3, clock=lambda: now)
     admission.admit(ANYBODY, 2, address="one").leave()
     now += 20
     admission.admit(ANYBODY, 1, address="one").leave()
@@ -158,7 +158,7 @@ def test_an_address_has_so_many_requests_a_minute() -> None:
     assert refused.value.retry_after_s == 41
     admission.admit(ANYBODY, 3, address="another").leave()
     for _ in range(9):
-        admission.admit(Tenant("named"), 1, address="one").leave()  # a tenant has its own limit, or none
+        admission.admit(ApiTenant("named"), 1, address="one").leave()  # a tenant has its own limit, or none
     now += 41
     admission.admit(ANYBODY, 1, address="one").withdraw()  # what was wrong counts in no minute
     admission.admit(ANYBODY, 2, address="one").leave()
@@ -170,7 +170,7 @@ def test_an_address_has_so_many_requests_a_minute() -> None:
 def test_addresses_of_the_minutes_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_MOST_RECENT", 10)
     now = 1000.0
-    admission = Admission(64, Metrics("m"), per_minute_of_address=1, clock=lambda: now)
+    admission = ApiAdmission(64, Metrics("m"), per_minute_of_address=1, clock=lambda: now)
     for number in range(200):
         now += 7
         admission.admit(ANYBODY, 1, address=f"a{number}").leave()

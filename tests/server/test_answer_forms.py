@@ -18,18 +18,18 @@ from support.running_server import running
 from quire import LLM, SamplingParams
 from quire.sampling import grammar
 from quire.sampling.detokenizer import Detokenizer
-from quire.server.forms.answer_form import AnswerForm, AnswerReader
-from quire.server.forms.answer_grammar import answer_grammar
-from quire.server.forms.call_events import CallDelta
-from quire.server.forms.markers import in_grammar, shown_token_ids
-from quire.server.forms.named_form import NamedForm
-from quire.server.forms.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
-from quire.server.forms.tools import ToolForm, form_of
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatMessage, Tool
-from quire.server.settings import Limits, ServerSettings
+from quire.server.outputs.answer_grammar import answer_grammar
+from quire.server.outputs.call_events import CallDelta
+from quire.server.outputs.markers import in_grammar, shown_token_ids
+from quire.server.outputs.output_format import OutputFormat, OutputParser
+from quire.server.outputs.reasoning import ReasoningFormat, ReasoningParser, ReasoningSpan, reasoning_form_of
+from quire.server.outputs.tagged_call_format import TaggedCallFormat
+from quire.server.outputs.tool_call_format import ToolCallFormat, form_of
+from quire.server.schemas.chat_bodies import ChatMessage, Tool
+from quire.server.settings import ServerLimits, ServerSettings
 
-THINK = ReasoningForm("<think>", "</think>")
+THINK = ReasoningFormat("<think>", "</think>")
 ASK = [{"role": "user", "content": "Hello"}]
 ONE = {"maxItems": 1, "minItems": 1}
 A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
@@ -100,12 +100,12 @@ def test_thoughts_whatever_the_pieces(
     text: str, is_open: bool, thoughts: str, said: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    reader = ReasoningReader(THINK, is_open=is_open)
+    reader = ReasoningParser(THINK, is_open=is_open)
     found: list[Any] = []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += reader.push(text[begin:end])
     found += reader.push("", final=True)
-    assert "".join(one.text for one in found if isinstance(one, Thought)) == thoughts
+    assert "".join(one.text for one in found if isinstance(one, ReasoningSpan)) == thoughts
     assert "".join(one for one in found if isinstance(one, str)) == said
 
 
@@ -117,17 +117,17 @@ def test_only_models_with_the_markers_think() -> None:
         "glm4.5",
     ]
     text = "<think>a</think>b"
-    assert list(AnswerReader(AnswerForm.of(families.tokenizer("llama3"), "")).push(text, final=True)) == [
+    assert list(OutputParser(OutputFormat.of(families.tokenizer("llama3"), "")).push(text, final=True)) == [
         text
     ]
 
 
 def test_calls_behind_thoughts() -> None:
-    reader = AnswerReader(AnswerForm(ToolForm(), THINK))
+    reader = OutputParser(OutputFormat(ToolCallFormat(), THINK))
     parts = list(
         reader.push('<think>a</think><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', final=True)
     )
-    assert parts == [Thought("a"), CallDelta(0, "f", ""), CallDelta(0, None, "{}")]
+    assert parts == [ReasoningSpan("a"), CallDelta(0, "f", ""), CallDelta(0, None, "{}")]
 
 
 def _thinking(name: str) -> dict[int, int]:
@@ -214,16 +214,16 @@ def test_shown_special_tokens_of_a_request() -> None:
 
 def test_marker_of_a_family_is_part_of_its_form() -> None:
     forms = {name: form_of(families.tokenizer(name)) for name in families.FAMILIES}
-    assert forms["mistral"] == ToolForm("[TOOL_CALLS] [", "]", id_field="id")
-    assert forms["llama3"] == ToolForm("", "", "name", "parameters")
-    assert forms["python_tag"] == ToolForm("<|python_tag|>", "", "name", "parameters")
-    assert {forms[name] for name in ("qwen2.5", "qwen3", "qwq", "hermes")} == {ToolForm()}
+    assert forms["mistral"] == ToolCallFormat("[TOOL_CALLS] [", "]", id_field="id")
+    assert forms["llama3"] == ToolCallFormat("", "", "name", "parameters")
+    assert forms["python_tag"] == ToolCallFormat("<|python_tag|>", "", "name", "parameters")
+    assert {forms[name] for name in ("qwen2.5", "qwen3", "qwq", "hermes")} == {ToolCallFormat()}
 
 
 def test_grammar_names_tokens_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = families.tokenizer("qwen2.5")
     begin, end = token("qwen2.5", "<tool_call>"), token("qwen2.5", "</tool_call>")
-    form = AnswerForm.of(tokenizer, "", must_call=True)
+    form = OutputFormat.of(tokenizer, "", must_call=True)
     text = answer_grammar(tokenizer, form, [Tool.model_validate(WEATHER)])
     assert f"<[{begin}]>" in text
     assert f"<[{end}]>" in text
@@ -317,7 +317,9 @@ def test_arguments_hold_what_the_parameters_name(
 def test_parameters_that_cannot_be_closed_stay_open(parameters: dict[str, Any]) -> None:
     tokenizer = families.tokenizer("qwen2.5")
     text = answer_grammar(
-        tokenizer, AnswerForm.of(tokenizer, "", must_call=True), [Tool.model_validate(tool("f", parameters))]
+        tokenizer,
+        OutputFormat.of(tokenizer, "", must_call=True),
+        [Tool.model_validate(tool("f", parameters))],
     )
     (line,) = [one for one in text.splitlines() if one.startswith("arguments_0")]
     schema = json.loads(line.partition("%json ")[2])
@@ -328,7 +330,7 @@ def test_thoughts_whose_end_is_several_tokens(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(grammar, "try_grammar", lambda text: None)
     tokenizer = families.tokenizer("hermes")
     text = answer_grammar(
-        tokenizer, AnswerForm(None, THINK, in_thoughts=True), (), {"type": "array", "maxItems": 0}
+        tokenizer, OutputFormat(None, THINK, in_thoughts=True), (), {"type": "array", "maxItems": 0}
     )
     grammars = grammar.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     matcher = grammars.matcher(SamplingParams(grammar=text))
@@ -438,10 +440,10 @@ def test_any_arguments_are_taken(name: str, arguments: str) -> None:
         ChatMessage.model_validate(one)
         for one in [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, *ASK]
     ]
-    text = render(tokenizer, messages, Limits(), [Tool.model_validate(WEATHER)])
+    text = render(tokenizer, messages, ServerLimits(), [Tool.model_validate(WEATHER)])
     text.encode()
     form = form_of(tokenizer)
-    begin = form.begin + "f" if isinstance(form, NamedForm) else '"name": "f"'
+    begin = form.begin + "f" if isinstance(form, TaggedCallFormat) else '"name": "f"'
     assert begin in text
 
 
@@ -451,14 +453,14 @@ def test_thoughts_go_back_to_templates_that_repeat_them() -> None:
         for one in [*ASK, {"role": "assistant", "content": "Yes", "reasoning_content": "because"}, *ASK]
     ]
     for name in families.FAMILIES:
-        text = render(families.tokenizer(name), messages, Limits())
+        text = render(families.tokenizer(name), messages, ServerLimits())
         assert "Yes" in text
         assert ("because" in text) == (name == "qwen3")
-    assert "Yes" in render(None, messages, Limits())
+    assert "Yes" in render(None, messages, ServerLimits())
 
 
 def test_calls_are_told_where_the_template_knows_none(llm: LLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = ChatMessage.model_validate({"role": "assistant", "content": "So:", "tool_calls": [call]})
-    text = render(llm.tokenizer, [message], Limits())
+    text = render(llm.tokenizer, [message], ServerLimits())
     assert 'So:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text

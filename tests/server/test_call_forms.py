@@ -20,12 +20,12 @@ from support.running_server import running
 from quire import SamplingParams
 from quire.sampling import grammar
 from quire.server import chat
-from quire.server.forms.answer_form import AnswerForm, AnswerReader
-from quire.server.forms.answer_grammar import answer_grammar
-from quire.server.forms.growing_text import ValueEnd
-from quire.server.forms.markers import in_grammar
-from quire.server.forms.named_form import NamedForm
-from quire.server.schemas.chat import Tool
+from quire.server.outputs.answer_grammar import answer_grammar
+from quire.server.outputs.growing_text import ValueEnd
+from quire.server.outputs.markers import in_grammar
+from quire.server.outputs.output_format import OutputFormat, OutputParser
+from quire.server.outputs.tagged_call_format import TaggedCallFormat
+from quire.server.schemas.chat_bodies import Tool
 from quire.server.settings import ServerSettings
 
 PARAMETERS: dict[str, Any] = {
@@ -203,12 +203,12 @@ TEXTS = {
 }
 
 
-def form(family: str, tools: list[dict[str, Any]] = TOOLS) -> AnswerForm:
-    return AnswerForm.of(families.tokenizer(family), "", tools=[Tool.model_validate(one) for one in tools])
+def form(family: str, tools: list[dict[str, Any]] = TOOLS) -> OutputFormat:
+    return OutputFormat.of(families.tokenizer(family), "", tools=[Tool.model_validate(one) for one in tools])
 
 
 def in_pieces(family: str, pieces: list[str]) -> Read:
-    return read(AnswerReader(form(family)), pieces)
+    return read(OutputParser(form(family)), pieces)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -235,7 +235,7 @@ def test_a_call_cut_short_is_not_told_as_whole(name: str) -> None:
     one = CASES[name]
     for at in range(len(one.text)):
         text = one.text[:at]
-        reader = AnswerReader(form(one.family))
+        reader = OutputParser(form(one.family))
         found = read(reader, [text])
         calls = [(call, json.loads(arguments)) for call, arguments in found.calls]
         assert calls == list(one.calls[: len(calls)])
@@ -254,7 +254,7 @@ def test_a_call_cut_short_is_not_told_as_whole(name: str) -> None:
 def test_without_tools_an_answer_is_its_text(name: str) -> None:
     one = CASES[name]
     text = one.text
-    assert read(AnswerReader(form(one.family, [])), [*text, ""]) == (text, [], [])
+    assert read(OutputParser(form(one.family, [])), [*text, ""]) == (text, [], [])
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -342,7 +342,7 @@ def test_text_that_begins_like_many_calls_is_read_in_linear_time(monkeypatch: py
     ],
 )
 def test_text_is_held_back_only_while_it_may_be_a_call(family: str, pieces: list[str], said: str) -> None:
-    reader = AnswerReader(form(family))
+    reader = OutputParser(form(family))
     assert "".join(str(part) for piece in pieces for part in reader.push(piece)) == said
 
 
@@ -354,9 +354,9 @@ def test_forced_call_may_be_what_the_template_writes(monkeypatch: pytest.MonkeyP
     tools = [
         Tool.model_validate({"type": "function", "function": {"name": "weather", "parameters": required}})
     ]
-    one = AnswerForm.of(words, "", tools=tools, must_call=True)
+    one = OutputFormat.of(words, "", tools=tools, must_call=True)
     text = families.written(name, ("weather", {"city": "Oslo", "days": 3}))
-    if isinstance(one.calls, NamedForm):
+    if isinstance(one.calls, TaggedCallFormat):
         begin, end = (one.calls.list_begin + one.calls.begin).strip(), one.calls.end + one.calls.list_end
     else:
         assert one.calls is not None

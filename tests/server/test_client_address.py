@@ -9,9 +9,9 @@ import pytest
 
 from quire import LLM
 from quire.errors import ArgumentError
+from quire.server.api_keys import ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.http.client_address import TrustedProxies
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import ANYBODY, KeyRing, Tenant, digest_of_key
+from quire.server.settings import ServerLimits, ServerSettings
 
 PROXIES = TrustedProxies(["10.0.0.0/8", "::1", "fd00::/8"])
 BODY = {"prompt": "a", "max_tokens": 1}
@@ -57,7 +57,7 @@ def test_requests_count_by_the_address_that_a_trusted_proxy_tells(serve: Any) ->
     def ask(url: str, address: str) -> httpx.Response:
         return httpx.post(f"{url}/v1/completions", json=BODY, headers={"X-Forwarded-For": address})
 
-    limits = Limits(requests_per_minute_per_address=1)
+    limits = ServerLimits(requests_per_minute_per_address=1)
     with serve(ServerSettings(limits=limits, trusted_proxies=("127.0.0.1",))) as (url, _):
         assert ask(url, "192.0.2.1").status_code == 200
         refused = ask(url, "192.0.2.1")
@@ -87,8 +87,8 @@ def test_the_engine_is_told_whose_each_request_is(
         httpx.post(f"{url}/quire/conversations/{made}/append", json={"max_tokens": 1, "text": "b"})
     assert clients == ["address 127.0.0.1"] * 3
     clients.clear()
-    keys = KeyRing([(digest_of_key("a"), Tenant("alice")), (digest_of_key("b"), ANYBODY)])
-    with serve(ServerSettings(keys=keys, tenants=(ANYBODY, Tenant("alice")))) as (url, _):
+    keys = KeyRing([(digest_of_key("a"), ApiTenant("alice")), (digest_of_key("b"), ANYBODY)])
+    with serve(ServerSettings(keys=keys, tenants=(ANYBODY, ApiTenant("alice")))) as (url, _):
         for key in ("a", "b"):
             httpx.post(f"{url}/v1/completions", json=BODY, headers={"X-Api-Key": key})
     assert clients == ["tenant alice", "address 127.0.0.1"]

@@ -17,11 +17,11 @@ from quire.server import run
 from quire.server.http import connections
 from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, GuardedProtocol, raise_file_limit
-from quire.server.http.turns import Turns
+from quire.server.http.fair_queue import FairQueue
 from quire.server.run import uvicorn_config
-from quire.server.settings import Limits
+from quire.server.settings import ServerLimits
 
-LIMITS = Limits(
+LIMITS = ServerLimits(
     max_body_bytes=1 << 20,
     max_connections=4,
     max_connections_per_address=3,
@@ -67,10 +67,10 @@ class Transport(asyncio.Transport):
 class House:
     """A server's connections without a server. Requests are answered once `answering` is set."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: ServerLimits = LIMITS) -> None:
         self.now = 0.0
         self.guard = Connections(limits, lambda: self.now)
-        self.guard.turns = Turns(10_000)  # all that comes is handled at once
+        self.guard.turns = FairQueue(10_000)  # all that comes is handled at once
         self.answering = asyncio.Event()
         self.made: list[GuardedProtocol] = []
 
@@ -270,7 +270,7 @@ async def test_a_body_that_comes_behind_its_answer_is_not_read_for_ever(house: H
 
 @in_loop
 async def test_requests_that_came_at_once_over_one_connection_have_their_turns_too(house: House) -> None:
-    house.guard.turns = Turns(1)
+    house.guard.turns = FairQueue(1)
     house.answering.set()
     several = [house.connect(f"192.0.2.{number}") for number in range(4)]
     for one, _ in several:
@@ -295,7 +295,7 @@ async def test_a_trusted_proxy_has_as_many_as_there_are(house: House) -> None:
 
 @in_loop
 async def test_what_waits_for_its_turn_is_not_read_on(house: House) -> None:
-    house.guard.turns = Turns(1)
+    house.guard.turns = FairQueue(1)
     first, second, gone = (house.connect() for _ in range(3))
     for one, _ in (first, second, gone):
         one.data_received(WHOLE)
@@ -391,5 +391,5 @@ def test_the_limit_of_files_is_raised_as_far_as_it_goes(
     raised: list[Any] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, both: raised.append(both))
-    assert raise_file_limit(Limits()).max_connections == num_connections
+    assert raise_file_limit(ServerLimits()).max_connections == num_connections
     assert raised == ([] if becomes is None else [(becomes, hard)])

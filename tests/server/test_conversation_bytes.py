@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.conversation_store import Conversations, Talk
-from quire.server.errors import ApiError
-from quire.server.schemas.chat import ChatMessage
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import Tenant
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ApiTenant
+from quire.server.conversation_store import ConversationEntry, Conversations
+from quire.server.schemas.chat_bodies import ChatMessage
+from quire.server.settings import ServerLimits, ServerSettings
 
-ANN, BOB = Tenant("ann"), Tenant("bob")
+ANN, BOB = ApiTenant("ann"), ApiTenant("bob")
 
 
 class State:
@@ -27,10 +27,10 @@ class State:
         pass
 
 
-def talk(*contents: Any, num_tokens: int = 0) -> Talk:
+def talk(*contents: Any, num_tokens: int = 0) -> ConversationEntry:
     messages = [ChatMessage.model_validate({"role": "user", "content": content}) for content in contents]
     state: Any = State(num_tokens)
-    return Talk(state, None, messages)
+    return ConversationEntry(state, None, messages)
 
 
 def test_content_is_kept_in_its_parts_without_what_changes_nothing() -> None:
@@ -66,7 +66,7 @@ def test_bytes_of_one_tenant_are_bounded_and_come_back() -> None:
 
 
 def test_over_http(serve) -> None:
-    with serve(ServerSettings(limits=Limits(max_conversation_bytes=11_000))) as (url, _):
+    with serve(ServerSettings(limits=ServerLimits(max_conversation_bytes=11_000))) as (url, _):
 
         def post(path: str, body: Any) -> Any:
             answer = httpx.post(f"{url}/quire/conversations{path}", json=body)

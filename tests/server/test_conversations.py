@@ -14,10 +14,10 @@ from support.running_server import running
 from support.until import until
 
 from quire import LLM
+from quire.server.api_keys import ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.messages import render_next
-from quire.server.schemas.chat import ChatMessage
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import ANYBODY, KeyRing, Tenant, digest_of_key
+from quire.server.schemas.chat_bodies import ChatMessage
+from quire.server.settings import ServerLimits, ServerSettings
 
 ASK = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -107,7 +107,7 @@ def test_messages_go_through_the_chat_template(client: Client, llm: LLM) -> None
 def test_how_a_template_goes_on(template: str, text: str | None) -> None:
     import jinja2
 
-    from quire.server.errors import ApiError
+    from quire.server.api_errors import ApiError
 
     class Tokenizer:
         chat_template = template
@@ -120,9 +120,9 @@ def test_how_a_template_goes_on(template: str, text: str | None) -> None:
     more = [ChatMessage(role="user", content="More")]
     if text is None:
         with pytest.raises(ApiError, match="append"):
-            render_next(Tokenizer(), more, Limits())
+            render_next(Tokenizer(), more, ServerLimits())
     else:
-        assert render_next(Tokenizer(), more, Limits()) == text
+        assert render_next(Tokenizer(), more, ServerLimits()) == text
 
 
 def test_a_streamed_turn(client: Client) -> None:
@@ -227,9 +227,9 @@ def test_deleting_ends_a_turn(client: Client, url: str, llm: LLM) -> None:
 
 
 def test_each_is_its_tenants_alone(serve: Any, llm: LLM) -> None:
-    a, b = Tenant("a", quota_bytes=8 * llm.cache.block_bytes), Tenant("b")
+    a, b = ApiTenant("a", quota_bytes=8 * llm.cache.block_bytes), ApiTenant("b")
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (a, b)])
-    options = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=Limits(max_conversations=2))
+    options = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=ServerLimits(max_conversations=2))
     with serve(options) as (url, app):
         one, two = Client(url, "a"), Client(url, "b")
         name = one.make(tokens=list(range(300, 364)))
@@ -278,9 +278,9 @@ def test_many_turns_at_once(client: Client, url: str, llm: LLM) -> None:
 
 
 def test_snapshots_outlive_the_server_and_are_their_tenants(tmp_path: Path) -> None:
-    a, b = Tenant("a"), Tenant("b")
+    a, b = ApiTenant("a"), ApiTenant("b")
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (a, b)])
-    settings = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=Limits(max_snapshots=1))
+    settings = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=ServerLimits(max_snapshots=1))
     options = {"kv_memory": "16MiB", "disk_cache": tmp_path, "tenant_secret": b"of the test, for good"}
     with LLM(**options) as llm, running(llm, settings) as (url, _):
         one = Client(url, "a")

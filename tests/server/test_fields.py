@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from quire import LLM
 from quire.server.chat import ChatWriter
-from quire.server.forms.answer_form import AnswerForm, AnswerReader
-from quire.server.forms.tools import ToolForm
-from quire.server.schemas.chat import ChatFields, ChatRequest
-from quire.server.schemas.completions import CompletionRequest
-from quire.server.schemas.unserved import Only, UnservedFields, UnservedInChats
+from quire.server.outputs.output_format import OutputFormat, OutputParser
+from quire.server.outputs.tool_call_format import ToolCallFormat
+from quire.server.schemas.chat_bodies import ChatFields, ChatRequest
+from quire.server.schemas.completion_bodies import CompletionRequest
+from quire.server.schemas.unserved import OneOf, UnservedFields, UnservedInChats
 
 PROMPT = {"prompt": "def parse_args(argv):", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Write a loop."}], "max_tokens": 8, "temperature": 0}
@@ -81,7 +81,7 @@ def test_every_field_of_openai_and_vllm_is_known(model: Any, given: Any) -> None
 )
 def test_a_field_that_is_not_served_takes_what_asks_for_nothing(model: Any, body: dict[str, Any]) -> None:
     for name, field in model.model_fields.items():
-        served_as = next((part for part in field.metadata if isinstance(part, Only)), None)
+        served_as = next((part for part in field.metadata if isinstance(part, OneOf)), None)
         if served_as is None:
             continue
         for value in (None, *served_as.values):
@@ -378,12 +378,12 @@ def test_one_call_alone_is_told_where_the_client_wants_no_more(wanted: bool | No
         f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("f", "g")
     )
     body = ChatFields(parallel_tool_calls=wanted)
-    form = AnswerForm(calls=ToolForm())
+    form = OutputFormat(calls=ToolCallFormat())
     writer = ChatWriter(body, Service(), None, form)  # type: ignore[arg-type]
     assert [
-        call.function["name"] for call in writer._message(AnswerReader(form), text).tool_calls or []
+        call.function["name"] for call in writer._message(OutputParser(form), text).tool_calls or []
     ] == names
-    deltas = writer._deltas(AnswerReader(form), text, final=True)
+    deltas = writer._deltas(OutputParser(form), text, final=True)
     streamed = [call["function"].get("name") for delta in deltas for call in delta.get("tool_calls", [])]
     assert [name for name in streamed if name] == names
 

@@ -15,9 +15,9 @@ from support.running_server import running
 from support.until import until
 
 from quire import LLM
+from quire.server.api_keys import ApiTenant, KeyRing, digest_of_key
 from quire.server.http import bodies
 from quire.server.settings import ServerSettings
-from quire.server.tenants import KeyRing, Tenant, digest_of_key
 
 CHUNK = 64
 PROMPT = [5 + i % 900 for i in range(1500)]
@@ -136,7 +136,7 @@ def test_before_the_engine_has_taken_it(
     taken: list[Any] = []
     submit_all = chunked_llm.engine.submit_all
     monkeypatch.setattr(chunked_llm.engine, "submit_all", lambda some: taken.extend(some) or submit_all(some))
-    rare = Tenant("rare", requests_per_minute=2)
+    rare = ApiTenant("rare", requests_per_minute=2)
     keys = KeyRing([(digest_of_key("key"), rare)])
     key, body = {"Authorization": "Bearer key"}, {**ASK, "prompt": [5, 6, 7]}
     held = threading.Event()

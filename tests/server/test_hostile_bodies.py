@@ -20,19 +20,19 @@ from starlette.testclient import TestClient
 
 from quire import LLM
 from quire.server import service
-from quire.server.errors import ApiError
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ApiTenant, KeyRing, digest_of_key
 from quire.server.http import bodies
 from quire.server.http.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
 from quire.server.http.body_limit import BodyLimit
 from quire.server.models import DetokenizeRequest, TokenizeRequest
-from quire.server.off_loop import OffLoop
-from quire.server.schemas.admin import AdminPrompt
-from quire.server.schemas.chat import ChatRequest
-from quire.server.schemas.completions import CompletionRequest
-from quire.server.schemas.conversations import NewConversation, Turn
+from quire.server.schemas.admin_bodies import AdminPrompt
+from quire.server.schemas.chat_bodies import ChatRequest
+from quire.server.schemas.completion_bodies import CompletionRequest
+from quire.server.schemas.conversation_bodies import NewConversation, Turn
 from quire.server.schemas.part import StrictBody
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import KeyRing, Tenant, digest_of_key
+from quire.server.settings import ServerLimits, ServerSettings
+from quire.server.threads import Threads
 
 SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
 MANY: list[Any] = [{}] * 1000
@@ -172,12 +172,12 @@ def test_who_may_not_ask_is_told_before_the_body_is_read(serve, path: str, statu
         await app(scope, receive, send)
         return statuses[0]
 
-    with serve(ServerSettings(keys=KeyRing([(digest_of_key("key-a"), Tenant("a"))]))) as (_, app):
+    with serve(ServerSettings(keys=KeyRing([(digest_of_key("key-a"), ApiTenant("a"))]))) as (_, app):
         assert asyncio.run(ask(app)) == status
 
 
 def test_the_limit_of_values_is_a_setting(serve) -> None:
-    with serve(ServerSettings(limits=Limits(max_body_values=1000))) as (url, _):
+    with serve(ServerSettings(limits=ServerLimits(max_body_values=1000))) as (url, _):
         body = {**SHORT, "prompt": [5] * 1100}
         answer = httpx.post(f"{url}/v1/completions", json=body)
         assert answer.status_code == 400
@@ -253,8 +253,8 @@ def test_a_chat_template_has_its_time_and_no_more(serve, llm: LLM, monkeypatch: 
             pass
         raise AssertionError
 
-    within = OffLoop.within
-    monkeypatch.setattr(OffLoop, "within", lambda self, seconds, *work: within(self, seconds / 500, *work))
+    within = Threads.within
+    monkeypatch.setattr(Threads, "within", lambda self, seconds, *work: within(self, seconds / 500, *work))
     with serve(ServerSettings()) as (url, _):
         monkeypatch.setattr(service, "render", slow)
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [MESSAGE], "max_tokens": 1})
@@ -304,7 +304,7 @@ def test_large_bodies_have_a_number_of_bytes_together_and_small_ones_do_not_coun
 
 
 def test_bodies_beyond_what_all_may_have_are_told_to_come_again(serve) -> None:
-    with serve(ServerSettings(limits=Limits(max_bodies_bytes=100_000))) as (url, _):
+    with serve(ServerSettings(limits=ServerLimits(max_bodies_bytes=100_000))) as (url, _):
         for size, status in ((90_000, 200), (110_000, 429), (90_000, 200), (60_000, 200)):
             answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
             assert answer.status_code == status
@@ -320,7 +320,7 @@ def test_a_finished_answer_that_is_not_read_holds_no_place(serve) -> None:
         there = app.state.service
         body = CompletionRequest.model_validate({**SHORT, "max_tokens": 4, "ignore_eos": True})
         params = there.params(body, max_tokens=4)
-        tenant = Tenant("default")
+        tenant = ApiTenant("default")
         with await there.begin(tenant, body, there.requests(tenant, body, [[5, 6]], params)) as begun:
             outputs = begun.outputs()
             await anext(outputs)
@@ -336,7 +336,7 @@ def test_what_no_place_is_left_for_is_refused_before_its_body_is_read(serve, mon
     with serve(ServerSettings()) as (url, app):
         there = app.state.service
         monkeypatch.setattr(bodies, "parsed", lambda *_: pytest.fail("the body was read"))
-        there._admission.admit(Tenant("somebody"), there._admission._most)
+        there._admission.admit(ApiTenant("somebody"), there._admission._most)
         for size in (1, 3_000_000):  # one that is still being sent hears of it too
             answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -347,7 +347,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure(serve, caplo
         ended = threading.Event()
         guarded = app.state.service.require_place
 
-        def watched(tenant: Tenant) -> None:
+        def watched(tenant: ApiTenant) -> None:
             ended.set()
             guarded(tenant)
 

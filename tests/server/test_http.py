@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from quire.server.errors import ApiError
+from quire.server.api_errors import ApiError
 from quire.server.http.content_encoding import DecodedBody, Unpacker
 from quire.server.run import bind, url_of
-from quire.server.settings import Limits, ServerSettings
+from quire.server.settings import ServerLimits, ServerSettings
 
 BODY = {"prompt": "def f(", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -53,7 +53,7 @@ def test_a_damaged_body_is_refused(url: str, damage: Any) -> None:
 
 
 def test_a_body_that_unpacks_beyond_the_limit(serve: Any) -> None:
-    with serve(ServerSettings(limits=Limits(max_body_bytes=10_000))) as (url, _):
+    with serve(ServerSettings(limits=ServerLimits(max_body_bytes=10_000))) as (url, _):
         packed = gzip.compress(json.dumps({**BODY, "prompt": "a" * 1_000_000}).encode())
         assert len(packed) < 10_000
         assert post(url, packed, "gzip").status_code == 413

@@ -12,14 +12,14 @@ import pytest
 from support.until import until
 
 from quire import LLM
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+from quire.server.api_keys import ADMIN, ApiTenant, KeyRing, digest_of_key
+from quire.server.settings import ServerLimits, ServerSettings
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
 
 
-def keys(*tenants: Tenant) -> KeyRing:
+def keys(*tenants: ApiTenant) -> KeyRing:
     return KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in tenants])
 
 
@@ -33,7 +33,7 @@ def is_idle(llm: LLM) -> bool:
 
 
 def test_keys(serve) -> None:
-    with serve(ServerSettings(keys=keys(Tenant("a"), ADMIN))) as (url, _):
+    with serve(ServerSettings(keys=keys(ApiTenant("a"), ADMIN))) as (url, _):
         for headers in ({}, {"Authorization": "Bearer key-b"}, {"Authorization": "Basic key-a"}):
             answer = httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers)
             assert answer.status_code == 401
@@ -58,7 +58,7 @@ def test_tenants_do_not_find_each_other(serve, llm: LLM) -> None:
         assert answer.headers["x-quire-cached-tokens"] == str(usage["prompt_tokens_details"]["cached_tokens"])
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    with serve(ServerSettings(keys=keys(Tenant("a"), Tenant("b"), Tenant("ab")))) as (url, _):
+    with serve(ServerSettings(keys=keys(ApiTenant("a"), ApiTenant("b"), ApiTenant("ab")))) as (url, _):
         assert cached(url, "a") == 0
         assert cached(url, "a") == 116
         assert cached(url, "b") == 0
@@ -70,14 +70,14 @@ def test_tenants_do_not_find_each_other(serve, llm: LLM) -> None:
 
 def test_queue_is_bounded(serve, llm: LLM) -> None:
     async def main(url: str) -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.ServerLimits(max_connections=None)) as client:
             body = {**SHORT, "max_tokens": 24, "ignore_eos": True}
             return await asyncio.gather(
                 *[client.post(f"{url}/v1/completions", json=body) for _ in range(300)]
             )
 
     most = llm.max_num_seqs
-    with serve(ServerSettings(limits=Limits(max_waiting=1))) as (url, app):
+    with serve(ServerSettings(limits=ServerLimits(max_waiting=1))) as (url, app):
         llm.max_num_seqs = 15  # what the bound is counted from; the engine's own stays
         try:
             answers = asyncio.run(main(url))
@@ -95,7 +95,7 @@ def test_queue_is_bounded(serve, llm: LLM) -> None:
 
 def test_what_is_too_much_is_refused_while_a_step_takes_long(serve, llm: LLM) -> None:
     """The engine's thread is held: what is beyond the bound is refused all the same, and what is wrong counts once."""
-    held, one = threading.Event(), Tenant("one", max_requests=1, requests_per_minute=2)
+    held, one = threading.Event(), ApiTenant("one", max_requests=1, requests_per_minute=2)
     with serve(ServerSettings(keys=keys(one))) as (url, app), ThreadPoolExecutor(1) as pool:
 
         def ask(**more: object) -> httpx.Response:
@@ -115,7 +115,7 @@ def test_what_is_too_much_is_refused_while_a_step_takes_long(serve, llm: LLM) ->
 
 
 def test_tenant_limits(serve) -> None:
-    slow, rare = Tenant("slow", max_requests=1), Tenant("rare", requests_per_minute=2)
+    slow, rare = ApiTenant("slow", max_requests=1), ApiTenant("rare", requests_per_minute=2)
     with serve(ServerSettings(keys=keys(slow, rare))) as (url, app):
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=key_of("slow")) as answer:
             assert answer.status_code == 200
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_frees_its_blocks(serve, llm: LLM) -> None:
 
 
 def test_large_body(serve) -> None:
-    with serve(ServerSettings(limits=Limits(max_body_bytes=1000))) as (url, _):
+    with serve(ServerSettings(limits=ServerLimits(max_body_bytes=1000))) as (url, _):
         assert httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * 2000}).status_code == 413
 
         def pieces():

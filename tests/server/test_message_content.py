@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 from support import families
 
-from quire.server.errors import ApiError
+from quire.server.api_errors import ApiError
 from quire.server.messages import render
-from quire.server.schemas.chat import AnsweredCall, AnswerMessage, ChatMessage, Tool
-from quire.server.settings import Limits
+from quire.server.schemas.chat_bodies import AnsweredCall, AnswerMessage, ChatMessage, Tool
+from quire.server.settings import ServerLimits
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PARTS = "{% for p in m.content %}{{ p.text }}|{% endfor %}"
@@ -62,7 +62,7 @@ class Tokenizer:
 
 def rendered(template: str | None, *messages: dict[str, Any]) -> str:
     tokenizer = None if template is None else Tokenizer(template)
-    return render(tokenizer, [ChatMessage.model_validate(one) for one in messages], Limits())
+    return render(tokenizer, [ChatMessage.model_validate(one) for one in messages], ServerLimits())
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_any_answer_can_be_sent_back_whole(name: str) -> None:
                 {"role": "user", "content": "q"},
             ]
             history = [ChatMessage.model_validate(part) for part in asked]
-            texts.add(render(tokenizer, history, Limits(), [tool]))
+            texts.add(render(tokenizer, history, ServerLimits(), [tool]))
         (text,) = texts  # the same, however it came
         if message.content and not message.tool_calls:
             assert message.content.strip() in text

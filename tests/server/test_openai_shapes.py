@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from quire import LLM
-from quire.server.errors import ApiError
-from quire.server.forms.tools import template_tells_tools
+from quire.server.api_errors import ApiError
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatMessage
-from quire.server.settings import Limits
+from quire.server.outputs.tool_call_format import template_tells_tools
+from quire.server.schemas.chat_bodies import ChatMessage
+from quire.server.settings import ServerLimits
 
 PROMPT = "def parse_args(argv):"
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
@@ -86,7 +86,7 @@ def test_a_message_without_calls_has_no_calls(url: str) -> None:
 def test_a_developer_is_the_system_where_the_template_knows_none(llm: LLM) -> None:
     def rendered(role: str) -> str:
         messages = [ChatMessage(role=role, content="Be brief."), ChatMessage(role="user", content="Hi.")]
-        return render(llm.tokenizer, messages, Limits())
+        return render(llm.tokenizer, messages, ServerLimits())
 
     assert "developer" not in llm.tokenizer.chat_template
     assert rendered("developer") == rendered("system")
@@ -102,10 +102,10 @@ def test_a_role_of_the_template_is_taken(several: bool) -> None:
         def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
             return "|".join(message["role"] for message in messages)
 
-    assert render(Tokenizer(), [ChatMessage(role="robot", content="a")], Limits()) == "robot"
+    assert render(Tokenizer(), [ChatMessage(role="robot", content="a")], ServerLimits()) == "robot"
     assert not template_tells_tools(Tokenizer())
     with pytest.raises(ApiError, match="got 'robo'"):
-        render(Tokenizer(), [ChatMessage(role="robo", content="a")], Limits())
+        render(Tokenizer(), [ChatMessage(role="robo", content="a")], ServerLimits())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from support.running_server import running
 
 from quire import LLM
-from quire.server.settings import Limits, ServerSettings
+from quire.server.settings import ServerLimits, ServerSettings
 
 pytestmark = pytest.mark.ci
 
@@ -46,7 +46,7 @@ async def burst(url: str, app: Any, draw: random.Random) -> collections.Counter[
 
     engine = app.state.service.engine
     waiting = engine.submit_between_steps(held.wait)
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.ServerLimits(max_connections=None)) as client:
         asking = asyncio.gather(*[one(client) for _ in range(AT_ONCE)])
         try:
             await asyncio.wait_for(all_refused.wait(), 60)
@@ -59,7 +59,7 @@ async def burst(url: str, app: Any, draw: random.Random) -> collections.Counter[
 
 def test_nothing_stays_of_what_was_answered_or_refused() -> None:
     draw = random.Random(7)
-    settings = ServerSettings(limits=Limits(max_waiting=NUM_WAITING))
+    settings = ServerSettings(limits=ServerLimits(max_waiting=NUM_WAITING))
     with (
         LLM(kv_memory="3MiB", max_model_len=128, max_num_seqs=NUM_RUNNING) as llm,
         running(llm, settings) as (url, app),

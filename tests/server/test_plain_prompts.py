@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatMessage
-from quire.server.settings import Limits
+from quire.server.schemas.chat_bodies import ChatMessage
+from quire.server.settings import ServerLimits
 
 
 def plain(*messages: tuple[str, str]) -> str:
-    return render(None, [ChatMessage(role=role, content=content) for role, content in messages], Limits())
+    return render(
+        None, [ChatMessage(role=role, content=content) for role, content in messages], ServerLimits()
+    )
 
 
 def test_a_blank_that_an_answer_begins_with_is_the_one_behind_its_role() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ArgumentError
+from quire.server.api_keys import ANYBODY
 from quire.server.settings import ServerSettings, load_config
-from quire.server.tenants import ANYBODY
 
 GOOD = """
 [model]

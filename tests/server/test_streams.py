@@ -17,10 +17,10 @@ from support.until import until
 
 from quire import LLM, AsyncEngine
 from quire.errors import CancelledError
+from quire.server.api_keys import ApiTenant
 from quire.server.http import sse
 from quire.server.http.sse import DONE, EventStream, event
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import Tenant
+from quire.server.settings import ServerLimits, ServerSettings
 
 COMMENT = b": still working\n\n"
 HEAD_END = b"\r\n\r\n"
@@ -88,7 +88,7 @@ def test_headers_at_once_and_comments_until_an_event_comes(url: str, steps: Held
 
 def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is known before a place in the queue is taken has its status, whatever the engine is at."""
-    settings = ServerSettings(limits=Limits(max_body_bytes=100_000, max_waiting=1))
+    settings = ServerSettings(limits=ServerLimits(max_body_bytes=100_000, max_waiting=1))
     with serve(settings) as (url, app), held_steps(llm):
         there = app.state.service
         made = httpx.post(f"{url}/quire/conversations", json={"text": "def f("}).json()["id"]
@@ -108,7 +108,7 @@ def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: py
             first.read_to(HEAD_END)
             assert status(turn, {"max_tokens": 2}) == (409, False)
             places = there._admission._most - there.num_open
-            taken = there._admission.admit(Tenant("somebody"), places)
+            taken = there._admission.admit(ApiTenant("somebody"), places)
             assert status("/v1/chat/completions", CHAT) == (429, True)
             taken.leave()
         monkeypatch.setattr(there, "draining", True)

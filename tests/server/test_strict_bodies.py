@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from quire import LLM
 from quire.server.schemas.accepted import accepted_fields
-from quire.server.schemas.chat import ChatMessage, ContentPart, Function, FunctionCall, Tool, ToolCall
-from quire.server.schemas.unserved import Only
+from quire.server.schemas.chat_bodies import ChatMessage, ContentPart, Function, FunctionCall, Tool, ToolCall
+from quire.server.schemas.unserved import OneOf
 
 UNKNOWN = "nobody_knows_it"
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
@@ -174,7 +174,7 @@ vl_high_resolution_images
 
 
 def test_a_field_that_clients_send_is_done_or_refused_with_what_to_do(url: str) -> None:
-    from quire.server.schemas.chat import ChatRequest
+    from quire.server.schemas.chat_bodies import ChatRequest
 
     served = {"min_p", "enable_thinking", "reasoning_effort"}
     accepted = {name for place, name, _ in accepted_fields() if not place}
@@ -185,5 +185,5 @@ def test_a_field_that_clients_send_is_done_or_refused_with_what_to_do(url: str) 
         answer = httpx.post(f"{url}/v1/chat/completions", json={**CHAT, name: {"a": 1}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
         if name != "json_schema":  # of completions alone
-            (only,) = [one for one in ChatRequest.model_fields[name].metadata if isinstance(one, Only)]
+            (only,) = [one for one in ChatRequest.model_fields[name].metadata if isinstance(one, OneOf)]
             assert only.why in answer.json()["error"]["message"]

@@ -12,9 +12,9 @@ from support.until import until
 
 from quire import LLM
 from quire.errors import ArgumentError
+from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.app import make_app
-from quire.server.settings import Limits, ServerSettings
-from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
+from quire.server.settings import ServerLimits, ServerSettings
 
 BLOCKS = 64
 
@@ -33,7 +33,7 @@ def nothing_cached(llm: LLM) -> None:
     llm.cache.reset()
 
 
-def settings(*tenants: Tenant, **options: Any) -> ServerSettings:
+def settings(*tenants: ApiTenant, **options: Any) -> ServerSettings:
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (*tenants, ADMIN)])
     return ServerSettings(keys=keys, tenants=(ANYBODY, *tenants), **options)
 
@@ -58,8 +58,8 @@ def blocks_of(llm: LLM, name: str) -> int:
 
 
 def test_a_quota_is_enforced(llm: LLM) -> None:
-    small = Tenant("small", quota_bytes=8 * llm.cache.block_bytes)
-    with running(llm, settings(small, Tenant("large"))) as (url, _):
+    small = ApiTenant("small", quota_bytes=8 * llm.cache.block_bytes)
+    with running(llm, settings(small, ApiTenant("large"))) as (url, _):
         refused = ask(url, "small", prompt_of(0, 150))
         assert refused.status_code == 400
         assert "quota" in refused.json()["error"]["message"]
@@ -77,8 +77,8 @@ def test_a_quota_is_enforced(llm: LLM) -> None:
 
 
 def test_a_floor_is_kept(llm: LLM) -> None:
-    kept = Tenant("kept", floor_bytes=10 * llm.cache.block_bytes)
-    with running(llm, settings(kept, Tenant("other"), Tenant("greedy"))) as (url, _):
+    kept = ApiTenant("kept", floor_bytes=10 * llm.cache.block_bytes)
+    with running(llm, settings(kept, ApiTenant("other"), ApiTenant("greedy"))) as (url, _):
         for name in ("kept", "other"):
             for seed in range(2):
                 ask(url, name, prompt_of(seed))
@@ -92,7 +92,7 @@ def test_a_floor_is_kept(llm: LLM) -> None:
 
 
 def test_what_is_discarded_goes_first_and_what_is_to_keep_last(llm: LLM) -> None:
-    with running(llm, settings(Tenant("a"))) as (url, _):
+    with running(llm, settings(ApiTenant("a"))) as (url, _):
         ask(url, "a", prompt_of(1), cache_priority="keep")
         ask(url, "a", prompt_of(2), cache_priority="normal")
         for seed in range(3, 40):  # over and over the same room, after the first 14
@@ -111,7 +111,7 @@ def test_keep_for_pins_until_its_time_is_over(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(llm.engine.pins, "now", lambda: now)
-    with running(llm, settings(Tenant("a"), Tenant("b"))) as (url, _):
+    with running(llm, settings(ApiTenant("a"), ApiTenant("b"))) as (url, _):
         ask(url, "a", prompt_of(1), keep_for=60, stream=stream, max_tokens=4)
         (pin,) = llm.pins
         assert (pin.owner, len(pin.tokens), pin.expires_at) == ("a", 64, 160.0)
@@ -133,7 +133,10 @@ def test_keep_for_pins_until_its_time_is_over(
 
 
 def test_keep_for_is_bounded(llm: LLM) -> None:
-    with running(llm, settings(Tenant("a"), Tenant("b"), limits=Limits(max_kept=2))) as (url, app):
+    with running(llm, settings(ApiTenant("a"), ApiTenant("b"), limits=ServerLimits(max_kept=2))) as (
+        url,
+        app,
+    ):
         assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 400  # over half of the cache
         assert list(llm.pins) == []
         for seed in range(2):
@@ -147,7 +150,7 @@ def test_keep_for_is_bounded(llm: LLM) -> None:
 
 def test_room_that_is_gone_by_then_costs_nobody_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.pins, "check", lambda *args, **options: None)
-    with running(llm, settings(Tenant("a"))) as (url, _):
+    with running(llm, settings(ApiTenant("a"))) as (url, _):
         assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 200
         assert list(llm.pins) == []
         text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer key-a"}).text
@@ -155,7 +158,7 @@ def test_room_that_is_gone_by_then_costs_nobody_an_answer(llm: LLM, monkeypatch:
 
 
 def test_a_tenant_finds_only_its_own_whatever_the_salt(llm: LLM) -> None:
-    with running(llm, settings(Tenant("a"), Tenant("b"), limits=Limits(max_kept=2))) as (url, _):
+    with running(llm, settings(ApiTenant("a"), ApiTenant("b"), limits=ServerLimits(max_kept=2))) as (url, _):
         prompt = prompt_of(5)
         assert cached(ask(url, "a", prompt, cache_salt="common", keep_for=60)) == 0
         before = llm.engine.stats()
@@ -178,10 +181,10 @@ def test_limits_that_cannot_be_are_said_at_the_start(llm: LLM) -> None:
 
     engine = AsyncEngine(llm)
     try:
-        floors = [Tenant(name, floor_bytes=40 * llm.cache.block_bytes) for name in "ab"]
+        floors = [ApiTenant(name, floor_bytes=40 * llm.cache.block_bytes) for name in "ab"]
         with pytest.raises(ArgumentError, match="floor"):
             make_app(engine, settings(*floors))
-        make_app(engine, settings(Tenant("c")))
+        make_app(engine, settings(ApiTenant("c")))
         assert {tenant.name for tenant in llm.engine.tenants} == {"c", "admin"}
     finally:
         engine.close()
@@ -204,7 +207,7 @@ def test_a_tenants_metrics_are_its_own(llm: LLM) -> None:
     def figure(text: str, name: str) -> float:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
-    with running(llm, settings(Tenant("a"), Tenant("b", requests_per_minute=1))) as (url, app):
+    with running(llm, settings(ApiTenant("a"), ApiTenant("b", requests_per_minute=1))) as (url, app):
         ask(url, "a", prompt_of(1), max_tokens=3)
         ask(url, "a", prompt_of(1), max_tokens=3, stream=True)
         ask(url, "b", prompt_of(2, 40), max_tokens=2)

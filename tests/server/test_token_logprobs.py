@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from quire.sampling import grammar
-from quire.server.forms.token_bytes import token_bytes
 from quire.server.logprobs import CompletionTokens, chat_logprobs
+from quire.server.outputs.token_bytes import token_bytes
 from quire.server.settings import ServerSettings
 
 TEXT = "aé€🙂b"

@@ -16,13 +16,13 @@ from support.until import until
 from support.window_client import Generating, Watcher, ask
 
 from quire import LLM
+from quire.server.api_keys import ADMIN, ApiTenant, KeyRing, digest_of_key
+from quire.server.live_page.snapshot_feed import MAX_SHARE, SnapshotFeed
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
-from quire.server.window.feed import MAX_SHARE, Feed
 
 ALICE, BOSS = "key-of-alice-5f2c", "key-of-the-boss-77aa"
 SECRET = "xyzzy plugh secret"
-KEYS = KeyRing([(digest_of_key(ALICE), Tenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
+KEYS = KeyRing([(digest_of_key(ALICE), ApiTenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_what_each_sequence_does_or_waits_for_is_told(serve: Any, llm: Any, monk
 
 def test_evictions_are_told_with_the_limit_and_what_was_given_up(serve: Any) -> None:
     """To the administrator; the counts by reason to everybody."""
-    tenant = Tenant("small", quota_bytes="2MiB")
+    tenant = ApiTenant("small", quota_bytes="2MiB")
     keys = KeyRing([(digest_of_key(ALICE), tenant), (digest_of_key(BOSS), ADMIN)])
     with (
         LLM(kv_memory="8MiB") as small,
@@ -253,7 +253,7 @@ def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:
     url, app = server
     with Watcher(url) as watcher:
         watcher.next()
-    feed: Feed = app.state.window_feed
+    feed: SnapshotFeed = app.state.window_feed
     until(lambda: feed.num_watchers == 0)
     number = feed.number
     time.sleep(0.8)
@@ -278,13 +278,13 @@ def test_the_feed_ends_when_the_server_stops(llm: Any, serve: Any) -> None:
 
 def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that costs 9 ms comes every 0.6 s at most, whatever the machine."""
-    real = Feed._paint
+    real = SnapshotFeed._paint
 
-    def dear(self: Feed, *args: Any) -> tuple[float, float]:
+    def dear(self: SnapshotFeed, *args: Any) -> tuple[float, float]:
         cost, slow = real(self, *args)
         return cost + 0.009, slow
 
-    monkeypatch.setattr(Feed, "_paint", dear)
+    monkeypatch.setattr(SnapshotFeed, "_paint", dear)
     with serve(ServerSettings()) as (url, _):
         began = time.monotonic()
         with Watcher(url) as watcher:
@@ -295,7 +295,7 @@ def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.Monk
 
 def test_too_many_watchers_are_refused(server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     url, _ = server
-    monkeypatch.setattr("quire.server.window.feed._MAX_WATCHERS", 1)
+    monkeypatch.setattr("quire.server.live_page.snapshot_feed._MAX_WATCHERS", 1)
     with Watcher(url):
         status, headers, _ = ask(url, "/window/events")
         assert status == 429

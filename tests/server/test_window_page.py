@@ -12,8 +12,8 @@ from support.running_server import running
 from support.until import until
 
 from quire import LLM
+from quire.server.api_keys import ADMIN, ApiTenant, KeyRing, digest_of_key
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -276,7 +276,7 @@ def test_text_twice_as_large_lies_on_no_other(
 
 def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve: Any, llm: Any) -> None:
     alice, boss = "key-of-alice-11", "key-of-the-boss-22"
-    keys = KeyRing([(digest_of_key(alice), Tenant("alice-name")), (digest_of_key(boss), ADMIN)])
+    keys = KeyRing([(digest_of_key(alice), ApiTenant("alice-name")), (digest_of_key(boss), ADMIN)])
     with serve(ServerSettings(keys=keys)) as (url, _):
         browser.get(url)
         until(lambda: by_id(browser, "key-dialog").is_displayed())

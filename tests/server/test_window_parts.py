@@ -11,10 +11,10 @@ import pytest
 from quire import Cache, KVSpec
 from quire.cache.block_map import CACHED, FREE, HELD, IN_FLIGHT, PINNED
 from quire.observe.history import Loss
-from quire.server.window.details import first_words, fork_words
-from quire.server.window.evictions import eviction_rows
-from quire.server.window.prefix_summary import Births, summarize
-from quire.server.window.snapshot import MAX_CELLS, idle_cells, runs_of, state_cells
+from quire.server.live_page.details import first_words, fork_words
+from quire.server.live_page.evictions import eviction_rows
+from quire.server.live_page.page_snapshot import MAX_CELLS, idle_cells, runs_of, state_cells
+from quire.server.live_page.prefix_summary import BlockAges, summarize
 from quire.spec import LayerSpec, Span
 
 SPEC = KVSpec(layers=(LayerSpec(Span(), 1, 8, 8),))
@@ -67,7 +67,7 @@ def test_rows_of_a_tree() -> None:
     store(cache, [1] * 8 + [3] * 4, name)
     store(cache, [9] * 4, b"of bob")
     store(cache, [7], b"of nobody")
-    found = summarize(cache.tree(), {name: "alice", b"of bob": "bob", b"of nobody": ""}, Births(), 0.0)
+    found = summarize(cache.tree(), {name: "alice", b"of bob": "bob", b"of nobody": ""}, BlockAges(), 0.0)
     told = [(row["level"], row["tenant"], row["blocks"], row["tokens"], row["size"]) for row in found["rows"]]
     assert told == [
         (0, "alice", 2, 8, 20),
@@ -89,7 +89,7 @@ def test_rows_of_a_random_tree(seed: int) -> None:
         tokens = rng.integers(0, 3, rng.integers(1, 24)).tolist()
         store(cache, tokens, b"%d" % rng.integers(0, 3))
     tree = cache.tree()
-    found = summarize(tree, {}, Births(), 0.0)
+    found = summarize(tree, {}, BlockAges(), 0.0)
     rows = found["rows"]
     assert len(rows) <= 200
     assert sum(row["blocks"] for row in rows) + found["hidden"] == found["nodes"] == len(tree)
@@ -123,11 +123,11 @@ def test_rows_of_a_random_tree(seed: int) -> None:
 
 def test_an_empty_tree_has_no_rows() -> None:
     cache = Cache(SPEC, num_blocks=4, block_size=2)
-    assert summarize(cache.tree(), {}, Births(), 0.0) == {"rows": [], "nodes": 0, "hidden": 0}
+    assert summarize(cache.tree(), {}, BlockAges(), 0.0) == {"rows": [], "nodes": 0, "hidden": 0}
 
 
 def test_ages_from_looking_now_and_then() -> None:
-    births = Births()
+    births = BlockAges()
     births.look(10, 100.0)
     births.look(10, 105.0)
     births.look(20, 110.0)
@@ -183,7 +183,7 @@ def names_of(texts: list[str], block_size: int, **more: Any) -> list[tuple[int, 
         for node, block in zip(tree.node_ids, tree.block_ids[:, 0], strict=True)
     }
     own = {node: one.tokens[len(one.tokens) - one.num_own :].tolist() for node, one in content.items() if one}
-    rows = summarize(tree, {}, Births(), 0.0, tokens=own.get, named=named)["rows"]
+    rows = summarize(tree, {}, BlockAges(), 0.0, tokens=own.get, named=named)["rows"]
     return sorted((row["level"], row["before"], row["words"]) for row in rows)
 
 

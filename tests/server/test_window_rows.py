@@ -15,11 +15,11 @@ from support.window_client import Generating, Watcher, ask
 from quire import LLM
 from quire.engine.outputs import RequestOutput
 from quire.errors import ArgumentError
+from quire.server.api_keys import ADMIN, ApiTenant, KeyRing, digest_of_key
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 
 ALICE, BOSS = "key-of-alice", "key-of-the-boss"
-KEYS = KeyRing([(digest_of_key(ALICE), Tenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
+KEYS = KeyRing([(digest_of_key(ALICE), ApiTenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
 PROMPT = "def parse_args(argv):\n    "
 
 

@@ -15,7 +15,7 @@ from support.until import until
 from support.window_client import Generating, ask
 
 from quire import LLM
-from quire.cache.feed import LOSS_REASONS
+from quire.cache.event_dispatcher import LOSS_REASONS
 from quire.scheduler.phase import Phase
 from quire.server.settings import ServerSettings
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quire.cli.app import main
+from quire.cli.main import main
 from quire.config import STORAGES
 from quire.errors import ArgumentError
 from quire.memory import placement
-from quire.memory.virtual import storage as virtual
+from quire.memory.virtual import virtual_storage as virtual
 from quire.simulate import CostLine, Lengths, TraceRequest, Workload, synthetic
-from quire.simulate.compare import Comparison, Run, run_simulated
+from quire.simulate.comparison import Comparison, Run, run_simulated
 from quire.spec import KVSpec
 
 SPEC = KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")

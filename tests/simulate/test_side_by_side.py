@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.errors import ArgumentError
-from quire.simulate.side_by_side import CACHED_CELL, NUM_CELLS, Asked, SideBySide
+from quire.simulate.side_by_side import CACHED_CELL, NUM_CELLS, ComparedRequest, SideBySide
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_nothing_yet(four: SideBySide) -> None:
 
 def test_contiguous_reserves_what_paged_does_not(four: SideBySide) -> None:
     for _ in range(20):
-        four.add(Asked(60, 100))
+        four.add(ComparedRequest(60, 100))
     four.step(5)
     told = by_name(four)
     assert told["contiguous"]["running"] == 8  # as many as the longest fit
@@ -47,7 +47,7 @@ def test_contiguous_reserves_what_paged_does_not(four: SideBySide) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_cells_add_up_to_what_the_cache_says(four: SideBySide, seed: int) -> None:
     for number in range(12):
-        four.add(Asked(20 + 17 * ((number + seed) % 5), 40, 16 if number % 2 else 0))
+        four.add(ComparedRequest(20 + 17 * ((number + seed) % 5), 40, 16 if number % 2 else 0))
     four.step(20 + seed)
     for one in by_name(four).values():
         cell_bytes = one["total"] / NUM_CELLS
@@ -60,7 +60,7 @@ def test_the_cells_add_up_to_what_the_cache_says(four: SideBySide, seed: int) ->
 
 def test_every_request_ends_and_all_blocks_come_back(four: SideBySide) -> None:
     for number in range(30):
-        four.add(Asked(30 + number, 50, 24))
+        four.add(ComparedRequest(30 + number, 50, 24))
     four.step(5)
     four.finish(3)
     for _ in range(600):
@@ -77,16 +77,16 @@ def test_every_request_ends_and_all_blocks_come_back(four: SideBySide) -> None:
 
 
 def test_what_can_never_fit_is_refused_by_all(four: SideBySide) -> None:
-    four.add(Asked(600, 10))
+    four.add(ComparedRequest(600, 10))
     assert {one["refused"] for one in by_name(four).values()} == {1}
     assert four.num_open == 0
 
 
 def test_bad_requests() -> None:
     with pytest.raises(ArgumentError):
-        Asked(4, 1, 5)
+        ComparedRequest(4, 1, 5)
     with pytest.raises(ArgumentError):
-        Asked(4, 0)
+        ComparedRequest(4, 0)
 
 
 @pytest.mark.parametrize("reservation", ["pow2", "exact"])
@@ -94,8 +94,8 @@ def test_ranges_of_what_is_needed_leave_gaps(reservation: str) -> None:
     four = SideBySide(("contiguous", "paged"), block_size=64, reservation=reservation)
     try:
         for _ in range(12):  # every other one ends early and leaves its place between two that stay
-            four.add(Asked(100, 10))
-            four.add(Asked(200, 150))
+            four.add(ComparedRequest(100, 10))
+            four.add(ComparedRequest(200, 150))
         most = 0
         for _ in range(120):
             four.step()
@@ -113,7 +113,7 @@ def test_all_end_whatever_the_block_size(block_size: int) -> None:
     four = SideBySide(("paged",), block_size=block_size)
     try:
         for _ in range(10):
-            four.add(Asked(100, 20, 50))
+            four.add(ComparedRequest(100, 20, 50))
         while four.num_open:
             four.step()
         assert by_name(four)["paged"]["done"] == 10

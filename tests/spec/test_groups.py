@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire import Cache
-from quire.memory.virtual.sizes import virtual_block_bytes, virtual_block_size
+from quire.memory.virtual.page_sizes import virtual_block_bytes, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.kv_spec import MAX_GROUPS, MAX_PADDING
 

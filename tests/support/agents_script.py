@@ -16,8 +16,8 @@ from typing import Any
 from support.agents_tools import NOTHING, said
 
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatMessage, Tool
-from quire.server.settings import Limits
+from quire.server.schemas.chat_bodies import ChatMessage, Tool
+from quire.server.settings import ServerLimits
 
 __all__ = ["THOUGHT", "TURNS", "Answer", "Call", "Turn", "session", "tokens"]
 
@@ -194,8 +194,8 @@ def tokens(
     )
     names = [{"type": "function", "function": {"name": one["name"]}} for one in called]
     tools = [Tool.model_validate(one) for one in names]
-    asked = render(tokenizer, [user], Limits(), tools)
-    text = render(tokenizer, [user, message], Limits(), tools, {"add_generation_prompt": False})
+    asked = render(tokenizer, [user], ServerLimits(), tools)
+    text = render(tokenizer, [user, message], ServerLimits(), tools, {"add_generation_prompt": False})
     assert text.startswith(asked), (asked, text)
     said = text[len(asked) :].partition(tokenizer.eos_token)[0] + tokenizer.eos_token
     return tokenizer(said, add_special_tokens=False)["input_ids"]

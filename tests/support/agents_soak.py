@@ -34,10 +34,10 @@ from support.coding_agents import AGENTS, CONTEXT, Agent, Modules, install, lack
 from support.serve_process import serving
 from support.until import until
 
-from quire.server.forms.tools import template_text
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatRequest
-from quire.server.settings import Limits
+from quire.server.outputs.tool_call_format import template_text
+from quire.server.schemas.chat_bodies import ChatRequest
+from quire.server.settings import ServerLimits
 
 SCRIPTED = Path(__file__).with_name("scripted_serve.py")
 FAMILIES = ["qwen2.5", "qwen3", "qwen3-coder", "mistral13", "deepseek3.1"]
@@ -202,7 +202,7 @@ def check_cached(
 def prompt_of(words: Any, body: dict[str, Any]) -> np.ndarray:
     """The tokens of a request's prompt, as the server makes them."""
     asked = ChatRequest.model_validate(body)
-    text = render(words, asked.messages, Limits(), asked.tools or [])
+    text = render(words, asked.messages, ServerLimits(), asked.tools or [])
     return np.array(words(text, add_special_tokens=False)["input_ids"], np.int64)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import packing, quantized_checkpoints
 from support.quantized_checkpoints import FORMATS, packed
 
-from quire.model.sources import StoredTensor
+from quire.model.sources import CheckpointTensor
 
 REMOVED = object()
 VALUES: tuple[Any, ...] = (
@@ -148,7 +148,7 @@ class Folder:
         }
 
     @functools.cached_property
-    def headers(self) -> dict[str, StoredTensor]:
+    def headers(self) -> dict[str, CheckpointTensor]:
         return headers_of(self.tensors_of_two)
 
     def write(
@@ -159,9 +159,9 @@ class Folder:
             save_file(tensors, self.path / "model.safetensors", {"format": "pt"})
 
 
-def headers_of(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
+def headers_of(tensors: dict[str, torch.Tensor]) -> dict[str, CheckpointTensor]:
     return {
-        name: StoredTensor(name, tuple(tensor.shape), tensor.dtype, tensor.clone)
+        name: CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, tensor.clone)
         for name, tensor in tensors.items()
     }
 

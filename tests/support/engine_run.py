@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.cache.block_counts import num_blocks_for
 from quire.config import EngineConfig
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.memory.paged import PagedStorage
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype

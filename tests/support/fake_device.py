@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, reference
-from quire.attention.backends import register, unregister
+from quire.attention import AttentionOptions, reference_attention
+from quire.attention.devices import register, unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
 from quire.step import AttentionBatch
@@ -113,7 +113,7 @@ class _Weight:
 
 
 class FakeDevice:
-    """See the module's text, and `quire.attention.backends.Backend`. calls: how often each was made."""
+    """See the module's text, and `quire.attention.devices.Device`. calls: how often each was made."""
 
     name = "fake"
     version = "1"
@@ -184,7 +184,7 @@ class FakeDevice:
 
     def write(self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.calls["write"] += 1
-        reference.write(self._real_view(view), _plain(k), _plain(v), _plain(slot_mapping))
+        reference_attention.write(self._real_view(view), _plain(k), _plain(v), _plain(slot_mapping))
 
     def run(
         self,
@@ -196,7 +196,7 @@ class FakeDevice:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls["run"] += 1
-        result = reference.run(self._real_view(view), _plain(query), plan, options, out=out)
+        result = reference_attention.run(self._real_view(view), _plain(query), plan, options, out=out)
         return result.as_subclass(type(query))
 
     def _real_view(self, view: KVView) -> KVView:

@@ -10,13 +10,13 @@ import numpy as np
 from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec, slot_values
 
 from quire.cache.cache import Cache
-from quire.cache.exchange import Exchange
+from quire.cache.memory_split import MemorySplit
 from quire.cache.state_cache import StateCache
 from quire.engine.engine import Engine
-from quire.offload.load import TierLoads
-from quire.offload.speeds import Speeds
 from quire.offload.store import Policy, TierStores
 from quire.offload.swap import Mode, Swap
+from quire.offload.throughputs import Throughputs
+from quire.offload.tier_load import TierLoads
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
@@ -59,7 +59,7 @@ class FakeEngine:
             self.cache = StateCache(self.spec, num_state_slots=num_state_slots, **made)
         self.runner = FakeRunner(self.spec, num_blocks, block_size)
         self.now = 0.0
-        speeds = Speeds()
+        speeds = Throughputs()
         self.stack: TierStack | None = None
         self.stores: TierStores | None = None
         if tiers:
@@ -91,8 +91,8 @@ class FakeEngine:
         self.outputs: dict[str, RequestOutput] = {}
         self.scheduler = self.engine.scheduler
 
-    def _exchange(self, cache: StateCache) -> Exchange:
-        exchange = Exchange(
+    def _exchange(self, cache: StateCache) -> MemorySplit:
+        exchange = MemorySplit(
             cache,
             num_bytes=(cache.num_blocks + STATE_BLOCKS * cache.num_state_slots) * cache.block_bytes,
             slot_bytes=STATE_BLOCKS * cache.block_bytes,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.scheduler.request import RequestSequence, SequenceState
+from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE
 from quire.step import Batch, StatePlan
@@ -88,7 +88,7 @@ def check_batch(batch: Batch[RequestSequence]) -> None:
         start, stop = sequence.num_computed, sequence.num_computed + count
         rows = slice(first, first + count)
         first += count
-        assert sequence.state is SequenceState.RUNNING
+        assert sequence.state is SequenceStatus.RUNNING
         assert batch.positions[rows].tolist() == list(range(start, stop))
         assert batch.input_ids[rows].tolist() == sequence.token_ids()[start:stop].tolist()
         assert batch.plan.context_lengths[at] == stop

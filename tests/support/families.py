@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from quire import LLM
 from quire.model.load import EMBEDDED
 from quire.server.messages import render
-from quire.server.schemas.chat import ChatMessage, Tool
-from quire.server.settings import Limits
+from quire.server.schemas.chat_bodies import ChatMessage, Tool
+from quire.server.settings import ServerLimits
 
 __all__ = ["FAMILIES", "llm", "model", "tokenizer", "written"]
 
@@ -333,7 +333,7 @@ def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") ->
     text = render(
         words,
         [ChatMessage.model_validate(one) for one in messages],
-        Limits(),
+        ServerLimits(),
         [Tool.model_validate(one) for one in tools],
     )
     text = text[text.rindex("Hello") + len("Hello") :]

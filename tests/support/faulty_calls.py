@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from quire.memory.placement.calls import SystemCalls
+from quire.memory.placement.system_calls import SystemCalls
 
 _TAKING = (
     "memfd_create",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention import AttentionOptions, attention_batch, native, reference
+from quire.attention import AttentionOptions, attention_batch, native_attention, reference_attention
 from quire.memory import KVView
 from quire.memory.placement import PlacementHeap
 
@@ -57,7 +57,7 @@ class Guarded:
         view = KVView(k, v, ROW_TOKENS)
         rng = torch.Generator().manual_seed(1)
         written = [torch.randn(len(mapped), heads, dim, generator=rng).to(self.dtype) for dim in dims]
-        native.write(view, written[0], written[1], torch.from_numpy(mapped))
+        native_attention.write(view, written[0], written[1], torch.from_numpy(mapped))
         plan = attention_batch(
             np.cumsum([0, *(new for _, new in LENGTHS)]),
             np.array([context for context, _ in LENGTHS]),
@@ -65,8 +65,8 @@ class Guarded:
             ROW_TOKENS,
         )
         query = torch.randn(plan.num_tokens, heads, self.k_dim, generator=rng).to(self.dtype)
-        want = reference.run(view, query.float(), plan, options)
-        got = native.run(view, query, plan, options)
+        want = reference_attention.run(view, query.float(), plan, options)
+        got = native_attention.run(view, query, plan, options)
         if beyond:
             print(float(view.k[0, 0, LENGTHS[0][0], 0]))
         bound = 1e-4 if self.dtype == torch.float32 else 2e-2

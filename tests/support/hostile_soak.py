@@ -191,7 +191,9 @@ async def _attack(name: str, url: str, seconds: float) -> collections.Counter[st
             except (httpx.HTTPError, OSError, TimeoutError) as error:
                 found[type(error).__name__] += 1
 
-    transport = httpx.AsyncHTTPTransport(local_address=ATTACKER, limits=httpx.Limits(max_connections=None))
+    transport = httpx.AsyncHTTPTransport(
+        local_address=ATTACKER, limits=httpx.ServerLimits(max_connections=None)
+    )
     headers = {"Authorization": "Bearer attacker"}
     async with httpx.AsyncClient(timeout=60, transport=transport, headers=headers) as client:
         await asyncio.gather(*[again(client) for _ in range(at_once)])

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.cache.block_hash import block_hashes, root_key
 from quire.observe.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from quire.tiers.names import segment_names
+from quire.tiers.segment_key import segment_keys
 
 Blocks = dict[int, tuple[int | None, tuple[int, ...]]]
 """By name: the one before it, and its tokens."""
@@ -91,12 +91,12 @@ def blocks_by_key(
         names = [int.from_bytes(one[-8:], "big") for one in block_hashes(namespace, tokens, None, block_size)]
         parents = [None, *names]
         root = root_key(fingerprint, namespace)
-        whole = segment_names(root, tokens[: len(tokens) // segment_tokens * segment_tokens], segment_tokens)
+        whole = segment_keys(root, tokens[: len(tokens) // segment_tokens * segment_tokens], segment_tokens)
         segments = list(whole)
         for index, start in enumerate(range(0, len(tokens), segment_tokens)):
             stop = min(start + segment_tokens, len(tokens)) // block_size * block_size
             parent = whole[index - 1].key if index else None
-            segments += segment_names(root, tokens[start:stop], block_size, start=start, parent=parent)
+            segments += segment_keys(root, tokens[start:stop], block_size, start=start, parent=parent)
         for segment in segments:
             found[segment.key] = {
                 names[i]: (parents[i], tuple(tokens[i * block_size : (i + 1) * block_size].tolist()))

@@ -26,7 +26,7 @@ from quire.model.fused.rotary import RotaryRows
 from quire.model.fused.structure import PackedLayer
 
 _Patch = pytest.MonkeyPatch
-_fuse, _proof = sys.modules["quire.model.fused.fuse"], sys.modules["quire.model.fused.proof"]
+_fuse, _proof = sys.modules["quire.model.fused.fuse"], sys.modules["quire.model.fused.fused_proof"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from quire.attention import AttentionOptions, attention_batch, reference
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
-from quire.spec.formats import PAIRS
+from quire.spec.kv_formats import PAIRS
 from quire.step import AttentionBatch
 
 
@@ -119,7 +119,7 @@ def page(
         if shape.kv_format:
             positions = torch.arange(begin, context)
             slots = tables[s, positions // size].long() * size + positions % size
-            reference.write(view, k[s][begin:context], v[s][begin:context], slots)
+            reference_attention.write(view, k[s][begin:context], v[s][begin:context], slots)
     starts = torch.tensor([0] + [new for _, new in shape.lengths]).cumsum(0)
     contexts = [context for context, _ in shape.lengths]
     return view, attention_batch(starts, contexts, tables, size, shape.num_threads)

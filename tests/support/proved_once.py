@@ -1,7 +1,7 @@
 """A model that this process has proved is not proved again: most of what opening a tiny model costs is its proof.
 
 `proved_once` is a fixture of every test in whose conftest.py it is named. It keeps what the proof of a model has found
-(`PreparedModel._prove`) in memory, as `quire.model.kept_proof` keeps it in a file. It is taken under exactly the same
+(`PreparedModel._prove`) in memory, as `quire.model.saved_proof` keeps it in a file. It is taken under exactly the same
 key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence, the
 back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing too,
 is done anew each time.
@@ -27,23 +27,23 @@ import xxhash
 from transformers import PreTrainedModel
 
 from quire.backends import extension
-from quire.kept_folder import KeptFolder
 from quire.model import PreparedModel
-from quire.model.held_weight import HeldParameter, bytes_of
-from quire.model.overlay import own_class
+from quire.model.module_patch import own_class
+from quire.model.packed_parameter import PackedParameter, bytes_of
 from quire.model.prove.hooks import hooked
-from quire.model.prove.stamp import behaviour, facts
+from quire.model.prove.model_record import behaviour, facts
+from quire.saved_folder import SavedFolder
 
 __all__ = ["ProvedOnce", "proved_once"]
 
 _MOST_HASHED = 4 << 20  # bytes of parameters
 
 _prove: Callable[[PreparedModel, PreTrainedModel], None] = PreparedModel._prove
-_change: Callable[[PreparedModel, PreTrainedModel, KeptFolder | None], None] = PreparedModel._change
+_change: Callable[[PreparedModel, PreTrainedModel, SavedFolder | None], None] = PreparedModel._change
 
 
 class ProvedOnce:
-    """The findings of one model, in `_found` under `key`. What `PreparedModel` asks of a `KeptProof`."""
+    """The findings of one model, in `_found` under `key`. What `PreparedModel` asks of a `SavedProof`."""
 
     _found: dict[Hashable, Any] = {}  # noqa: RUF012, of all models of this process
 
@@ -71,7 +71,7 @@ def proved_once(request: pytest.FixtureRequest) -> Iterator[None]:
         patch._change, patch._prove = _change, _prove
 
 
-def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
+def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: SavedFolder | None) -> None:
     content = _content_of(self, model) if packed_weights is None else None
     known: Any = None if content is None else ProvedOnce(content)  # says that adapters of states are proved
     self._proof = known
@@ -106,7 +106,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     if any("forward" in module.__dict__ for module in model.modules()):
         return None
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    if any(isinstance(tensor, HeldParameter) or tensor.device.type != "cpu" for _, tensor in tensors):
+    if any(isinstance(tensor, PackedParameter) or tensor.device.type != "cpu" for _, tensor in tensors):
         return None
     if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MOST_HASHED:
         return None

@@ -6,14 +6,16 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from quire.server.forms.call_events import CallDelta, CutCall
-from quire.server.forms.reasoning import Thought
+from quire.server.outputs.call_events import CallDelta, CutCall
+from quire.server.outputs.reasoning import ReasoningSpan
 
 __all__ = ["Read", "pieces_of", "read"]
 
 
 class Reader(Protocol):
-    def push(self, text: str, *, final: bool = False) -> Iterator[Thought | str | CallDelta | CutCall]: ...
+    def push(
+        self, text: str, *, final: bool = False
+    ) -> Iterator[ReasoningSpan | str | CallDelta | CutCall]: ...
 
 
 class Read(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from quire.cli.app import main
+from quire.cli.main import main
 from quire.engine import runner
 from quire.scheduler.request import Request
 from quire.server import run

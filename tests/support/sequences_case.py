@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quire import Cache
-from quire.attention import reference
+from quire.attention import reference_attention
 from quire.memory import Storage
 
 NAN = float("nan")
@@ -49,7 +49,7 @@ class Sequences:
                     _values(seeds, layer, kind, view.num_kv_heads, dim, view.dtype)
                     for kind, dim in enumerate((view.k_head_dim, view.v_head_dim))
                 )
-                reference.write(view, k, v, slots)
+                reference_attention.write(view, k, v, slots)
             self.cache.commit(sequence, stop)
         return True
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.cache.feed import EventFeed
+from quire.cache.event_dispatcher import EventDispatcher
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.monitor import CacheMonitor
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.model.load import EMBEDDED
-from quire.offload.load import TierLoads
-from quire.offload.speeds import Speeds
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
+from quire.offload.throughputs import Throughputs
+from quire.offload.tier_load import TierLoads
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock
 from quire.spec import KVSpec
@@ -134,8 +134,8 @@ class SoakEngine:
         self.stack = TierStack(
             self.tiers, shape, workers=2 if threads else 0, max_bytes_in_flight=8 << 20, **timed
         )
-        speeds = Speeds()
-        feed = EventFeed(self.cache)
+        speeds = Throughputs()
+        feed = EventDispatcher(self.cache)
         shared = (self.cache, self.storage, self.stack, b"the soak's model", 2 * BLOCK)
         self.stores = TierStores(*shared, feed=feed)
         self.engine = Engine(

@@ -14,7 +14,7 @@ import xxhash
 from quire.cache.block_hash import root_key
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
-from quire.tiers.names import SegmentName, segment_names
+from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import SegmentInfo, TierError, TierStats
 from quire.tiers.transfer import Load
@@ -27,22 +27,22 @@ SMALL_TURN = 20 * SEGMENT_TOKENS * SHAPE.bytes_per_token
 """Bytes of a turn, so that chains of tens of segments take several."""
 
 
-def chain(length: int, first_token: int = 0, root: bytes = ROOT) -> list[SegmentName]:
+def chain(length: int, first_token: int = 0, root: bytes = ROOT) -> list[SegmentKey]:
     """So many whole segments; chains of other first tokens share none."""
     tokens = np.arange(length * SEGMENT_TOKENS, dtype=np.int32)
     tokens[:1] = 1000 + first_token
-    return segment_names(root, tokens, SEGMENT_TOKENS)
+    return segment_keys(root, tokens, SEGMENT_TOKENS)
 
 
-def payload(name: SegmentName, shape: PayloadLayout = SHAPE) -> np.ndarray:
+def payload(name: SegmentKey, shape: PayloadLayout = SHAPE) -> np.ndarray:
     """What this segment holds: bytes that follow from its key."""
     seed = int.from_bytes(name.key[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, len(name.tokens) * shape.bytes_per_token, np.uint8)
 
 
 def with_payloads(
-    names: Sequence[SegmentName], shape: PayloadLayout = SHAPE
-) -> list[tuple[SegmentName, np.ndarray]]:
+    names: Sequence[SegmentKey], shape: PayloadLayout = SHAPE
+) -> list[tuple[SegmentKey, np.ndarray]]:
     return [(name, payload(name, shape)) for name in names]
 
 
@@ -186,7 +186,7 @@ def check_cancel_waits(load: Load, leave: threading.Event) -> None:
     assert not canceller.is_alive()
 
 
-def filled(stack: TierStack, names: list[SegmentName]) -> TierStack:
+def filled(stack: TierStack, names: list[SegmentKey]) -> TierStack:
     """The stack, once it has stored these."""
     assert stack.store(with_payloads(names)) == len(names)
     assert stack.flush(30)

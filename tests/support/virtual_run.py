@@ -11,9 +11,9 @@ from quire import Cache
 from quire.engine.engine import Engine
 from quire.engine.runner import Runner
 from quire.memory import VirtualStorage
-from quire.memory.virtual.storage import virtual_block_size
+from quire.memory.virtual.virtual_storage import virtual_block_size
 from quire.model.load import load
-from quire.model.own_forward import prepare
+from quire.model.sequential_model import prepare
 
 
 class VirtualRun(EngineRun):

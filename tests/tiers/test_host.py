@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiers_case import ROOT, SegmentName, chain
+from support.tiers_case import ROOT, SegmentKey, chain
 
 from quire.errors import ArgumentError
 from quire.tiers.host import HostTier
@@ -21,11 +21,11 @@ def parts(num_bytes: int, fill: int = 0) -> list[memoryview]:
     return [whole[: num_bytes // 3], whole[num_bytes // 3 :]]
 
 
-def store(tier: HostTier, name: SegmentName, num_bytes: int = 10, cache_priority: int = 1) -> bool:
+def store(tier: HostTier, name: SegmentKey, num_bytes: int = 10, cache_priority: int = 1) -> bool:
     return tier.store(name.key, parts(num_bytes, name.key[0]), name.info(cache_priority=cache_priority))
 
 
-def there(tier: HostTier, names: list[SegmentName]) -> list[bool]:
+def there(tier: HostTier, names: list[SegmentKey]) -> list[bool]:
     return tier.contains([name.key for name in names])
 
 

@@ -5,7 +5,7 @@
 
 Pure functions of one row of one head and of constants, so K and V have the same bytes however they come to be written.
 `encode` and `decode` are what native kernels are compared with, bit for bit and within rounding. Not here: how many
-bytes a row takes (`quire.spec.formats`), where it lies (`quire.memory.view`).
+bytes a row takes (`quire.spec.kv_formats`), where it lies (`quire.memory.view`).
 
 Keys of a codec that turns them are stored turned: through the Hadamard matrix of the largest power of two, at most 128,
 that divides the head, block by block. Queries go through it too and by the power of two, so <q, k> is what it was: no
@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from quire.registry import Registry
-from quire.spec.formats import INT4, INT8
+from quire.spec.kv_formats import INT4, INT8
 
 __all__ = [
     "CODECS",

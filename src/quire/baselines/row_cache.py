@@ -36,12 +36,12 @@ from numpy.typing import NDArray
 from quire.baselines.row_plan import RowPlan, Rows
 from quire.baselines.row_space import Row, RowRanges, RowSpace
 from quire.cache import arguments
-from quire.cache.answers import Dropped, Match, OwnerCounts
 from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
-from quire.cache.exchange import Exchange
+from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
 from quire.cache.protocol import NORMAL, CacheSequence, Int32Array, Int64Array, KVCache
+from quire.cache.results import Dropped, Match, OwnerCounts
 from quire.errors import ArgumentError, InvariantError
 from quire.spec import KVSpec
 
@@ -59,7 +59,7 @@ class RowCache(KVCache):
     """
 
     can_fork = False
-    exchange: Exchange | None = None
+    exchange: MemorySplit | None = None
     prefix_caching = False
     backend = "python"
 

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
-from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
 from quire.cache.backend import BlockManager, call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
 from quire.cache.events import CacheEvents
-from quire.cache.exchange import Exchange
+from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.open_sequence import Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.report import report
+from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
 from quire.cache.tree_view import TreeView
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError
@@ -67,7 +67,7 @@ class Cache(PrefixKVCache):
 
     block_name = "block"  # what messages call a block
     can_fork = True
-    exchange: Exchange | None = None
+    exchange: MemorySplit | None = None
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.manager.content import decode
+from quire.cache.manager.elements import decode
 from quire.cache.types import Int32Array
 
 __all__ = ["Checkpoint", "Checkpoints"]

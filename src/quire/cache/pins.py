@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.answers import Match
 from quire.cache.arguments import extra_key_arrays, token_array
+from quire.cache.results import Match
 from quire.cache.steady_clock import SteadyClock
 from quire.cache.types import NORMAL, Int32Array
 from quire.errors import ArgumentError, CapacityError, InvariantError

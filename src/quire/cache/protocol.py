@@ -44,12 +44,12 @@ from quire.cache.types import DISCARD, KEEP, MAX_OWNER, NORMAL, Int32Array, Int6
 from quire.step import StepPlan
 
 if TYPE_CHECKING:
-    from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
     from quire.cache.block_map import BlockContent, BlockMap
     from quire.cache.events import CacheEvents
-    from quire.cache.exchange import Exchange
+    from quire.cache.memory_split import MemorySplit
     from quire.cache.memory_use import MemoryUse
     from quire.cache.pins import Pins
+    from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
     from quire.cache.tree_view import TreeView
     from quire.spec import KVSpec
 
@@ -150,7 +150,7 @@ class KVCache(Protocol):
     can_fork: bool
     prefix_caching: bool
     pins: Pins
-    exchange: Exchange | None
+    exchange: MemorySplit | None
 
     # Finding a prefix
 

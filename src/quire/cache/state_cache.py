@@ -31,14 +31,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from quire.cache import arguments
-from quire.cache.answers import Dropped, Match
 from quire.cache.backend import call_manager
 from quire.cache.cache import Cache
 from quire.cache.checkpoints import Checkpoint, Checkpoints
-from quire.cache.exchange import Exchange
-from quire.cache.manager.content import ExtraKeys, encode
+from quire.cache.manager.elements import ExtraKeys, encode
+from quire.cache.memory_split import MemorySplit
 from quire.cache.open_sequence import Sequence
 from quire.cache.protocol import CacheSequence
+from quire.cache.results import Dropped, Match
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError, InvariantError
 from quire.spec.state_spec import ZERO_STATE
@@ -58,7 +58,7 @@ def _extra_keys(prompt: _Prompt) -> ExtraKeys:
 
 
 @dataclass(eq=False)
-class _Held:
+class _SequenceSlot:
     """What an open sequence has of states."""
 
     namespace: bytes
@@ -89,14 +89,14 @@ class StateCache(Cache):
         """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
         self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
         """Called with each checkpoint that goes for want of room, its state there still."""
-        self.exchange: Exchange | None = None
+        self.exchange: MemorySplit | None = None
         """What has slots and blocks exchange memory; None: their numbers stay."""
         self.num_slot_ids = self.num_state_slots
         """Every id of a slot is below it: those given up come back first."""
         self._given_up: list[int] = []
         self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
         self._free = list(range(self.num_state_slots - 1, -1, -1))
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _SequenceSlot] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
 
     # Finding a prefix
@@ -162,7 +162,7 @@ class StateCache(Cache):
             self.checkpoints.use(source)
             source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
-        self._held[sequence_id] = _Held(
+        self._held[sequence_id] = _SequenceSlot(
             prompt[1], _extra_keys(prompt), wanted, owner_id, cache_priority, source, is_short=is_short
         )
         return self._opened(sequence_id)
@@ -357,7 +357,7 @@ class StateCache(Cache):
     def _is_written(self, slot: int | None) -> bool:
         return slot is not None and all(slot != target for _, target in self._operations)
 
-    def _give_up_made(self, held: _Held) -> None:
+    def _give_up_made(self, held: _SequenceSlot) -> None:
         """The checkpoints of a step that was refused."""
         self._free += [slot for _, slot in held.made]
         held.made = []
@@ -393,7 +393,7 @@ class StateCache(Cache):
 
     # Exchanging memory of blocks and slots
 
-    def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_Held]) -> int:
+    def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_SequenceSlot]) -> int:
         """Slots that a reservation takes if there are as many: for who has none, and for checkpoints."""
         num = sum(one.slot is None for one in held)
         for sequence_id, count, one in zip(ids.tolist(), counts.tolist(), held, strict=True):
@@ -403,7 +403,12 @@ class StateCache(Cache):
         return num
 
     def _exchange(
-        self, exchange: Exchange, num_blocks: Callable[[], int], most: int, held: list[_Held], num_slots: int
+        self,
+        exchange: MemorySplit,
+        num_blocks: Callable[[], int],
+        most: int,
+        held: list[_SequenceSlot],
+        num_slots: int,
     ) -> None:
         """Before a reservation: what there should be free for it. most: no more blocks than these."""
         needed, (free, _) = most, self.free_and_cached_blocks()
@@ -626,14 +631,14 @@ class StateCache(Cache):
 
     # How
 
-    def _state_of(self, sequence: CacheSequence | int) -> _Held:
+    def _state_of(self, sequence: CacheSequence | int) -> _SequenceSlot:
         sequence_id = self._id(sequence)
         held = self._held.get(sequence_id)
         if held is None:
             raise arguments.closed(sequence_id, "StateCache")
         return held
 
-    def _slots_suffice(self, held: list[_Held]) -> bool:
+    def _slots_suffice(self, held: list[_SequenceSlot]) -> bool:
         num_needed = sum(one.slot is None for one in held)
         if not num_needed:
             return True
@@ -642,7 +647,7 @@ class StateCache(Cache):
         sources = Counter(one.source for one in held if one.slot is None and one.source is not None)
         return num_needed <= num_there + sum(count == one.num_pins for one, count in sources.items())
 
-    def _begin(self, held: _Held) -> None:
+    def _begin(self, held: _SequenceSlot) -> None:
         """A slot for its state, which begins with its source."""
         source = held.source
         slot = self._slot_or_none()
@@ -658,7 +663,7 @@ class StateCache(Cache):
             assert slot == source.slot
         held.slot = slot
 
-    def _unpin(self, held: _Held) -> None:
+    def _unpin(self, held: _SequenceSlot) -> None:
         source, held.source = held.source, None
         if source is not None:
             source.num_pins -= 1
@@ -686,7 +691,7 @@ class StateCache(Cache):
         self.evict_checkpoint(victim)
         return self._free.pop()
 
-    def _is_new(self, sequence_id: int, held: _Held, position: int) -> bool:
+    def _is_new(self, sequence_id: int, held: _SequenceSlot, position: int) -> bool:
         content = encode(self._manager.tokens(sequence_id), held.keys, 0, position)
         found = self.checkpoints.get(held.namespace, content)
         if found is not None:
@@ -694,7 +699,7 @@ class StateCache(Cache):
             found.cache_priority = max(found.cache_priority, held.cache_priority)
         return found is None
 
-    def _keep(self, sequence_id: int, held: _Held, num_tokens: int, slot: int) -> None:
+    def _keep(self, sequence_id: int, held: _SequenceSlot, num_tokens: int, slot: int) -> None:
         """A slot that holds the state of the sequence's first tokens becomes a checkpoint, or is free."""
         content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
         found = self.checkpoints.get(held.namespace, content)
@@ -706,7 +711,7 @@ class StateCache(Cache):
         if found is not None:
             found.cache_priority = max(found.cache_priority, held.cache_priority)
 
-    def _let_go(self, held: _Held) -> None:
+    def _let_go(self, held: _SequenceSlot) -> None:
         """Of its slots and its source."""
         if held.slot is not None:
             self._free.append(held.slot)

@@ -278,9 +278,9 @@ def weights(
     as_json: AsJson = False,
 ) -> None:
     """Lists the packed weights kept for later starts, the one used last first; --clear removes them."""
-    from quire.kept_folder import KeptFolder, sources_of
+    from quire.saved_folder import SavedFolder, sources_of
 
-    kept = KeptFolder.there(folder)
+    kept = SavedFolder.there(folder)
     files = sorted(kept.files(), key=lambda file: -file.used_at)
     found = [(file, *sources_of(file.path)) for file in files if file.is_whole]
     if clear:

@@ -15,7 +15,7 @@ from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from quire.simulate.compare import Comparison, Run
+    from quire.simulate.comparison import Comparison, Run
     from quire.spec import KVSpec
 
 __all__ = ["compare"]
@@ -124,7 +124,7 @@ def compare(
         raise ArgumentError("expected --backend without --simulate: nothing is computed")
     ask_hub(shared)
     from quire.simulate import CostLine, Lengths, read_trace, synthetic
-    from quire.simulate.compare import Comparison
+    from quire.simulate.comparison import Comparison
 
     cost_line = CostLine() if cost is None else CostLine.parse(cost)
     if trace is not None:
@@ -187,7 +187,7 @@ def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, i
 
 
 def _run_all(comparison: Comparison, names: list[str], spec: KVSpec, cost: Any) -> dict[str, Run]:
-    from quire.simulate.compare import run_model, run_simulated
+    from quire.simulate.comparison import run_model, run_simulated
 
     runs: dict[str, Run] = {}
     for name in names:

@@ -42,8 +42,8 @@ def explain(
     **engine: Any,
 ) -> None:
     """Says how much of PROMPT the tiers have for this model, and why no more. Nothing is computed or stored."""
+    from quire.server.api_keys import ANYBODY
     from quire.server.settings import load_stored_as
-    from quire.server.tenants import ANYBODY
 
     stored_as = None if config is None else load_stored_as(config)
     secret = None if stored_as is None else stored_as.tenant_secret

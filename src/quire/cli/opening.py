@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import hub
 from quire.config import EngineConfig
-from quire.loading import watched_by
+from quire.load_progress import progress_to
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -28,7 +28,7 @@ def ask_hub(config: EngineConfig) -> None:
 def open_llm(config: EngineConfig) -> LLM:
     """*raises:* as `LLM`."""
     ask_hub(config)
-    with LoadBar() as bar, watched_by(bar):
+    with LoadBar() as bar, progress_to(bar):
         from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
 
         return LLM(config=config)

@@ -54,7 +54,7 @@ def plan(
     if hub.is_id(checked.model):
         hub.cached_folder(checked.model, checked.revision)
 
-    from quire.engine.plan import plan as make_plan
+    from quire.engine.serving_plan import plan as make_plan
 
     found = make_plan(
         config=checked,

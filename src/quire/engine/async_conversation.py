@@ -13,7 +13,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import CachePriority, RequestOptions
-from quire.sessions.conversation import ConversationCore, num_found
+from quire.sessions.conversation_core import ConversationCore, num_found
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["AsyncConversation", "Outputs"]
 Result = TypeVar("Result")
 
 
-class Requests(Protocol):
+class RequestSource(Protocol):
     """What is needed of an `AsyncEngine`, which makes conversations; see there."""
 
     core: EngineCore
@@ -47,7 +47,7 @@ class Outputs(Protocol):
 class AsyncConversation(ConversationCore):
     """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`."""
 
-    def __init__(self, engine: Requests, transcript: Transcript) -> None:
+    def __init__(self, engine: RequestSource, transcript: Transcript) -> None:
         super().__init__(transcript)
         self._engine = engine
         self._answer: list[int] = []  # of the turn under way, so far

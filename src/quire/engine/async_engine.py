@@ -24,7 +24,7 @@ from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey, PrefixKeywords
 from quire.config import EngineConfig, shows_options, takes_options
 from quire.engine.async_conversation import AsyncConversation
-from quire.engine.driver import Answer, Unread
+from quire.engine.driver import Answer, FlowControl
 from quire.engine.llm import LLM
 from quire.engine.llm_pins import COMPUTE_PROMPT
 from quire.errors import ArgumentError, CancelledError
@@ -36,7 +36,7 @@ from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.engine.explain import Explanation
+    from quire.engine.prompt_explanation import PromptExplanation
     from quire.sessions.snapshots import Snapshot
 
 __all__ = ["AsyncEngine", "RequestStream"]
@@ -88,7 +88,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     ) -> None:
         self.request_id = request_id
         self.queue = Queue(when_ended)
-        self.unread = Unread(max_unread)
+        self.unread = FlowControl(max_unread)
         self._engine = engine
         self._ended = False
 
@@ -330,7 +330,7 @@ class AsyncEngine:
 
     async def explain(
         self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
-    ) -> Explanation:
+    ) -> PromptExplanation:
         """`llm.monitor.explain()`, in the same way."""
         self._require_open()
         explain = self.monitor.explain

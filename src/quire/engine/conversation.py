@@ -1,6 +1,6 @@
 """`Conversation`: tokens that grow turn by turn, branch, go back, and outlive the process under a name.
 
-What it is between turns: `quire.sessions.conversation`. Here is what waits: a turn is a request of an `LLM`.
+What it is between turns: `quire.sessions.conversation_core`. Here is what waits: a turn is a request of an `LLM`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import CachePriority, RequestOptions
-from quire.sessions.conversation import ConversationCore, num_found
+from quire.sessions.conversation_core import ConversationCore, num_found
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import extension, is_host_backend
-from quire.cache.feed import EventFeed
+from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import shares_prefixes
 from quire.config import EngineConfig
@@ -29,17 +29,17 @@ from quire.engine.engine import Engine
 from quire.engine.idle_trim import IdleTrim
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
-from quire.engine.plan import refuse_if_none_fits, require_room
+from quire.engine.open_storage import open_storage
 from quire.engine.profile import Profile
-from quire.engine.storages import open_storage
+from quire.engine.serving_plan import refuse_if_none_fits, require_room
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.kept_folder import KeptFolder
 from quire.memory.device import HOST
-from quire.offload.speeds import Speeds
-from quire.offload.tiering import OpenTiers, open_tiers, swap_of
-from quire.offload.waiting import InEngine
+from quire.offload.offloaded_sequence import InEngine
+from quire.offload.open_tiers import OpenTiers, open_tiers, swap_of
+from quire.offload.throughputs import Throughputs
+from quire.saved_folder import SavedFolder
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
-from quire.sessions.transcript import Reader, Transcript
+from quire.sessions.transcript import Transcript, TranscriptReader
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import layers_left, with_kv_dtype
@@ -64,13 +64,13 @@ def _naming_what_runs() -> Iterator[None]:
         ) from error
 
 
-def _kept_folder(config: EngineConfig) -> KeptFolder | None:
+def _kept_folder(config: EngineConfig) -> SavedFolder | None:
     """Where packed weights are kept; by default nowhere where there are none."""
     if config.packed_weights == "auto" and extension(config.backend) is None:
         return None
     size = config.packed_weights_size
     most = None if size is None else parse_size(size, where="packed_weights_size")
-    return KeptFolder.of(config.packed_weights, most)
+    return SavedFolder.of(config.packed_weights, most)
 
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
@@ -109,11 +109,11 @@ class EngineCore:
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
         from quire.memory.heap import give_back_freed
+        from quire.model.dense_weights import dense_parameters
         from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
         from quire.model.load import load
-        from quire.model.own_forward import prepare
-        from quire.model.plain_weights import dense_parameters
         from quire.model.quantized import coded_weights, tell_weights
+        from quire.model.sequential_model import prepare
 
         backend(config.backend)  # an unknown one is refused here
         require_room(config)
@@ -184,10 +184,10 @@ class EngineCore:
             self.runner = Runner(
                 self.prepared, opened.storage, num_threads=config.num_threads, profile=self.profile
             )
-            speeds = Speeds()
+            speeds = Throughputs()
             swap = swap_of(config, opened.cache, opened.storage, speeds)
             if shares_prefixes(opened.cache) and opened.cache.prefix_caching:
-                feed = EventFeed(opened.cache)
+                feed = EventDispatcher(opened.cache)
                 if config.has_tiers:
                     self.tiers = open_tiers(config, opened.cache, opened.storage, fingerprint, speeds, feed)
                 tier_events = None if self.tiers is None else self.tiers.events()
@@ -268,9 +268,9 @@ class EngineCore:
         )
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> TranscriptReader:
         """How text becomes tokens here."""
-        return Reader(self.tokenizer, self.engine.check_tokens)
+        return TranscriptReader(self.tokenizer, self.engine.check_tokens)
 
     def snapshots(self) -> Snapshots:
         """Those of the disk cache. *raises:* ArgumentError: there is none."""

@@ -8,7 +8,8 @@ all that is new for it.
     mailbox.take()          # sleeps until something has come
 
 Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps. Nothing is
-computed for a request of which enough outputs wait unread (`Unread`), until its reader has taken half; others go on.
+computed for a request of which enough outputs wait unread (`FlowControl`), until its reader has taken half; others
+go on.
 
 Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.
@@ -37,7 +38,7 @@ from quire.scheduler.request import RequestOutput
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
-__all__ = ["Answer", "Driver", "Mailbox", "Sink", "Unread", "in_driver"]
+__all__ = ["Answer", "Driver", "FlowControl", "Mailbox", "Sink", "in_driver"]
 
 _log = logging.getLogger("quire")
 
@@ -88,7 +89,7 @@ class Mailbox:
             return answers
 
 
-class Unread:
+class FlowControl:
     """How many outputs of a request its reader has not taken: at `most` it pauses, at half of that it goes on.
 
     `count_sent` is the driver's thread's, before the output is on its way; `count_taken` the reader's, behind it. So
@@ -155,7 +156,7 @@ class Driver:
         self._sinks: dict[str, tuple[Sink, Any]] = {}  # and the ticket
         self._wanted: set[str] = set()  # requests that steps are computed for
         self._pulled: set[str] = set()  # those wanted for one output at a time
-        self._unread: dict[str, Unread] = {}  # of those that pause where nobody reads
+        self._unread: dict[str, FlowControl] = {}  # of those that pause where nobody reads
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -222,7 +223,7 @@ class Driver:
         self.post(lambda: self._wanted.add(request_id) if request_id in self._sinks else None)
 
     def resume(self, request_id: str, ticket: object) -> None:
-        """Goes on with a request that has paused, once `Unread.count_taken` says so."""
+        """Goes on with a request that has paused, once `FlowControl.count_taken` says so."""
 
         def resume() -> None:
             if self.ticket(request_id) is ticket:  # and not a later one of the same name
@@ -265,7 +266,7 @@ class Driver:
         *,
         ticket: object = None,
         pulled: bool = False,
-        unread: Unread | None = None,
+        unread: FlowControl | None = None,
     ) -> None:
         """From now on the sink gets the request's outputs, each with the ticket, which is the id if not given.
 

@@ -22,25 +22,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.answers import Dropped
-from quire.cache.feed import Forgotten
+from quire.cache.event_dispatcher import Forgotten
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
+from quire.cache.results import Dropped
 from quire.engine.monitor import CacheMonitor
 from quire.engine.outputs import Outputs
 from quire.engine.profile import Profile
 from quire.errors import ArgumentError, QuireError
-from quire.offload.load import TierLoads
-from quire.offload.speeds import Speeds
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
+from quire.offload.throughputs import Throughputs
+from quire.offload.tier_load import TierLoads
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
-from quire.scheduler.fair_share import FairShare
+from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
-from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceState
+from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
 from quire.scheduler.request_validator import RequestValidator
 from quire.scheduler.scheduler import Scheduler
@@ -84,7 +84,7 @@ class Engine:
         seed: int = 0,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
-        speeds: Speeds | None = None,
+        speeds: Throughputs | None = None,
         swap: Swap | None = None,
         loads: TierLoads | None = None,
         stores: TierStores | None = None,
@@ -95,7 +95,7 @@ class Engine:
         self.on_work: Callable[[], None] = lambda: None
         """Called before an idle engine checks a request to take it; what it raises, the request's caller gets."""
         self._runner = runner
-        self._speeds = speeds or Speeds()
+        self._speeds = speeds or Throughputs()
         self.swap = swap or Swap(cache)
         self._loads = loads
         self._stores = stores
@@ -103,7 +103,7 @@ class Engine:
         self._profile = profile
         self._native = native
         self._clock = clock
-        self.share = FairShare(cache)
+        self.share = MemoryLimits(cache)
         self.tenants = Tenants(cache, self.share, tenant_secret)
         self.pins: Pins = cache.pins
         self.pins.use_clock(clock)
@@ -373,7 +373,7 @@ class Engine:
         for sequence in scheduled.sampled:
             if sequence.detokenizer is not None:
                 self._read(sequence, sequence.detokenizer)
-            if sequence.request.stream or sequence.state is SequenceState.FINISHED:
+            if sequence.request.stream or sequence.state is SequenceStatus.FINISHED:
                 touched.append(sequence)
         return touched
 

@@ -20,7 +20,7 @@ from quire.memory.heap import give_back_freed
 from quire.memory.shortage import MemoryShortage
 
 if TYPE_CHECKING:
-    from quire.offload.tiering import OpenTiers
+    from quire.offload.open_tiers import OpenTiers
 
 __all__ = ["IdleTrim"]
 

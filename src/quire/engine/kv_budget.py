@@ -1,7 +1,7 @@
 """`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
 
 Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, also
-when blocks and state slots exchange memory (`quire.cache.exchange`), and that pins may take their share of it. Not
+when blocks and state slots exchange memory (`quire.cache.memory_split`), and that pins may take their share of it. Not
 thread-safe: calls are made between two steps.
 
 Cost: `resize`, `trim` and `give_back_...` O(blocks); `prefault` a page fault for each page; figures O(1).
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
-from quire.engine.storages import OpenStorage, exchange_bytes_within, num_blocks_within
+from quire.engine.open_storage import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.device import HOST
 from quire.sizes import format_size, parse_share

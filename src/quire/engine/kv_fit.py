@@ -160,7 +160,7 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
-    from quire.memory.virtual.sizes import virtual_block_bytes, virtual_block_size
+    from quire.memory.virtual.page_sizes import virtual_block_bytes, virtual_block_size
 
     if not spec.stores_kv:
         raise ArgumentError(
@@ -299,7 +299,7 @@ def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, fre
 
 def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
     """Slots for states at the start: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget, but two. Later they exchange memory with blocks (`quire.cache.exchange`).
+    fewer: at most half of the budget, but two. Later they exchange memory with blocks (`quire.cache.memory_split`).
 
     *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
     """

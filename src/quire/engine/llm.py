@@ -31,7 +31,7 @@ from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.offload.tiering import OpenTiers
+    from quire.offload.open_tiers import OpenTiers
     from quire.sessions.snapshots import Snapshot
 
 __all__ = ["LLM", "TextStream"]
@@ -263,7 +263,7 @@ class LLM:
     def prefault(self) -> bool:
         """Takes the memory of all blocks from the system now, so that no step waits for page faults.
 
-        Kept weights (`packed_weights`) have come to lie in huge pages by then, if they are to.
+        Kept weights (`saved_weights`) have come to lie in huge pages by then, if they are to.
         Whether it was done: not once memory was given back (`trim`, `resize`), nor where the system cannot. Takes about
         0.2 s for each GiB, and several seconds in a virtual machine whose host has to find the memory first.
         *raises:* ArgumentError: another storage than "paged".

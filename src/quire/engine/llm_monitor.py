@@ -15,12 +15,12 @@ from quire.cache.prefix_key import PrefixKey, PrefixKeywords
 from quire.cache.report import aligned, report
 from quire.engine.core import EngineCore
 from quire.engine.driver import Driver, in_driver
-from quire.engine.explain import Explanation, OnDisk, Question, explain
+from quire.engine.prompt_explanation import OnDisk, PromptExplanation, Question, explain
 from quire.errors import ArgumentError
 from quire.observe.kv_events import EventBatch
 from quire.observe.prefixes import prefix_table
 from quire.observe.publisher import KVEventPublisher
-from quire.offload.tiering import fingerprint_tag
+from quire.offload.open_tiers import fingerprint_tag
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import encode
 from quire.scheduler.request_options import RequestOptions
@@ -28,7 +28,7 @@ from quire.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.engine.monitor import CacheMonitor
-    from quire.tiers.guarded import TierCounts
+    from quire.tiers.tier_worker import TierCounts
 
 __all__ = ["LLMMonitor"]
 
@@ -44,7 +44,7 @@ class LLMMonitor:
 
     def explain(
         self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
-    ) -> Explanation:
+    ) -> PromptExplanation:
         """How much of a prompt is known, where, and why no more; `str` of it is text to read. Changes nothing.
 
         prompt, key: as for `LLM.generate`. as_administrator: whether to tell of others than this tenant; if not given,

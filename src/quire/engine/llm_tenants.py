@@ -1,6 +1,6 @@
 """`LLMTenants`: the tenants of an LLM's engine, for any thread: `llm.tenants.add("alice", quota="2GiB")`.
 
-Not here: what they mean (`quire.scheduler.tenants`), enforcing (`quire.scheduler.fair_share`). Cost: a call into the
+Not here: what they mean (`quire.scheduler.tenants`), enforcing (`quire.scheduler.memory_limits`). Cost: a call into the
 engine's thread; `remove` O(what memory has of the tenant).
 """
 

@@ -1,6 +1,7 @@
 """A model that somebody changes while an engine has it open: seen when the engine gets to work, and followed.
 
-Looked at is the stamp of the proof (`quire.model.prove.stamp`), in the engine's thread, before the first request of an
+Looked at is the stamp of the proof (`quire.model.prove.model_record`), in the engine's thread, before the first
+request of an
 idle engine is taken: never between two steps, so that one answer is one model's. Changed: the model is prepared and
 proved again as it is, cached content is forgotten, and tiers go on under another fingerprint, where what they hold of
 the model as it was is found again if it ever is that again. What cannot be followed (another dtype, vocabulary or
@@ -22,11 +23,11 @@ from quire.errors import ArgumentError, QuireError
 from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
 from quire.model.load import LoadedModel, load
 from quire.model.prepare import PreparedModel
-from quire.model.prove.stamp import Stamp
-from quire.offload.tiering import OpenTiers
+from quire.model.prove.model_record import ModelRecord
+from quire.offload.open_tiers import OpenTiers
 
 if TYPE_CHECKING:
-    from quire.engine.storages import OpenStorage
+    from quire.engine.open_storage import OpenStorage
 
 __all__ = ["ModelChanges"]
 
@@ -89,7 +90,7 @@ class ModelChanges:
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error
-            self._stamp = Stamp(self._opened.model)
+            self._stamp = ModelRecord(self._opened.model)
             self._hooks = self._stamp.look().hooks
             raise
         self._failure, self._stamp = None, self._prepared.stamp

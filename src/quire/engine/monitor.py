@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.cache.feed import DROPPED, EventFeed, Forgotten
+from quire.cache.event_dispatcher import DROPPED, EventDispatcher, Forgotten
 from quire.cache.pins import Pin
 from quire.cache.protocol import PrefixKVCache
 from quire.cache.steady_clock import SteadyClock
 from quire.observe.history import History
-from quire.observe.kv_events import Subscribers
-from quire.observe.mirror import TreeMirror
+from quire.observe.kv_events import KVEventSubscribers
+from quire.observe.tree_mirror import TreeMirror
 from quire.offload.tier_events import TierEvents
 from quire.scheduler.request import Request
 
@@ -32,7 +32,7 @@ class CacheMonitor:
     def __init__(
         self,
         cache: PrefixKVCache,
-        feed: EventFeed,
+        feed: EventDispatcher,
         *,
         max_blocks: int = 65536,
         clock: Callable[[], float] = time.monotonic,
@@ -47,13 +47,14 @@ class CacheMonitor:
         self.mirror = mirror or TreeMirror(cache)
         self.mirror.clock = self.clock
         self.history = History(self.mirror, max_blocks)
-        self.subscribers = Subscribers(self.mirror, wall_clock, tier_events)
+        self.subscribers = KVEventSubscribers(self.mirror, wall_clock, tier_events)
         self._clock = clock
         if mirror is None:
             feed.listen(self.mirror.apply)
 
     def collect(self, forgotten: Forgotten = DROPPED) -> None:
-        """Hands on what has happened in the cache (see `EventFeed.collect`) and in the tiers since the last call."""
+        """Hands on what has happened in the cache (see `EventDispatcher.collect`) and in the tiers since the last
+        call."""
         self.feed.collect(forgotten)
         self.subscribers.collect()
 

@@ -2,7 +2,7 @@
 
 A step is cut into laps, one after another, so that they sum to the step. The lap of the model's forward is cut once
 more: by the records of its linear layers, its attention and its KV writes, from the native kernels and, for what
-torch computes (`backend="python"`), from `quire.model.watch`; the rest of the forward is the other operators.
+torch computes (`backend="python"`), from `quire.model.torch_timing`; the rest of the forward is the other operators.
 Only what happens in `Engine.step` is measured: not the encoding of prompts, not what lies between two steps.
 
 Invariants

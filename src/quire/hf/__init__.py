@@ -4,6 +4,6 @@ Others may use the names below.
 """
 
 from quire.hf.acceleration import Acceleration, accelerate, restore
-from quire.hf.cache import QuireCache
+from quire.hf.quire_cache import QuireCache
 
 __all__ = ["Acceleration", "QuireCache", "accelerate", "restore"]

@@ -46,24 +46,24 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.attention import Backend
+from quire.attention import Device
 from quire.attention import backend as attention_backend
 from quire.backends import extension
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
-from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
+from quire.hf.quire_cache import QuireCache
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.key_offsets import KeyOffsets, measure_key_offsets, sees_offsets
 from quire.model.linear import pack_linears, packing_on
 from quire.model.load import base_model, load, not_plain
-from quire.model.missing import counts_padding
 from quire.model.model_lock import hold, let_go, require_free
-from quire.model.overlay import below, install
+from quire.model.module_patch import below, install
 from quire.model.prepare import PreparedModel
 from quire.model.prove.hooks import hooked, without_hooks
-from quire.model.prove.stamp import Stamp
+from quire.model.prove.model_record import ModelRecord
+from quire.model.unsupported import counts_padding
 from quire.process import ForkSafeLock
 from quire.torch_threads import one_torch_thread, torch_threads
 
@@ -94,13 +94,13 @@ class Acceleration:
 class _Accelerated:
     """One model that is accelerated: what is done about it now."""
 
-    def __init__(self, model: PreTrainedModel, backend: Backend | None) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Device | None) -> None:
         self._model = weakref.ref(model)
         self.backend = (
             backend  # None: nothing here computes steps, linear layers are packed as this machine can
         )
         self._undo: list[Callable[[], None]] = []
-        self._stamp: Stamp | None = None
+        self._stamp: ModelRecord | None = None
         self._steps: _Steps | None = None
         self._done = Acceleration("whole")
         self._own: str | None = None  # why the model's own forward computes for now
@@ -220,7 +220,7 @@ class _Accelerated:
             hold(model, self, self._undo)
             self._undo.append(lambda: let_go(model, self))
             if self._stamp is not None:
-                self._stamp = Stamp(model)
+                self._stamp = ModelRecord(model)
             return
         prepared.give_back_training()
         self._done = Acceleration("whole")
@@ -250,7 +250,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     model = base_model(model, "accelerate")
     known = model.__dict__.get(_NAME)
     if known is not None:
-        own: Backend | None = known[0].backend
+        own: Device | None = known[0].backend
         if backend is not None and (own is None or own.name != backend):
             raise ArgumentError(
                 f"expected backend {'None' if own is None else repr(own.name)}, on which the model is accelerated, "
@@ -288,7 +288,7 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
     own_forward, own_generate = below(model, "forward"), below(model, "generate")
     names = list(inspect.signature(own_forward).parameters)
     keyword = cache_keyword(own_forward)
-    here = _Here()
+    here = _ThreadState()
     spins = accelerated.backend is None or accelerated.backend.is_native  # beside kernels' threads
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +324,7 @@ def _is_compiled() -> bool:
     return torch.compiler.is_compiling() or callable(frames.get_eval_frame_callback())
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """torch_threads: of torch outside of each `generate` under way in this thread."""
 
     def __init__(self) -> None:
@@ -503,7 +503,7 @@ def _drop(storage: weakref.ref[RowStorage]) -> None:
         held.drop()
 
 
-def _pads(mask: Any, num_rows: int, length: int, backend: Backend) -> np.ndarray | None:
+def _pads(mask: Any, num_rows: int, length: int, backend: Device) -> np.ndarray | None:
     """Leading padding of each row, int64 [num_rows]; None for a mask that is something else.
 
     A row of nothing but padding is left to the model's own forward, which answers something, where that can be.

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from quire.attention import Backend
+from quire.attention import Device
 from quire.attention.codecs import codec_of, turn_size, turned
 from quire.memory.view import KVView
 
@@ -24,7 +24,7 @@ __all__ = ["widened", "write_codes"]
 _PIECE = 1 << 16  # numbers that are widened together, in float32
 
 
-def write_codes(backend: Backend, view: KVView, k: torch.Tensor, v: torch.Tensor, at: int) -> None:
+def write_codes(backend: Device, view: KVView, k: torch.Tensor, v: torch.Tensor, at: int) -> None:
     """Write k and v [rows, heads, T, width] as codes, from token `at` of each row on."""
     num_rows, _, num_new, _ = k.shape
     first = torch.arange(num_rows)[:, None] * view.block_size + at

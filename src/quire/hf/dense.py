@@ -20,13 +20,13 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
-from quire.hf.rows import LayerBuffer, Need, Rows, refuse_state
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device import DeviceMemory
 from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.process import ForkSafeLock
 from quire.sizes import format_size
-from quire.tally import Tally
 
 __all__ = ["DenseMemory", "DenseRows"]
 
@@ -44,14 +44,14 @@ class DenseMemory:
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.set_aside = set_aside
-        self.used = Tally()
+        self.used = ByteCounter()
         self._lock = ForkSafeLock()
 
     @property
     def used_bytes(self) -> int:
         return self.used.value
 
-    def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
+    def open(self, num_rows: int, layer_buffers: Sequence[RowBuffer]) -> list[LayerRows]:
         opened = [
             DenseRows(self, num_rows, layer_buffer.token_bytes, layer_buffer.layer)
             for layer_buffer in layer_buffers
@@ -96,7 +96,7 @@ class DenseMemory:
                 for row, source in zip(moved, sources, strict=True):
                     write(self.device, tokens[row], source)
 
-    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
+    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         selected: list[tuple[DenseRows, int, int]] = []
         for need in needs:
             rows = need.rows
@@ -119,7 +119,7 @@ class DenseMemory:
                 target = new.tokens(need.first, need.stop)
                 for row, chosen in enumerate(order):
                     write(self.device, target[row], source[chosen])
-        found: list[Rows] = [new for new, _, _ in selected]
+        found: list[LayerRows] = [new for new, _, _ in selected]
         return found
 
     def take_state(self, num_bytes: int, what: str) -> None:

@@ -32,18 +32,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from quire.attention import Backend
+from quire.atomic_file import AtomicFile
+from quire.attention import Device
 from quire.errors import ArgumentError, CapacityError, LoadError, QuireError
-from quire.hf.file_header import BadHeaderError, StoredHeader, StoredLayer, check_layers, parse
+from quire.hf.cache_formats import CacheFormats
+from quire.hf.file_header import BadHeaderError, FileHeader, FileLayer, check_layers, parse
 from quire.hf.file_states import check_states
-from quire.hf.formats import CacheFormats
+from quire.hf.layer_rows import bytes_of_row
 from quire.hf.layers import RowLayer
-from quire.hf.rows import bytes_of_row
 from quire.hf.state_layers import STATES, BoundStates
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read, write
 from quire.model.fingerprint import fingerprint
-from quire.new_file import NewFile
 from quire.sizes import format_size
 
 __all__ = ["load", "save"]
@@ -58,7 +58,7 @@ class _Cache(Protocol):
 
     layers: list[Any]
     config: Any
-    backend: Backend
+    backend: Device
     formats: CacheFormats
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
@@ -87,7 +87,7 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
         header["kv_dtype"] = cache.formats.kv_dtype
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
     front = json.dumps(header, sort_keys=True).encode()
-    with NewFile(path) as file:
+    with AtomicFile(path) as file:
         file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
         for part in payload:
             file.write(part.numpy().data)
@@ -223,7 +223,7 @@ def _digest(parts: _Parts) -> str:
 # What is read.
 
 
-def _read_header(file: BinaryIO, path: Path) -> StoredHeader:
+def _read_header(file: BinaryIO, path: Path) -> FileHeader:
     size = os.fstat(file.fileno()).st_size
     front = file.read(_FRONT)
     if len(front) < _FRONT or front[: len(_MAGIC)] != _MAGIC:
@@ -250,7 +250,7 @@ def _read_header(file: BinaryIO, path: Path) -> StoredHeader:
     return header
 
 
-def _check_model(header: StoredHeader, path: Path, model: PreTrainedModel) -> None:
+def _check_model(header: FileHeader, path: Path, model: PreTrainedModel) -> None:
     own = fingerprint(model)
     saved = {"behaviour": own["behaviour"], **header.fingerprint}  # of which earlier files know nothing
     for part, what in (
@@ -266,7 +266,7 @@ def _check_model(header: StoredHeader, path: Path, model: PreTrainedModel) -> No
             )
 
 
-def _take_formats(cache: _Cache, header: StoredHeader, path: Path, any_kv_dtype: bool) -> None:
+def _take_formats(cache: _Cache, header: FileHeader, path: Path, any_kv_dtype: bool) -> None:
     """Have the cache, an empty one, keep keys and values as the file does."""
     try:
         stored = CacheFormats(cache.config, header.kv_dtype, None, cache.backend)
@@ -292,7 +292,7 @@ def _take_formats(cache: _Cache, header: StoredHeader, path: Path, any_kv_dtype:
         cache.formats.take({}, frozenset(plain))
 
 
-def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> None:
+def _fill(cache: _Cache, file: BinaryIO, header: FileHeader, path: Path) -> None:
     stored = {index: layer.rows for index, layer in enumerate(header.layers) if layer.rows is not None}
     # Rows without a token are opened by the first one.
     filled = {index: rows for index, rows in stored.items() if rows.length}
@@ -322,7 +322,7 @@ def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> No
             _fill_states(layer, file, entry, path)
 
 
-def _fill_states(layer: BoundStates, file: BinaryIO, entry: StoredLayer, path: Path) -> None:
+def _fill_states(layer: BoundStates, file: BinaryIO, entry: FileLayer, path: Path) -> None:
     for number, state in enumerate(entry.states or ()):
         tensors: dict[str, torch.Tensor] = {}
         for name, stored in state.tensors.items():

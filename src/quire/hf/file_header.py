@@ -30,10 +30,10 @@ from quire.spec import FORMATS, format_of
 
 __all__ = [
     "BadHeaderError",
-    "StoredHeader",
-    "StoredLayer",
-    "StoredRows",
-    "StoredState",
+    "FileHeader",
+    "FileLayer",
+    "FileRows",
+    "FileState",
     "check_layers",
     "parse",
 ]
@@ -50,7 +50,7 @@ class BadHeaderError(QuireError):
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class FileRows:
     """Keys and values of positions [first, length). sha256: of K and of V. is_foretold: of the shape that the config
     tells. offset: SHA-256 of what was taken off keys in codes, float32 [heads, width]; None for nothing."""
 
@@ -73,7 +73,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sha256: str
@@ -84,20 +84,20 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredState:
+class FileState:
     """tensors: those of `STATES` that there are, by name."""
 
     has_previous_state: bool
     conv_kernel_size: int | None
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, CheckpointTensor]
 
 
 @dataclass(frozen=True)
-class StoredLayer:
+class FileLayer:
     """rows, states: None where the layer has none."""
 
-    rows: StoredRows | None
-    states: tuple[StoredState, ...] | None
+    rows: FileRows | None
+    states: tuple[FileState, ...] | None
 
     @property
     def state_bytes(self) -> int:
@@ -105,12 +105,12 @@ class StoredLayer:
 
 
 @dataclass(frozen=True)
-class StoredHeader:
+class FileHeader:
     """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files. kv_dtype: of the
     cache, as one text; "auto" in earlier files."""
 
     fingerprint: Mapping[str, str]
-    layers: tuple[StoredLayer, ...]
+    layers: tuple[FileLayer, ...]
     kv_dtype: str = "auto"
 
     @property
@@ -119,14 +119,14 @@ class StoredHeader:
         return sum(_sizes(self.layers))
 
 
-def _sizes(layers: tuple[StoredLayer, ...]) -> Iterator[int]:
+def _sizes(layers: tuple[FileLayer, ...]) -> Iterator[int]:
     for layer in layers:
         if layer.rows is not None:
             yield layer.rows.num_bytes
         yield layer.state_bytes
 
 
-def parse(text: bytes) -> StoredHeader:
+def parse(text: bytes) -> FileHeader:
     """*raises:* BadHeaderError."""
     try:
         document = json.loads(text)
@@ -137,17 +137,17 @@ def parse(text: bytes) -> StoredHeader:
         if name != "behaviour" or name in fingerprint:
             _sha256(_get(fingerprint, name, str, "fingerprint"), f"fingerprint.{name}")
     layers = _get(document, "layers", list, "the header")
-    return StoredHeader(
+    return FileHeader(
         {name: fingerprint[name] for name in _FINGERPRINT if name in fingerprint},
         tuple(_layer(entry, f"layers[{index}]") for index, entry in enumerate(layers)),
         _get(document, "kv_dtype", str, "the header") if "kv_dtype" in document else "auto",
     )
 
 
-def _layer(entry: Any, where: str) -> StoredLayer:
+def _layer(entry: Any, where: str) -> FileLayer:
     rows = _get(entry, "rows", (dict, type(None)), where)
     states = _get(entry, "states", (list, type(None)), where)
-    return StoredLayer(
+    return FileLayer(
         None if rows is None else _rows(rows, f"{where}.rows"),
         None
         if states is None
@@ -155,7 +155,7 @@ def _layer(entry: Any, where: str) -> StoredLayer:
     )
 
 
-def _rows(entry: dict[str, Any], where: str) -> StoredRows:
+def _rows(entry: dict[str, Any], where: str) -> FileRows:
     k_heads, v_heads = _sizes_of(entry, "num_heads", where, 2, 2)
     k_width, v_width = _sizes_of(entry, "widths", where, 2, 2)
     length = _integer(entry, "length", where, 0, _MOST_TOKENS)
@@ -173,7 +173,7 @@ def _rows(entry: dict[str, Any], where: str) -> StoredRows:
         raise BadHeaderError(
             f"expected an offset of keys in codes alone, got one of others - in {where}.offset"
         )
-    return StoredRows(
+    return FileRows(
         StoredShape(
             _integer(entry, "num_rows", where, 1, _MOST_ROWS),
             (k_heads, v_heads),
@@ -199,13 +199,13 @@ def _formats(entry: dict[str, Any], where: str) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def _state(entry: Any, where: str) -> StoredState:
+def _state(entry: Any, where: str) -> FileState:
     tensors = {}
     for name in STATES:
         stored = _get(entry, name, (dict, type(None)), where)
         if stored is not None:
             at = f"{where}.{name}"
-            tensors[name] = StoredTensor(
+            tensors[name] = CheckpointTensor(
                 _dtype(stored, at),
                 _sizes_of(stored, "shape", at, 1, _MOST_DIMENSIONS),
                 _sha256(_get(stored, "sha256", str, at), f"{at}.sha256"),
@@ -213,7 +213,7 @@ def _state(entry: Any, where: str) -> StoredState:
     kernel = _get(entry, "conv_kernel_size", (int, type(None)), where)
     if kernel is not None:
         kernel = _integer(entry, "conv_kernel_size", where, 1, _MOST_SIZE)
-    return StoredState(_get(entry, "has_previous_state", bool, where), kernel, tensors)
+    return FileState(_get(entry, "has_previous_state", bool, where), kernel, tensors)
 
 
 def _get(entry: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
@@ -272,7 +272,7 @@ def _shown(value: Any) -> str:
 
 
 def check_layers(
-    stored: tuple[StoredLayer, ...],
+    stored: tuple[FileLayer, ...],
     layers: list[Any],
     foretold: Mapping[int, StoredShape],
     dtypes: frozenset[torch.dtype],
@@ -312,7 +312,7 @@ def check_layers(
 
 
 def _check_rows(
-    rows: StoredRows, window: int, foretold: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
+    rows: FileRows, window: int, foretold: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
 ) -> None:
     shape = rows.shape
     if shape.is_coded and (foretold is None or foretold.formats != shape.formats):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quire.errors import UnsupportedModelError
-from quire.hf.file_header import BadHeaderError, StoredLayer, StoredState
+from quire.hf.file_header import BadHeaderError, FileLayer, FileState
 from quire.hf.state_layers import BoundStates
 from quire.spec.state_spec import state_specs
 
@@ -23,7 +23,7 @@ __all__ = ["check_states"]
 
 
 def check_states(
-    stored: tuple[StoredLayer, ...], layers: list[Any], config: Any, dtypes: frozenset[torch.dtype]
+    stored: tuple[FileLayer, ...], layers: list[Any], config: Any, dtypes: frozenset[torch.dtype]
 ) -> None:
     """*raises:* BadHeaderError: the states of these layers could not be filled so. `check_layers` has passed `stored`.
 
@@ -52,13 +52,13 @@ def check_states(
             _check_sizes(stored[index].states or (), sizes, f"layers[{index}].states")
 
 
-def _all(stored: tuple[StoredLayer, ...]) -> Iterator[tuple[str, StoredState]]:
+def _all(stored: tuple[FileLayer, ...]) -> Iterator[tuple[str, FileState]]:
     for index, entry in enumerate(stored):
         for number, state in enumerate(entry.states or ()):
             yield f"layers[{index}].states[{number}]", state
 
 
-def _check_one(state: StoredState, where: str) -> None:
+def _check_one(state: FileState, where: str) -> None:
     """That its fields tell one story."""
     convolution, width = state.tensors.get("conv_states"), state.conv_kernel_size
     if (convolution is None) != (width is None) or (
@@ -94,7 +94,7 @@ def _told(config: Any) -> dict[int, tuple[int | None, int | None]]:
     return told
 
 
-def _check_sizes(states: tuple[StoredState, ...], sizes: tuple[int | None, int | None], where: str) -> None:
+def _check_sizes(states: tuple[FileState, ...], sizes: tuple[int | None, int | None], where: str) -> None:
     got = (
         [math.prod(one.shape[1:-1]) for state in states if (one := state.tensors.get("conv_states"))],
         [math.prod(one.shape[1:]) for state in states if (one := state.tensors.get("recurrent_states"))],

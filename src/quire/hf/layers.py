@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.attention import Backend
+from quire.attention import Device
 from quire.errors import ArgumentError
+from quire.hf.cache_formats import CacheFormats
 from quire.hf.codes import widened, write_codes
-from quire.hf.formats import CacheFormats
-from quire.hf.rows import LayerBuffer, Need, Rows, bytes_of_row
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, bytes_of_row
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read
 from quire.memory.view import KVView
@@ -43,7 +43,7 @@ __all__ = ["LayerOwner", "RowLayer"]
 class LayerOwner(Protocol):
     """The cache that layers belong to, as they see it: `QuireCache`, where its members are described."""
 
-    backend: Backend
+    backend: Device
     formats: CacheFormats
 
     def store(
@@ -70,7 +70,7 @@ class RowLayer:
         """Makes it layer `index` of `cache`."""
         self.index, self.window = index, window
         self._cache = weakref.ref(cache)
-        self._rows: tuple[Rows, Rows] | None = None
+        self._rows: tuple[LayerRows, LayerRows] | None = None
         self._shape: StoredShape | None = None
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers that the views are of
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -82,7 +82,7 @@ class RowLayer:
     # What is stored.
 
     @property
-    def rows(self) -> tuple[Rows, Rows]:
+    def rows(self) -> tuple[LayerRows, LayerRows]:
         """The rows of K and of V, once there are any."""
         assert self._rows is not None
         return self._rows
@@ -198,11 +198,11 @@ class RowLayer:
 
     # Growing.
 
-    def layer_buffers(self, shape: StoredShape) -> list[LayerBuffer]:
+    def layer_buffers(self, shape: StoredShape) -> list[RowBuffer]:
         """What rows for keys, and for values, of that shape are opened for."""
-        return [LayerBuffer(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
+        return [RowBuffer(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
 
-    def open(self, shape: StoredShape, rows: Sequence[Rows]) -> None:
+    def open(self, shape: StoredShape, rows: Sequence[LayerRows]) -> None:
         """Take over empty rows, of keys and of values."""
         k, v = rows
         self._rows, self._shape, self._views, self._codes = (k, v), shape, None, None
@@ -338,7 +338,7 @@ class RowLayer:
         """All that is stored, of keys and of values."""
         return [Need(rows, self.kept, self.kept, self.length) for rows in self.rows]
 
-    def replace(self, rows: Sequence[Rows]) -> None:
+    def replace(self, rows: Sequence[LayerRows]) -> None:
         """Go on with other rows, which hold the same positions."""
         old, (k, v) = self._rows, rows
         self._rows, self._views, self._codes, self.ready = (k, v), None, None, 0
@@ -347,7 +347,7 @@ class RowLayer:
         for one in old or ():
             one.close()
 
-    def take_over(self, other: RowLayer, rows: Sequence[Rows]) -> None:
+    def take_over(self, other: RowLayer, rows: Sequence[LayerRows]) -> None:
         """Become a copy of `other`, whose tokens are in `rows`."""
         self.record_past, self._anchor = other.record_past, other._anchor
         self.open(copy.copy(other.shape), rows)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from quire.errors import ArgumentError
 from quire.model.cache_keyword import CACHE_KEYWORDS
-from quire.model.missing import attends_itself
+from quire.model.unsupported import attends_itself
 
 __all__ = ["calling_model", "wants_dense"]
 

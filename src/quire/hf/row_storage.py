@@ -25,9 +25,9 @@ import torch
 
 from quire.attention import attention_batch
 from quire.errors import CapacityError
-from quire.hf.cache import QuireCache
+from quire.hf.layer_rows import bytes_of_row
 from quire.hf.layers import RowLayer
-from quire.hf.rows import bytes_of_row
+from quire.hf.quire_cache import QuireCache
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import write
 from quire.memory.view import KVView
@@ -35,20 +35,20 @@ from quire.model.paged_cache import PagedCache
 from quire.spec import KVSpec
 from quire.step import AttentionBatch, ForwardStep
 
-__all__ = ["RowStorage", "Step"]
+__all__ = ["RowStep", "RowStorage"]
 
 
 _BLOCK_TOKENS = 16
 
 
-class Step(NamedTuple):
+class RowStep(NamedTuple):
     """A forward over a batch [num_rows, num_new]: what is computed, and where its logits go in [num_rows, kept]."""
 
     forward: ForwardStep
     logits_at: torch.Tensor
 
 
-class _Layout(NamedTuple):
+class _RowLayout(NamedTuple):
     """Where the tokens of a batch [num_rows, num_new] go that are no padding, row after row of those that have any.
 
     taking, counts: those rows, and how many tokens of each. rows, columns: of each token. flat: its place in the batch
@@ -65,7 +65,7 @@ class _Layout(NamedTuple):
     logits_at: torch.Tensor
 
     @classmethod
-    def of(cls, begins: np.ndarray, num_new: int, num_kept: int) -> _Layout | None:
+    def of(cls, begins: np.ndarray, num_new: int, num_kept: int) -> _RowLayout | None:
         """begins: the first token of each row that is none; None if all are."""
         num_rows = len(begins)
         taking = np.flatnonzero(begins < num_new)
@@ -98,7 +98,7 @@ class RowStorage:
         self._table_of: dict[int, int] = {}
         self._tables: list[RowLayer] = []  # a layer of each table
         self._shape: StoredShape | None = None  # of the first layer, when it was opened
-        self._layout: tuple[tuple[int, int, bytes], _Layout | None] | None = None  # of the latest step
+        self._layout: tuple[tuple[int, int, bytes], _RowLayout | None] | None = None  # of the latest step
         self._seen: list[torch.Tensor] = []
         self._views: dict[int, KVView] = {}
         self.paged: PagedCache | None = None  # of the model's forwards, over this
@@ -173,7 +173,7 @@ class RowStorage:
 
     def step(
         self, input_ids: torch.Tensor, positions: torch.Tensor, pads: np.ndarray, num_kept: int
-    ) -> Step | None:
+    ) -> RowStep | None:
         """The step that computes `input_ids` [B, T] behind what is stored; None if all of it is padding.
 
         Memory is prepared, and padding zeroed, here.
@@ -224,13 +224,13 @@ class RowStorage:
             slot_mappings=tuple(slot_mappings),
             logits_rows=layout.wanted,
         )
-        return Step(forward, layout.logits_at)
+        return RowStep(forward, layout.logits_at)
 
-    def _layout_of(self, begins: np.ndarray, num_new: int, num_kept: int) -> _Layout | None:
-        """`_Layout.of`, which is the same from one decode step to the next."""
+    def _layout_of(self, begins: np.ndarray, num_new: int, num_kept: int) -> _RowLayout | None:
+        """`_RowLayout.of`, which is the same from one decode step to the next."""
         key = (num_new, num_kept, begins.tobytes())
         if self._layout is None or self._layout[0] != key:
-            self._layout = key, _Layout.of(begins, num_new, num_kept)
+            self._layout = key, _RowLayout.of(begins, num_new, num_kept)
         return self._layout[1]
 
     def stored(self, num_new: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from quire.errors import ArgumentError, CapacityError
-from quire.hf.rows import RowMemory
+from quire.hf.layer_rows import RowMemory
 from quire.sizes import format_size
 
 __all__ = ["STATES", "BoundStates", "StateCharge", "StateOwner"]

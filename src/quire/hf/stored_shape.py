@@ -22,7 +22,8 @@ _PADDING = 100  # a token of codes may be larger by so small a part, to fill who
 class StoredShape:
     """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ.
 
-    formats: of K and of V (`quire.spec.formats`), for as many heads of either; empty where rows are numbers of `dtype`.
+    formats: of K and of V (`quire.spec.kv_formats`), for as many heads of either; empty where rows are numbers of
+    `dtype`.
     """
 
     num_rows: int

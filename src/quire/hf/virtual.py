@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
-from quire.hf.rows import LayerBuffer, Need, Rows, refuse_state
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device import DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, why_not
 from quire.process import OwnProcess
 from quire.sizes import format_size
-from quire.tally import Tally
 
 __all__ = ["VirtualMemory", "VirtualRows"]
 
@@ -75,7 +75,7 @@ class VirtualMemory:
         self.max_length = max_length
         self.piece_bytes = piece_bytes
         self._heaps: dict[tuple[int, ...], PlacementHeap] = {}  # by bytes of a token in each layer buffer
-        self._states = Tally()  # bytes
+        self._states = ByteCounter()  # bytes
         self._ended: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self.process = OwnProcess(
@@ -88,7 +88,7 @@ class VirtualMemory:
         rows = sum(heap.num_used * heap.block_bytes for heap in list(self._heaps.values()))
         return rows + self._states.value
 
-    def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
+    def open(self, num_rows: int, layer_buffers: Sequence[RowBuffer]) -> list[LayerRows]:
         of_layer: dict[int, list[int]] = {}
         for number, layer_buffer in enumerate(layer_buffers):
             of_layer.setdefault(layer_buffer.layer, []).append(number)
@@ -130,7 +130,7 @@ class VirtualMemory:
             for group, _, _, stop in _grouped(needs):
                 group.reorder(order, stop)
 
-    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
+    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         with self._changing():
             new = {id(group): group.select(order, stop) for group, _, _, stop in _grouped(needs)}
         return [VirtualRows(new[id(_rows(need).group)], _rows(need).place) for need in needs]

@@ -16,6 +16,6 @@ from quire.memory.heap import Heap
 from quire.memory.paged import PagedStorage
 from quire.memory.storage import Capabilities, Storage, TablePlan
 from quire.memory.view import KVView
-from quire.memory.virtual.storage import VirtualStorage
+from quire.memory.virtual.virtual_storage import VirtualStorage
 
 __all__ = ["Capabilities", "Heap", "KVView", "PagedStorage", "Storage", "TablePlan", "VirtualStorage"]

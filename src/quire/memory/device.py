@@ -2,7 +2,7 @@
 
 A storage, a tier, a swap and a snapshot name bytes by address and never touch them: they ask the device. So a device
 whose memory Python cannot reach serves as well as this machine's own. Attention and linear layers of a device are in
-`quire.attention.backends`, whose `Backend` is this and those in one object.
+`quire.attention.devices`, whose `Device` is this and those in one object.
 
 Not here: which block holds what (`quire.cache`), where a block lies in an allocation (`quire.memory.paged`).
 

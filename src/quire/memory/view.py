@@ -31,7 +31,7 @@ __all__ = ["KVView"]
 class KVView:
     """One layer's keys `[num_blocks, num_kv_heads, block_size, k_head_dim]` and values (`v_head_dim`).
 
-    k_format, v_format: names of formats of codes (`quire.spec.formats`); empty where `k` and `v` are numbers.
+    k_format, v_format: names of formats of codes (`quire.spec.kv_formats`); empty where `k` and `v` are numbers.
     coded: the dtype of what codes stand for. k_offset: float32 [num_kv_heads, k_head_dim], taken off keys before they
     are turned and coded; a softmax over scores alone does not see that.
     """

@@ -58,7 +58,7 @@ def attend(
 
     Args:
         query: [1, num_q_heads, T, k_head_dim]; key and value: what `PagedCache.update` returned.
-        slopes: float32 [num_q_heads] of ALiBi, from `quire.model.routed`; no model gives them.
+        slopes: float32 [num_q_heads] of ALiBi, from `quire.model.attention_patch`; no model gives them.
 
     Returns:
         ([1, T, num_q_heads, v_head_dim], None).

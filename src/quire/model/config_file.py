@@ -16,7 +16,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from quire.errors import LoadError
-from quire.model.beside_config import read_object, refuse_adapter
+from quire.model.checkpoint_files import read_object, refuse_adapter
 
 __all__ = ["check_config"]
 

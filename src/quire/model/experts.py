@@ -3,8 +3,8 @@
 Matched by structure: what transformers' `use_experts_implementation` leaves on a module (which way its weights lie,
 whether it has a gate, biases, a norm behind), with one 3-D parameter a projection. One of those that are alike is
 proved first (F1, F2, the routing given, experts widened one by one and only those that have rows); else they stay.
-A projection may be held as codes already (`coded_experts`), both or one of the two: it computes from them, and is not
-packed. Not a router: who goes to which expert, and with what weight, comes from the model.
+A projection may be held as codes already (`quantized_experts`), both or one of the two: it computes from them, and
+is not packed. Not a router: who goes to which expert, and with what weight, comes from the model.
 
     rows sorted by expert -> one packed product for each expert that has rows -> the module's own gate -> one packed
     product again -> weighted -> added per token in float32, in the order in which the router names its experts
@@ -12,7 +12,8 @@ packed. Not a router: who goes to which expert, and with what weight, comes from
 Invariants
     E1  the bits of a token depend on its row, its experts and their weights, never on the other tokens: a packed
         product keeps the order of its sum for any number of rows, the sum over experts runs in the token's own order.
-    E2  the parameters read and write as ones (`held_weight`): where one was written, or is looked at, or a gradient is
+    E2  the parameters read and write as ones (`packed_parameter`): where one was written, or is looked at, or a
+    gradient is
         asked for, the module's own forward computes. After the undoing the same Parameter objects hold the bits they
         have by then.
 
@@ -29,19 +30,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quire.loading import observer
+from quire.load_progress import observer
 from quire.memory.heap import give_back_freed
-from quire.model.held_weight import HeldParameter, HeldWeight
+from quire.model.dense_weights import plain
 from quire.model.linear import DenseWeight, NativeWeight, PackedWeight, choose_packing
-from quire.model.overlay import Changed, let_go, own_class
-from quire.model.plain_weights import plain
-from quire.model.prove.alike import kind_of
-from quire.model.prove.yardstick import decide, no_farther
-from quire.quantized import CodedWeight
+from quire.model.module_patch import Changed, let_go, own_class
+from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
+from quire.model.prove.equal_modules import kind_of
+from quire.model.prove.error_bounds import decide, within_bounds
+from quire.quantized import QuantizedPanels
 
 __all__ = [
+    "DenseExperts",
     "PackedExperts",
-    "WidenedExperts",
     "coded_form",
     "compute_from",
     "expert_projections",
@@ -135,7 +136,7 @@ class PackedExperts(Changed):
     def _packed_form(self, name: str) -> Any:
         """One weight that multiplies for each expert; None where the module's own forward is to compute."""
         weight = self._parameters.get(name)
-        if isinstance(weight, HeldParameter):
+        if isinstance(weight, PackedParameter):
             return None if weight.held.dense is not None else weight.held.packed
         if weight is None or all(coded_form(self._parameters.get(other)) is None for other in self._names):
             return None
@@ -196,12 +197,12 @@ def expert_projections(module: nn.Module, device: str = "cpu") -> tuple[str, str
     return names if plain and serve else None
 
 
-def coded_form(parameter: torch.Tensor | None) -> list[CodedWeight] | None:
+def coded_form(parameter: torch.Tensor | None) -> list[QuantizedPanels] | None:
     """The codes of each expert, where these are the parameter's weight; None for any other."""
-    held = parameter.held if isinstance(parameter, HeldParameter) else None
+    held = parameter.held if isinstance(parameter, PackedParameter) else None
     if held is None or held.dense is not None or not isinstance(held.packed, list):
         return None
-    return held.packed if isinstance(held.packed[0], CodedWeight) else None
+    return held.packed if isinstance(held.packed[0], QuantizedPanels) else None
 
 
 def compute_from(module: nn.Module, names: tuple[str, str]) -> None:
@@ -220,7 +221,7 @@ def _pack(module: Any, names: tuple[str, str]) -> Callable[[], None] | None:
         if not is_coded:
             let_go(module)
         for parameter in taken:
-            if isinstance(parameter, HeldParameter):
+            if isinstance(parameter, PackedParameter):
                 parameter.give_back()
 
     is_coded = any(coded_form(parameter) is not None for parameter in parameters)
@@ -229,8 +230,10 @@ def _pack(module: Any, names: tuple[str, str]) -> Callable[[], None] | None:
             continue
         dense = parameter.detach()
         packed = [NativeWeight(weight.t() if module.is_transposed else weight) for weight in dense]
-        held = HeldWeight(packed=packed, unpack=functools.partial(unpacked, packed, module.is_transposed))
-        if not HeldParameter.take_place(parameter, held, dense):
+        held = LazyDenseWeight(
+            packed=packed, unpack=functools.partial(unpacked, packed, module.is_transposed)
+        )
+        if not PackedParameter.take_place(parameter, held, dense):
             undo()
             return None
         observer().has_read(dense.numel() * dense.element_size())
@@ -246,13 +249,13 @@ def unpacked(packed: Sequence[PackedWeight], transposed: bool) -> torch.Tensor:
     return torch.stack([weight.t() if transposed else weight for weight in experts])
 
 
-class WidenedExperts:
+class DenseExperts:
     """A parameter of all experts, read one by one: what of an expert is asked for, in another type."""
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype, transposed: bool) -> None:
         self._dtype, self._transposed = dtype, transposed
         self._packed = self._dense = None
-        if isinstance(parameter, HeldParameter) and parameter.held.dense is None:
+        if isinstance(parameter, PackedParameter) and parameter.held.dense is None:
             self._packed = parameter.held.packed
         else:
             self._dense = plain(parameter)
@@ -261,12 +264,12 @@ class WidenedExperts:
         if self._dense is not None:
             return self._dense[expert].to(self._dtype)
         packed = cast(Any, self._packed)[int(expert)]
-        is_coded = isinstance(packed, CodedWeight)  # whose numbers need not be the rounded ones
+        is_coded = isinstance(packed, QuantizedPanels)  # whose numbers need not be the rounded ones
         weight = packed.unpack(self._dtype) if is_coded else packed.unpack().to(self._dtype)
         return weight.t() if self._transposed else weight
 
 
-class _OneByOne(WidenedExperts):
+class _OneByOne(DenseExperts):
     """The same as weights that multiply. make: makes one of [num_outputs, num_inputs]."""
 
     def __init__(self, make: Callable[[torch.Tensor], PackedWeight], *widened: Any) -> None:
@@ -291,7 +294,7 @@ def is_proved(module: Any, names: tuple[str, str]) -> bool:
     def own(dtype: torch.dtype) -> torch.Tensor:
         twin = _twin(module, dtype)
         for name in names:
-            twin._parameters[name] = WidenedExperts(module._parameters[name], dtype, module.is_transposed)
+            twin._parameters[name] = DenseExperts(module._parameters[name], dtype, module.is_transposed)
         forward = loop_of(own_class(module))
         return torch.cat([forward(twin, *example) for example in _examples(module, names, dtype)])
 
@@ -312,7 +315,7 @@ def is_proved(module: Any, names: tuple[str, str]) -> bool:
         with torch.inference_mode():
             if decide({True: packed(torch.float32)}, own(torch.float32), lambda: own(torch.float64)) is None:
                 return False
-            return no_farther(packed(dtype), own(dtype), own(wide), dtype)
+            return within_bounds(packed(dtype), own(dtype), own(wide), dtype)
     except Exception:  # a forward that takes something else
         return False
 

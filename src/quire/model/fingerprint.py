@@ -28,15 +28,15 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from quire.atomic_file import AtomicFile
 from quire.attention import backend as attention_backend
 from quire.backends import native_module
-from quire.model.held_weight import bytes_of
 from quire.model.load import LoadedModel
+from quire.model.packed_parameter import bytes_of
 from quire.model.prove.hooks import hooked
-from quire.model.prove.stamp import behaviour
+from quire.model.prove.model_record import behaviour
 from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
-from quire.new_file import NewFile
 from quire.quantized import rounding
 from quire.spec import KVSpec
 
@@ -143,7 +143,7 @@ def _kept_digest(path: Path) -> str:
     digest = _sha256(path)
     kept[path.name] = {"stamp": stamp, "sha256": digest}
     # A folder that is not ours to write in: it is computed again next time.
-    with suppress(OSError), NewFile(path.parent / _DIGESTS) as file:
+    with suppress(OSError), AtomicFile(path.parent / _DIGESTS) as file:
         file.write(json.dumps(kept).encode())
     return digest
 

@@ -1,6 +1,6 @@
 """Experts of a GGUF file, one 3-D tensor a projection: which rows of which tensors are which expert's, read one by one.
 
-transformers' processor of the architecture is asked with numbers of rows, layer by layer (`stored_experts`).
+transformers' processor of the architecture is asked with numbers of rows, layer by layer (`expert_layout`).
 
 Not here: other tensors, and what becomes of those that are not understood (`load_gguf`).
 
@@ -18,36 +18,36 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.mapped_weights import MappedWeights, Origin
-from quire.model.sources import StoredTensor, widen
-from quire.model.stored_experts import Part, StoredExpert, experts_at, numbered
+from quire.model.expert_layout import CheckpointExpert, ExpertPart, experts_at, numbered
+from quire.model.file_ranges import FileRange, MappedFiles
+from quire.model.sources import CheckpointTensor, widen
 from quire.quantized import QuantizedWeight
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 
 __all__ = ["GGUFExperts", "gguf_experts"]
 
-Process = Callable[[StoredTensor, np.ndarray, dict[str, torch.Tensor]], Any]
+Process = Callable[[CheckpointTensor, np.ndarray, dict[str, torch.Tensor]], Any]
 """What transformers makes of a tensor's values: the name and the values as the model has them. A processor of experts
 puts these into the given tensors itself, and gives no name."""
 
-GGUFExperts = dict[str, tuple[set[str], list[StoredExpert]]]
+GGUFExperts = dict[str, tuple[set[str], list[CheckpointExpert]]]
 """By the model's parameter: the names of the file's tensors that it is made of, and each expert."""
 
 
 def gguf_experts(
-    tensors: Iterable[StoredTensor],
+    tensors: Iterable[CheckpointTensor],
     shape: PreTrainedModel,
     process: Process,
     names: dict[str, str],
-    mapped: MappedWeights,
-    origin: Callable[[int], Origin] | None = None,
+    mapped: MappedFiles,
+    origin: Callable[[int], FileRange] | None = None,
 ) -> GGUFExperts:
     """The projections of experts of `shape` that are made of whole rows of `tensors`.
 
     names: of the model's parameters by those of the tensors. mapped: where the pages of what was read are given back.
     origin: tells what follows from bytes at an offset of the file; None where nobody will ask.
     """
-    by_layer: dict[str, list[StoredTensor]] = {}
+    by_layer: dict[str, list[CheckpointTensor]] = {}
     for tensor in tensors:
         if len(tensor.shape) == 3:
             by_layer.setdefault(tensor.name.rpartition("ffn_")[0], []).append(tensor)
@@ -58,15 +58,15 @@ def gguf_experts(
 
 
 def _of_layer(
-    tensors: list[StoredTensor],
+    tensors: list[CheckpointTensor],
     shape: PreTrainedModel,
     process: Process,
     names: dict[str, str],
-    mapped: MappedWeights,
-    origin: Callable[[int], Origin] | None,
+    mapped: MappedFiles,
+    origin: Callable[[int], FileRange] | None,
 ) -> GGUFExperts:
     answer: dict[str, torch.Tensor] = {}
-    parts: list[Part] = []
+    parts: list[ExpertPart] = []
     owners: dict[int, str] = {}
     first = 0
     for tensor in tensors:
@@ -77,7 +77,7 @@ def _of_layer(
         if tensor.stored in GGUF_TYPES:
             form = partial(gguf_form, str(tensor.stored), tensor.shape[2])
         of_tensor = [
-            Part(
+            ExpertPart(
                 num_rows,
                 partial(_read, tensor, expert, mapped),
                 form,
@@ -101,11 +101,13 @@ def _of_layer(
     return found
 
 
-def _origins(tensor: StoredTensor, expert: int, origin: Callable[[int], Origin] | None) -> tuple[Origin, ...]:
+def _origins(
+    tensor: CheckpointTensor, expert: int, origin: Callable[[int], FileRange] | None
+) -> tuple[FileRange, ...]:
     return () if origin is None else (origin(tensor.offset + tensor.read()[:expert].nbytes),)
 
 
-def _read(tensor: StoredTensor, expert: int, mapped: MappedWeights) -> QuantizedWeight | torch.Tensor:
+def _read(tensor: CheckpointTensor, expert: int, mapped: MappedFiles) -> QuantizedWeight | torch.Tensor:
     """One expert; its values where the type is not read as codes."""
     data = tensor.read()[expert]
     if tensor.stored in GGUF_TYPES:

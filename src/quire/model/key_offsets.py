@@ -22,7 +22,7 @@ from quire.attention.codecs import codec_of, turned
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
 from quire.model.prepare import PreparedModel
-from quire.model.prove.calls import text_tokens
+from quire.model.prove.recorded_calls import text_tokens
 from quire.recurrence import recurrence_step
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE

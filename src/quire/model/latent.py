@@ -31,14 +31,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quire.attention import AttentionOptions, Backend
-from quire.attention.backends import PackedWeight
+from quire.attention import AttentionOptions, Device
+from quire.attention.devices import PackedWeight
 from quire.backends import native_module
 from quire.errors import UnsupportedModelError
+from quire.model.dense_weights import plain
 from quire.model.linear import DenseWeight, NativeWeight, choose_packing
-from quire.model.overlay import below, install, own_class
+from quire.model.module_patch import below, install, own_class
 from quire.model.paged_cache import PagedCache, tag_of
-from quire.model.plain_weights import plain
 from quire.model.prove.hooks import hooks_on, hooks_on_all
 
 __all__ = ["LatentHeads", "install_latents", "is_latent"]
@@ -106,7 +106,7 @@ class LatentHeads:
     """
 
     def __init__(
-        self, module: nn.Module, query: torch.Tensor, rank: int, turned: int, backend: Backend
+        self, module: nn.Module, query: torch.Tensor, rank: int, turned: int, backend: Device
     ) -> None:
         expanding: Any = module._modules["kv_b_proj"]
         packed = expanding.__dict__.get("_packed")
@@ -153,7 +153,7 @@ def _multiply_each(weights: list[PackedWeight], x: torch.Tensor, out: torch.Tens
         out[:, head] = weight.multiply(x[:, head], None)
 
 
-def _packing(backend: Backend, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
+def _packing(backend: Device, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
     """What packs for this back end: its own, the extension's where that computes, else nothing."""
     if backend.pack is not None:
         return backend.pack

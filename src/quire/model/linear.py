@@ -11,13 +11,14 @@ What computes, in this order (`choose_packing`):
              (native/kernels/linear.hpp).
     onednn   torch's private packed operators, where the extension is missing and they serve this dtype on this
              processor: as fast, but without that promise.
-    device   what a back end of another device packs with (`Backend.pack`), where one is asked for.
+    device   what a back end of another device packs with (`Device.pack`), where one is asked for.
     none     the layer stays as it is: no extension and no such operator, a dtype beyond those three, no CPU tensor.
 
 Invariants
     P1  the module stays the object it was, with its name, hooks and `isinstance`: only its class changes, to a
         subclass of its own.
-    P2  `.weight` stays the Parameter object it was, and reads and writes as one (`held_weight`). A layer whose weight
+    P2  `.weight` stays the Parameter object it was, and reads and writes as one (`packed_parameter`). A layer whose
+    weight
         was written, or is looked at, computes from dense memory, as torch does; so does one that is asked for a
         gradient, another dtype or autocast. One that is given another weight is packed no more.
     P3  a weight held by several packed modules is packed once; one that anything else holds too is left alone. The
@@ -38,12 +39,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quire.attention.backends import Backend, PackedWeight
+from quire.attention.devices import Device, PackedWeight
 from quire.backends import native_module
 from quire.errors import BackendError
 from quire.memory.heap import give_back_freed
-from quire.model.held_weight import HeldParameter, HeldWeight
-from quire.model.overlay import Changed, let_go, own_class
+from quire.model.module_patch import Changed, let_go, own_class
+from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 
 __all__ = [
     "DTYPE_NAMES",
@@ -95,7 +96,7 @@ class NativeWeight:
 
     @property
     def told(self) -> list[str]:
-        """What is needed beside its bytes, shape and dtype to read them again (`packed_weights`): nothing."""
+        """What is needed beside its bytes, shape and dtype to read them again (`saved_weights`): nothing."""
         return []
 
     def move(self, packed: Any) -> None:
@@ -184,7 +185,7 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
     return "onednn" if _onednn_serves(dtype) else None
 
 
-def packing_on(backend: Backend) -> Packing | None:
+def packing_on(backend: Device) -> Packing | None:
     """As what `pack_linears` packs a model that `backend` runs; None: by dtype, as `choose_packing` says.
 
     Torch computes where the extension is built and is not to be called.
@@ -197,11 +198,11 @@ def packing_on(backend: Backend) -> Packing | None:
 class PackedModule(Changed):
     """What packed modules share: where the weight went, and what is done where the packed form does not serve."""
 
-    _packed: PackedWeight | None  # None while dense memory is the weight (`held_weight`)
-    _held: HeldWeight
+    _packed: PackedWeight | None  # None while dense memory is the weight (`packed_parameter`)
+    _held: LazyDenseWeight
     _transposed: bool
 
-    def hold(self, held: HeldWeight, transposed: bool) -> None:
+    def hold(self, held: LazyDenseWeight, transposed: bool) -> None:
         """Compute from `held` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
         # Past nn.Module, so that nothing of it is registered.
         self.__dict__.update(_packed=held.packed, _held=held, _transposed=transposed)
@@ -212,13 +213,13 @@ class PackedModule(Changed):
         weight = self._parameters.get("weight")
         if weight is None:  # parametrized
             return cast(torch.Tensor, self.weight)
-        if not isinstance(weight, HeldParameter) or (torch.is_grad_enabled() and weight.requires_grad):
+        if not isinstance(weight, PackedParameter) or (torch.is_grad_enabled() and weight.requires_grad):
             return weight
         return weight.held.read()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        if not isinstance(self._parameters.get("weight"), HeldParameter):  # torch has put another one there
+        if not isinstance(self._parameters.get("weight"), PackedParameter):  # torch has put another one there
             let_go(self)
         return result
 
@@ -416,12 +417,12 @@ def _pack(
     transposed = is_transposed(modules[0])
     dense = parameter.detach()
     if kind == "watched":
-        held = HeldWeight(dense=dense)
+        held = LazyDenseWeight(dense=dense)
     else:
         oriented = dense.t() if transposed else dense
         packed: PackedWeight = OneDnnWeight(oriented) if kind == "onednn" else pack(oriented)
-        held = HeldWeight(packed=packed, unpack=functools.partial(_unpacked, packed, transposed))
-    if not HeldParameter.take_place(parameter, held, dense):
+        held = LazyDenseWeight(packed=packed, unpack=functools.partial(_unpacked, packed, transposed))
+    if not PackedParameter.take_place(parameter, held, dense):
         return None
     for module in modules:
         lies_transposed = is_transposed(module)
@@ -433,7 +434,7 @@ def _pack(
     def undo() -> None:
         for module in modules:
             let_go(module)
-        if isinstance(parameter, HeldParameter):
+        if isinstance(parameter, PackedParameter):
             parameter.give_back()
 
     return undo

@@ -32,16 +32,13 @@ from transformers import (
 
 from quire import hub
 from quire.errors import ArgumentError, LoadError, QuireError, UnsupportedModelError
-from quire.kept_folder import KeptFolder
-from quire.loading import observer
+from quire.load_progress import observer
 from quire.memory.heap import give_back_freed
-from quire.model.beside_config import refuse_adapter, weights_of
-from quire.model.coded_experts import ExpertForms
+from quire.model.checkpoint_files import refuse_adapter, weights_of
 from quire.model.config_file import check_config
 from quire.model.experts import is_experts
+from quire.model.file_ranges import FileRanges, MappedFiles
 from quire.model.generation_config import GREEDY, sampling_defaults
-from quire.model.held_weight import HeldParameter
-from quire.model.kept_codes import quantize_kept
 from quire.model.load_gguf import (
     end_ids,
     gguf_config,
@@ -56,8 +53,10 @@ from quire.model.load_quantized import (
     quantization_of,
     refuse_other_shapes,
 )
-from quire.model.mapped_weights import MappedWeights, Origins
-from quire.model.packed_weights import KeptWeights
+from quire.model.packed_parameter import PackedParameter
+from quire.model.quantized_experts import ExpertForms
+from quire.model.saved_codes import quantize_saved
+from quire.model.saved_weights import SavedWeights
 from quire.model.sources import (
     GGUFSource,
     LiveSource,
@@ -75,6 +74,7 @@ from quire.model.tokenizer import (
     release_copies,
 )
 from quire.quantized import CodeForm, readers
+from quire.saved_folder import SavedFolder
 from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
 
@@ -120,8 +120,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     source: WeightSource
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    mapped: Origins | None = None
-    kept: tuple[KeptWeights, ...] = ()
+    mapped: FileRanges | None = None
+    kept: tuple[SavedWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
     reckoned_by: str = ""
 
@@ -138,7 +138,7 @@ def load(
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
     widened: bool = False,
-    keep: KeptFolder | None = None,
+    keep: SavedFolder | None = None,
     backend: str | None = None,
     generation_config: str = "auto",
 ) -> LoadedModel:
@@ -153,7 +153,7 @@ def load(
         weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
             they stay as they are, in the codes of the checkpoint where it has some.
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
-        keep: a folder that keeps codes from one start to the next (`kept_codes`).
+        keep: a folder that keeps codes from one start to the next (`saved_codes`).
         backend: what will run it, and computes from codes, as of `quire.backends.extension`.
         generation_config: "auto" for the model's own; "none": of it only the end tokens are read.
 
@@ -216,11 +216,11 @@ def load(
             f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
         ) from error
     _refuse_missing(model, report, _shown(source, where))
-    mapped = MappedWeights()
+    mapped = MappedFiles()
     if weights is not None:
         if weights.rounds:
             observer().begins("rounding weights")
-        kept = (*kept, *quantize_kept(model, weights, mapped, keep, backend))
+        kept = (*kept, *quantize_saved(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted, has_rules)
     return replace(
         loaded_model,
@@ -237,7 +237,7 @@ def _from_pretrained(
     source: SafetensorsSource | None,
     widened: bool,
     rounded: WeightFormats | None,
-    keep: KeptFolder | None,
+    keep: SavedFolder | None,
     backend: str | None,
 ) -> Callable[..., Any]:
     """What makes (model, report, files of kept codes) of a class and options: transformers, or Quire where weights are
@@ -314,7 +314,7 @@ def _load_gguf(
     wanted: KVFormat | None,
     rounded: WeightFormats | None,
     widened: bool,
-    keep: KeptFolder | None,
+    keep: SavedFolder | None,
     backend: str | None,
     has_rules: bool,
 ) -> LoadedModel:
@@ -336,7 +336,7 @@ def _load_gguf(
     if rounded is not None:
         if rounded.rounds:
             observer().begins("rounding weights")
-        kept = (*kept, *quantize_kept(model, rounded, weights, keep, backend))
+        kept = (*kept, *quantize_saved(model, rounded, weights, keep, backend))
     loaded = _describe(model, tokenizer, path.stem, wanted, has_rules)
     return replace(
         loaded,
@@ -397,7 +397,7 @@ def not_plain(model: PreTrainedModel) -> str | None:
 
     Weights of quantized models are tensors of classes of their own, or integers beside their scales.
     """
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, HeldParameter)
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, PackedParameter)
     for name, tensor in model.named_parameters():
         if type(tensor) in plain and tensor.dtype in _FLOATS:
             continue

@@ -30,25 +30,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
-from quire.kept_folder import KeptFolder
-from quire.loading import observer
-from quire.model.coded_experts import ExpertForms
+from quire.load_progress import observer
+from quire.model.file_ranges import FileRange, MappedFiles
 from quire.model.gguf import ARCHITECTURES, GGUFHeader
 from quire.model.gguf.names import tensor_names
 from quire.model.gguf_experts import gguf_experts
-from quire.model.kept_codes import can_keep
 from quire.model.linear import is_transposed
-from quire.model.mapped_weights import MappedWeights, Origin
-from quire.model.packed_weights import KeptWeights
+from quire.model.meta_weights import CheckpointLinear, MetaWeights, SaveTarget, may_hold, quantized_forms
 from quire.model.quantized import expert_forms, planned_forms
-from quire.model.sources import GGUFSource, StoredTensor, reckoned_by, widen
-from quire.model.unread_weights import Keep, StoredLinear, UnreadWeights, held_forms, may_hold
+from quire.model.quantized_experts import ExpertForms
+from quire.model.saved_codes import can_save
+from quire.model.saved_weights import SavedWeights
+from quire.model.sources import CheckpointTensor, GGUFSource, reckoned_by, widen
 from quire.quantized import PANEL, CodeForm, QuantizedWeight, readers
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
+from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = [
-    "WidenedWeights",
+    "DenseWeights",
     "end_ids",
     "gguf_config",
     "load_gguf_model",
@@ -63,10 +63,10 @@ _COLUMNS = (
 )
 
 
-class WidenedWeights:
-    """Which tensor of a GGUF file each weight of a model was widened from, for `packed_weights`.
+class DenseWeights:
+    """Which tensor of a GGUF file each weight of a model was widened from, for `saved_weights`.
 
-    The counterpart of `MappedWeights` for weights that are no bytes of a file but follow from some.
+    The counterpart of `MappedFiles` for weights that are no bytes of a file but follow from some.
     """
 
     def __init__(self, source: GGUFSource) -> None:
@@ -75,9 +75,9 @@ class WidenedWeights:
         self._stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         self._offsets: dict[tuple[int, torch.Size], int] = {}
 
-    def origin(self, offset: int) -> Origin:
+    def origin(self, offset: int) -> FileRange:
         """Of codes that stand there in the file."""
-        return Origin(self._path, self._stamp, offset, reckoned_by())
+        return FileRange(self._path, self._stamp, offset, reckoned_by())
 
     def add(self, weight: torch.Tensor, offset: int) -> None:
         """`weight` has been widened from the tensor at `offset`."""
@@ -89,11 +89,13 @@ class WidenedWeights:
     def release_read(self, kept: Iterable[torch.Tensor]) -> None:
         """Nothing, as `release`."""
 
-    def origins(self, weights: Sequence[torch.Tensor]) -> list[Origin | None]:
-        """As of `MappedWeights`; None where it is in no tensor of the file alone."""
+    def origins(self, weights: Sequence[torch.Tensor]) -> list[FileRange | None]:
+        """As of `MappedFiles`; None where it is in no tensor of the file alone."""
         offsets = [self._offsets.get((weight.data_ptr(), weight.shape)) for weight in weights]
         by = reckoned_by()
-        return [None if offset is None else Origin(self._path, self._stamp, offset, by) for offset in offsets]
+        return [
+            None if offset is None else FileRange(self._path, self._stamp, offset, by) for offset in offsets
+        ]
 
 
 def gguf_config(source: GGUFSource) -> Any:
@@ -110,11 +112,11 @@ def load_gguf_model(
     *,
     widened: bool = False,
     rounded: WeightFormats | None = None,
-    keep: KeptFolder | None = None,
+    keep: SavedFolder | None = None,
     backend: str | None = None,
-) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights, tuple[KeptWeights, ...]]:
+) -> tuple[PreTrainedModel, dict[str, Any], DenseWeights, tuple[SavedWeights, ...]]:
     """The model in `dtype`, transformers' report of the loading, where its weights come from, and what codes are read
-    from (`kept_codes`).
+    from (`saved_codes`).
 
     widened: no codes are kept. rounded: as what the experts are held, beside `widened`; the caller rounds the rest.
     keep: a folder for codes. backend: what computes from codes.
@@ -122,7 +124,7 @@ def load_gguf_model(
     *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
     raises them.
     """
-    weights = WidenedWeights(source)
+    weights = DenseWeights(source)
     config, fields, header = _config(source)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -130,7 +132,7 @@ def load_gguf_model(
     if rounded is not None:
         planned_forms(shape, rounded)  # a pattern that fits nothing is refused
         forms = expert_forms(shape, rounded) or None
-    unread = UnreadWeights(backend)
+    unread = MetaWeights(backend)
     tensors = _tensors(header, shape, fields, dtype, weights, unread, widened, forms)
     loaded: Any = type(shape).from_pretrained(
         None,
@@ -149,9 +151,11 @@ def load_gguf_model(
             f"of {list(expected)}"
         )
     # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
-    MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
+    MappedFiles(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
     by = f"readers {readers.VERSION}"
-    kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None)
+    kept = unread.read_into(
+        model, SaveTarget(keep, by) if keep is not None and can_save(keep, backend) else None
+    )
     model.config.name_or_path = str(source.path)
     return model, report, weights, kept
 
@@ -161,7 +165,7 @@ def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, 
     what form. The header is read."""
     _, fields, header = _config(source)
     processor, names = _processing(header, shape, fields)
-    process, mapped = partial(_process, processor, names, fields), MappedWeights(str(source.path.resolve()))
+    process, mapped = partial(_process, processor, names, fields), MappedFiles(str(source.path.resolve()))
     of_codes = [tensor for tensor in header.weights if tensor.stored in GGUF_TYPES]
     found = gguf_experts(of_codes, shape, process, names, mapped)
     forms = {}
@@ -169,7 +173,7 @@ def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, 
         place = names.get(tensor.name)
         if place is not None and _rows(tensor, place, shape, processor, names) is not None:
             forms[place] = gguf_form(str(tensor.stored), tensor.shape[1])
-    return held_forms(shape, forms, {place: experts for place, (_, experts) in found.items()})
+    return quantized_forms(shape, forms, {place: experts for place, (_, experts) in found.items()})
 
 
 def load_gguf_tokenizer(source: GGUFSource, config: Any) -> Any:
@@ -226,8 +230,8 @@ def _tensors(
     shape: PreTrainedModel,
     fields: dict[str, Any],
     dtype: torch.dtype,
-    weights: WidenedWeights,
-    unread: UnreadWeights,
+    weights: DenseWeights,
+    unread: MetaWeights,
     widened: bool,
     forms: dict[str, Rounding] | None,
 ) -> dict[str, torch.Tensor]:
@@ -240,7 +244,7 @@ def _tensors(
     processor, names = _processing(header, shape, fields)
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
-    mapped = MappedWeights(str(source.path.resolve()))
+    mapped = MappedFiles(str(source.path.resolve()))
     process = partial(_process, processor, names, fields)
     read_later: set[str] = set()
     if forms is not None:
@@ -259,7 +263,7 @@ def _tensors(
         if place is not None and rows is not None:
             form = partial(gguf_form, str(tensor.stored), tensor.shape[1])
             origins = partial(_origins, weights, tensor)
-            linear = StoredLinear(
+            linear = CheckpointLinear(
                 partial(_read, tensor, rows, mapped, unread.takes_parts), form, origins, rows
             )
             tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, linear)
@@ -309,7 +313,7 @@ def _process(
     processor: Any,
     names: dict[str, str],
     fields: dict[str, Any],
-    tensor: StoredTensor,
+    tensor: CheckpointTensor,
     values: np.ndarray,
     parsed: dict[str, torch.Tensor],
 ) -> Any:
@@ -323,7 +327,7 @@ def _process(
 
 
 def _rows(
-    tensor: StoredTensor, place: str, shape: PreTrainedModel, processor: Any, names: dict[str, str]
+    tensor: CheckpointTensor, place: str, shape: PreTrainedModel, processor: Any, names: dict[str, str]
 ) -> torch.Tensor | None:
     """In which order the model wants the tensor's rows, if its codes can be the weight at `place`; else None.
 
@@ -354,12 +358,12 @@ def _rows(
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def _origins(weights: WidenedWeights, tensor: StoredTensor) -> tuple[Origin, ...]:
+def _origins(weights: DenseWeights, tensor: CheckpointTensor) -> tuple[FileRange, ...]:
     return (weights.origin(tensor.offset),)
 
 
 def _read(
-    tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights, in_parts: bool
+    tensor: CheckpointTensor, rows: torch.Tensor, mapped: MappedFiles, in_parts: bool
 ) -> Iterator[QuantizedWeight]:
     """The weight, or some of its outputs at a time. Pages of the file are given back once they are read."""
     data = tensor.read()

@@ -2,7 +2,7 @@
 
 transformers knows how a checkpoint's tensors are called in its models and which of them it merges; here it is given
 the checkpoint as if it were plain. Linear layers, heads, embeddings and experts get their codes once the model is made
-(`unread_weights`). Weights that transformers merges in other ways, and all where that is asked for, are widened to the
+(`meta_weights`). Weights that transformers merges in other ways, and all where that is asked for, are widened to the
 dtype that the model computes in, one at a time, when transformers asks for them. transformers' own quantizers would
 want the package of each tool, and most of them a GPU.
 
@@ -36,24 +36,30 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from quire.errors import LoadError
-from quire.kept_folder import KeptFolder
-from quire.model.coded_experts import ExpertForms
-from quire.model.kept_codes import can_keep
-from quire.model.linear import is_transposed
-from quire.model.mapped_weights import MappedWeights, Origin
-from quire.model.packed_weights import KeptWeights
-from quire.model.quantized import expert_forms, planned_forms
-from quire.model.sources import SafetensorsSource
-from quire.model.stored_experts import (
+from quire.model.expert_layout import (
+    CheckpointExpert,
     CheckpointNames,
-    Part,
-    StoredExpert,
+    ExpertPart,
     merged_experts,
     projection_shape,
 )
-from quire.model.unread_weights import Keep, StoredLinear, UnreadWeights, held_forms, may_hold
+from quire.model.file_ranges import FileRange, MappedFiles
+from quire.model.linear import is_transposed
+from quire.model.meta_weights import CheckpointLinear, MetaWeights, SaveTarget, may_hold, quantized_forms
+from quire.model.quantized import expert_forms, planned_forms
+from quire.model.quantized_experts import ExpertForms
+from quire.model.saved_codes import can_save
+from quire.model.saved_weights import SavedWeights
+from quire.model.sources import SafetensorsSource
 from quire.quantized import CodeForm, QuantizedWeight, readers
-from quire.quantized.readers import StoredModule, StoredWeight, StoredWeights, method_of, stored_weights
+from quire.quantized.readers import (
+    CheckpointModule,
+    CheckpointWeight,
+    CheckpointWeights,
+    checkpoint_weights,
+    method_of,
+)
+from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of", "refuse_other_shapes"]
@@ -83,11 +89,11 @@ def load_quantized(
     *,
     widened: bool = False,
     rounded: WeightFormats | None = None,
-    keep: KeptFolder | None = None,
+    keep: SavedFolder | None = None,
     backend: str | None = None,
     **options: Any,
-) -> tuple[PreTrainedModel, dict[str, Any], tuple[KeptWeights, ...]]:
-    """The model in `dtype`, transformers' report of the loading, and what codes are read from (`kept_codes`).
+) -> tuple[PreTrainedModel, dict[str, Any], tuple[SavedWeights, ...]]:
+    """The model in `dtype`, transformers' report of the loading, and what codes are read from (`saved_codes`).
 
     kind: the class of transformers that makes it, an auto class or a model's. where: the folder or Hub id, for what is
     said of generation there. config: of the model; not changed. widened: no codes are kept. rounded: as what
@@ -109,12 +115,12 @@ def load_quantized(
     with ExitStack() as files:
         reading = _Reading(files, source)
         names = CheckpointNames(shape, options.get("key_mapping"))
-        found = StoredWeights(())
+        found = CheckpointWeights(())
         if quantization:
-            found = stored_weights(quantization, tensors, reading.tensor, partial(_module_of, names))
+            found = checkpoint_weights(quantization, tensors, reading.tensor, partial(_module_of, names))
         plain = tensors.keys() - found.names
         places = _places(names, found.weights)
-        unread = UnreadWeights(backend)
+        unread = MetaWeights(backend)
         forms = None if rounded is None else _forms(shape, rounded)
         experts = {}
         if forms is not None or not widened:
@@ -142,7 +148,7 @@ def load_quantized(
                 state[weight.name] = _Widened(weight, reading, dtype, transposed)
             else:
                 of_place = shape.get_parameter(place).shape
-                linear = StoredLinear(
+                linear = CheckpointLinear(
                     partial(reading.in_parts, weight),
                     partial(weight.form, reading.tensor),
                     partial(reading.origins, weight.parts),
@@ -161,7 +167,7 @@ def load_quantized(
         refuse_other_shapes(report, where)
         by = f"readers {readers.VERSION}, {json.dumps(quantization, sort_keys=True, default=str)}"
         kept = unread.read_into(
-            model, Keep(keep, by) if keep is not None and can_keep(keep, backend) else None
+            model, SaveTarget(keep, by) if keep is not None and can_save(keep, backend) else None
         )
     model.config.name_or_path = where
     _read_generation_config(model, where, options)
@@ -182,7 +188,7 @@ def planned_codes(
         reading = _Reading(files, source)
         names = CheckpointNames(shape, key_mapping)
         quantization, module_of = quantization_of(config) or {}, partial(_module_of, names)
-        found = stored_weights(quantization, tensors, reading.tensor, module_of)
+        found = checkpoint_weights(quantization, tensors, reading.tensor, module_of)
         places = _places(names, found.weights)
         experts = _experts(names, found, places, {}, reading)
         read_later = {name for stored, _ in experts.values() for name in stored}
@@ -191,17 +197,17 @@ def planned_codes(
             for weight in found.weights
             if weight.name in places and weight.name not in read_later
         }
-        return held_forms(shape, forms, {place: of_place for place, (_, of_place) in experts.items()})
+        return quantized_forms(shape, forms, {place: of_place for place, (_, of_place) in experts.items()})
 
 
-def _module_of(names: CheckpointNames, module: str) -> StoredModule:
+def _module_of(names: CheckpointNames, module: str) -> CheckpointModule:
     """Whose weights a checkpoint has under `module`. Experts are linear layers there, one by one."""
     place, pattern = names.place_of(module + ".weight")
     if pattern is not None or place not in names.parameters:
-        return StoredModule(module)
+        return CheckpointModule(module)
     name = place.rpartition(".")[0]
     kinds = type(names.shape.get_submodule(name)).__mro__
-    return StoredModule(name, tuple(kind.__name__ for kind in kinds if issubclass(kind, torch.nn.Module)))
+    return CheckpointModule(name, tuple(kind.__name__ for kind in kinds if issubclass(kind, torch.nn.Module)))
 
 
 def _required(source: SafetensorsSource | None, where: str, config: Any) -> SafetensorsSource:
@@ -221,8 +227,8 @@ class _Reading:
             path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
         }
         self._paths = {tensor.name: tensor.path for tensor in source if tensor.path}
-        self._mapped = MappedWeights()
-        self._origins: dict[str, Origin | None] | None = None
+        self._mapped = MappedFiles()
+        self._origins: dict[str, FileRange | None] | None = None
         self.lock = threading.Lock()
 
     def slice(self, name: str) -> Any:
@@ -231,17 +237,17 @@ class _Reading:
     def tensor(self, name: str) -> torch.Tensor:
         return self._opened[self._paths[name]].get_tensor(name)
 
-    def weight(self, weight: StoredWeight) -> QuantizedWeight:
+    def weight(self, weight: CheckpointWeight) -> QuantizedWeight:
         """That of one module. Pages of its tensors are given back."""
         (read,) = weight.read(self.tensor)
         self.release(weight.parts)
         return read
 
-    def in_parts(self, weight: StoredWeight) -> Iterator[QuantizedWeight]:
-        """The same as `UnreadWeights` takes it, in one part."""
+    def in_parts(self, weight: CheckpointWeight) -> Iterator[QuantizedWeight]:
+        """The same as `MetaWeights` takes it, in one part."""
         yield self.weight(weight)
 
-    def expert(self, weight: StoredWeight, expert: int) -> QuantizedWeight:
+    def expert(self, weight: CheckpointWeight, expert: int) -> QuantizedWeight:
         """The same of one of the experts that are stored together."""
         read = weight.read_expert(self.tensor, expert)
         for name in weight.parts.values():
@@ -254,12 +260,12 @@ class _Reading:
         self.release({"weight": name})
         return copy
 
-    def origins(self, names: Mapping[str, str], expert: int | None = None) -> tuple[Origin, ...]:
+    def origins(self, names: Mapping[str, str], expert: int | None = None) -> tuple[FileRange, ...]:
         """Where the tensors stand in their files, or one expert's part of each; none where that is not certain."""
         if self._origins is None:
             tensors = {name: self.tensor(name) for name in self._paths}
             self._origins = dict(zip(tensors, self._mapped.origins(list(tensors.values())), strict=True))
-        found: list[Origin] = []
+        found: list[FileRange] = []
         for name in names.values():
             if (origin := self._origins[name]) is None:
                 return ()
@@ -279,7 +285,7 @@ class _Widened:
     """A quantized weight as transformers takes tensors that are not read yet: `[...]` reads it."""
 
     def __init__(
-        self, weight: StoredWeight, reading: _Reading, dtype: torch.dtype, transposed: bool = False
+        self, weight: CheckpointWeight, reading: _Reading, dtype: torch.dtype, transposed: bool = False
     ) -> None:
         self._weight, self._reading, self._dtype, self._transposed = weight, reading, dtype, transposed
 
@@ -300,33 +306,35 @@ def _forms(shape: PreTrainedModel, rounded: WeightFormats) -> dict[str, Rounding
 
 def _experts(
     names: CheckpointNames,
-    found: StoredWeights,
+    found: CheckpointWeights,
     places: Mapping[str, str],
     plain: Mapping[str, tuple[int, ...]],
     reading: _Reading,
-) -> dict[str, tuple[list[str], list[StoredExpert]]]:
+) -> dict[str, tuple[list[str], list[CheckpointExpert]]]:
     """By the parameters that are experts: the names of what they are made of, and each expert.
 
     plain: the shapes of tensors that are not quantized and may be read so too.
     """
     parts = {
-        name: Part(sizes[0], partial(reading.plain, name), None, partial(reading.origins, {"weight": name}))
+        name: ExpertPart(
+            sizes[0], partial(reading.plain, name), None, partial(reading.origins, {"weight": name})
+        )
         for name, sizes in plain.items()
         if len(sizes) == 2
     }
-    experts: dict[str, tuple[list[str], list[StoredExpert]]] = {}
+    experts: dict[str, tuple[list[str], list[CheckpointExpert]]] = {}
     for weight in found.weights:
         form = partial(weight.form, reading.tensor)
         if len(weight.shape) == 2:
             origins = partial(reading.origins, weight.parts)
-            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight), form, origins)
+            parts[weight.name] = ExpertPart(weight.shape[0], partial(reading.weight, weight), form, origins)
             continue
         if (place := places.get(weight.name)) is not None:
             num_experts, num_outputs, _ = weight.shape
             together = [
-                StoredExpert(
+                CheckpointExpert(
                     (
-                        Part(
+                        ExpertPart(
                             num_outputs,
                             partial(reading.expert, weight, expert),
                             form,
@@ -341,7 +349,7 @@ def _experts(
     return experts | merged_experts(names, parts)
 
 
-def _places(names: CheckpointNames, weights: Iterable[StoredWeight]) -> dict[str, str]:
+def _places(names: CheckpointNames, weights: Iterable[CheckpointWeight]) -> dict[str, str]:
     """The parameters that may have weights of a checkpoint as codes, by the weights' names: of modules, and of all
     experts that are stored together; none for those that transformers merges or splits."""
     found: dict[str, str] = {}

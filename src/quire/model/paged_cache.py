@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionBackend, AttentionOptions, Backend
+from quire.attention import AttentionBackend, AttentionOptions, Device
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage
@@ -82,7 +82,7 @@ class PagedCache(Cache):
         self,
         spec: KVSpec,
         storage: Storage,
-        backend: Backend,
+        backend: Device,
         model_type: str,
         states: StateSlots | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ Not an engine: it computes one step for somebody who has allotted the slots.
 Invariants
     R1  after `restore()` the model is as it came: same modules, same attention implementation, same buffers.
     R2  every answer comes from a model the probe has passed, now or, with packed weights kept, in an earlier start with
-        everything the same (`kept_proof`).
+        everything the same (`saved_proof`).
 
 Cost: `forward` is the model's own forward plus a few microseconds; preparation is one pass over the modules and the
 probe's eleven small forwards, or none of them where a proof was kept.
@@ -31,42 +31,42 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Backend
+from quire.attention import AttentionOptions, Device
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
-from quire.kept_folder import KeptFolder
-from quire.loading import observer
+from quire.load_progress import observer
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.heap import give_back_freed
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
-from quire.model.as_generated import check_generate
+from quire.model.attention_patch import AttentionPatch, has_biases, route
 from quire.model.cache_keyword import cache_keyword
 from quire.model.experts import pack_experts
 from quire.model.huge_pages import HugePageMove
-from quire.model.kept_linears import KeptLinears
-from quire.model.kept_proof import KeptProof
 from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, packing_on, weights_to_pack
 from quire.model.load import LoadedModel, UnloadedModel
-from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
-from quire.model.overlay import below, install
-from quire.model.packed_check import PackedChecks
-from quire.model.packed_weights import KeptWeights
+from quire.model.module_patch import below, install
 from quire.model.paged_cache import PagedCache, paged_cache_class
+from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.hooks import hooks_on, may_be_replaced
-from quire.model.prove.latent import prove_latents
-from quire.model.prove.probe import Probe, rehearse
-from quire.model.prove.replaced import first_of_each, unproved
-from quire.model.prove.stamp import Stamp, facts
+from quire.model.prove.latent_proof import prove_latents
+from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.model_record import ModelRecord, facts
+from quire.model.prove.replaced_operators import first_of_each, unproved
 from quire.model.quantized import coded_weights
-from quire.model.routed import Routed, has_biases, route
+from quire.model.saved_check import SavedChecks
+from quire.model.saved_linears import SavedLinears
+from quire.model.saved_proof import SavedProof
+from quire.model.saved_weights import SavedWeights
 from quire.model.state import StateAdapter
-from quire.model.state.serve import find_states, serve_states
-from quire.model.watch import Record, watch_attention, watch_linears
+from quire.model.state.serve_states import find_states, serve_states
+from quire.model.torch_timing import Record, watch_attention, watch_linears
+from quire.model.unsupported import what_is_missing, why_not_called
 from quire.process import ForkSafeLock
-from quire.spec.config import longest_of
+from quire.saved_folder import SavedFolder
+from quire.spec.model_config import longest_of
 from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
 
@@ -83,20 +83,22 @@ class PreparedModel:
 
     Args:
         loaded: what `quire.model.load` gave.
-        backend: "python", "native", one that was registered (`quire.attention.backends`), or None for the best there
+        backend: "python", "native", one that was registered (`quire.attention.devices`), or None for the best there
             is.
         max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
             frequencies for all sequences.
-        packed_weights: a folder that keeps the packed form of weights (`packed_weights`), and what the proof of a model
-            found (`kept_proof`).
+        packed_weights: a folder that keeps the packed form of weights (`saved_weights`), and what the proof of a model
+            found (`saved_proof`).
 
     Raises:
         ArgumentError: another one has prepared this very model and was not given back (`model_lock`).
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
 
-    by_own_forward = False  # whether the model's own attention runs, a sequence at a time (`own_forward`)
+    by_own_forward = (
+        False  # whether the model's own attention runs, a sequence at a time (`sequential_model`)
+    )
     needs = frozenset({"input_ids", "position_ids"})  # what its forward has to take, beside a cache
 
     def __init__(
@@ -105,9 +107,9 @@ class PreparedModel:
         *,
         backend: str | None = None,
         max_model_len: int | None = None,
-        packed_weights: KeptFolder | None = None,
+        packed_weights: SavedFolder | None = None,
     ) -> None:
-        self.backend: Backend = attention_backend(backend)
+        self.backend: Device = attention_backend(backend)
         if loaded.dtype not in self.backend.dtypes:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.dtypes)
             raise ArgumentError(
@@ -120,7 +122,7 @@ class PreparedModel:
         self.lock = ForkSafeLock()  # for who runs the model in several threads; nobody else needs it
         self._prepare(loaded, packed_weights)
 
-    def _prepare(self, loaded: LoadedModel, packed_weights: KeptFolder | None) -> None:
+    def _prepare(self, loaded: LoadedModel, packed_weights: SavedFolder | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
         # By layer, what is taken off keys that are kept in codes (`quire.model.key_offsets`).
@@ -129,17 +131,17 @@ class PreparedModel:
         self.max_model_len = resolve_length(loaded, self._asked_length)
         self.rotary_note = rope.note(loaded.model, self.max_model_len, loaded.max_model_len)
         self._model: PreTrainedModel = loaded.model
-        self._watch: row_invariant.Watch | None = None
-        self._proof: KeptProof | None = None
+        self._watch: row_invariant.Recorder | None = None
+        self._proof: SavedProof | None = None
         self._kept_pages: list[np.ndarray] = []  # the files that packed weights are mapped from
-        self.packed_check: PackedChecks | None = None
+        self.packed_check: SavedChecks | None = None
         self._read_from(loaded.kept)
         self._undo: list[Callable[[], None]] = []
         self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
         self._adapters: Mapping[int, StateAdapter] = {}  # of state layers, by layer
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
-        self.routed: Routed | None = None
+        self.routed: AttentionPatch | None = None
         # States know their place in a text: no layer without attention asks for a position.
         self._attends = any(layer.attends for layer in loaded.spec.layers)
         no_positions = not self._attends or has_biases(loaded.model)
@@ -165,7 +167,7 @@ class PreparedModel:
                     self.decoder = None  # it calls no module, and would leave out what is on one
             now = facts(loaded.model)
             volatile = frozenset(name for name in before if before[name] != now.get(name))
-            self.stamp = Stamp(loaded.model, now, volatile)
+            self.stamp = ModelRecord(loaded.model, now, volatile)
         except UnsupportedModelError as error:
             self.restore()
             missing = None if self.by_own_forward else what_is_missing(loaded.model)
@@ -180,7 +182,7 @@ class PreparedModel:
 
     @property
     def by_token(self) -> bool:
-        """Whether a forward has one token, of a prompt too (`own_forward`, `own_state`)."""
+        """Whether a forward has one token, of a prompt too (`sequential_model`, `recurrent_model`)."""
         return False
 
     def _read_forward(self, loaded: LoadedModel, needs: frozenset[str]) -> tuple[frozenset[str], str]:
@@ -253,7 +255,7 @@ class PreparedModel:
             [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, in host memory.
 
         Raises:
-            LoadError: kept packed weights were found to be others than were written (`packed_check`).
+            LoadError: kept packed weights were found to be others than were written (`saved_check`).
         """
         if self.packed_check is not None and self.packed_check.damage is not None:
             raise LoadError(self.packed_check.damage)
@@ -358,7 +360,7 @@ class PreparedModel:
             self._undo.pop()()
         let_go(self._model, self)
 
-    def _change(self, model: PreTrainedModel, packed_weights: KeptFolder | None) -> None:
+    def _change(self, model: PreTrainedModel, packed_weights: SavedFolder | None) -> None:
         if self.spec.has_indexer:
             layers = [layer.index_of for layer in self.spec.layers if layer.index_of is not None]
             raise UnsupportedModelError(
@@ -382,7 +384,7 @@ class PreparedModel:
                 codes_are_kept = all(weight.is_kept for weight in coded_weights(model).values())
                 are_all_kept = codes_are_kept and all(one.holds_all for one in files)
                 if self.backend.is_native and are_all_kept and paths:
-                    self._proof = KeptProof.of(packed_weights, paths, self.loaded, self.max_model_len)
+                    self._proof = SavedProof.of(packed_weights, paths, self.loaded, self.max_model_len)
         if self._adapters:
             are_proved = self._proof is not None and self._proof.found is not None
             self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
@@ -394,11 +396,11 @@ class PreparedModel:
         if any(layer.latent for layer in self.spec.layers):
             self._undo.append(install_latents(model, self.loaded.model_type))
 
-    def _read_from(self, kept: Sequence[KeptWeights]) -> None:
+    def _read_from(self, kept: Sequence[SavedWeights]) -> None:
         """Have it known that weights are read from these files, as far as they are there."""
         self._kept_pages = [one.pages for one in kept if one.pages is not None]
         checks = [one.check for one in kept if one.check is not None]
-        self.packed_check = PackedChecks(checks) if checks else None
+        self.packed_check = SavedChecks(checks) if checks else None
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
@@ -449,7 +451,7 @@ class PreparedModel:
             probe.require(rehearse(self))
             check_generate(self.loaded, probe)
             return []
-        self._watch = row_invariant.Watch(model)
+        self._watch = row_invariant.Recorder(model)
         try:
             logits = rehearse(self)
             modules = list(self._watch.modules)
@@ -531,8 +533,8 @@ def _eval(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def _pack_linears(
-    loaded: LoadedModel, folder: KeptFolder | None
-) -> tuple[Callable[[], None], KeptWeights | None]:
+    loaded: LoadedModel, folder: SavedFolder | None
+) -> tuple[Callable[[], None], SavedWeights | None]:
     """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done.
 
     Returns what undoes it, and the kept weights if there may be some.
@@ -542,7 +544,7 @@ def _pack_linears(
         return pack_linears(loaded.model), None
     if folder is None or choose_packing(loaded.dtype) != "native":
         return pack_linears(loaded.model, release=mapped.release), None
-    with KeptLinears(folder, mapped, weights_to_pack(loaded.model)) as kept:
+    with SavedLinears(folder, mapped, weights_to_pack(loaded.model)) as kept:
         undo = pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
     return undo, kept
 

@@ -5,7 +5,7 @@ one at a time. Either is done to a model before it is prepared, and stays: prepa
 and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
 dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
 
-Not here: products (`quire.quantized`), files, how experts given as 3-D parameters are held (`coded_experts`). Fused
+Not here: products (`quire.quantized`), files, how experts given as 3-D parameters are held (`quantized_experts`). Fused
 layers take codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight
 has an order of inputs of its own, the module runs unfused.
 
@@ -31,11 +31,16 @@ from transformers import PreTrainedModel
 
 from quire.errors import ArgumentError
 from quire.memory.heap import give_back_freed
-from quire.model.coded_experts import CodedExperts, give_back_unproved, held_parameter, hold_experts
 from quire.model.experts import coded_form, projections_of
-from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import PackedModule, is_transposed, packed_class
-from quire.quantized import CodedWeight, QuantizedWeight, round_to_codes
+from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
+from quire.model.quantized_experts import (
+    QuantizedExperts,
+    give_back_unproved,
+    install_quantized_experts,
+    packed_parameter,
+)
+from quire.quantized import QuantizedPanels, QuantizedWeight, round_to_codes
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = [
@@ -69,10 +74,10 @@ def hold_quantized(
     together = [modules] if isinstance(modules, nn.Module) else list(modules)
     for module in together:
         _checked(module, weight)
-    hold_coded(together, CodedWeight(weight, dtype))
+    hold_coded(together, QuantizedPanels(weight, dtype))
 
 
-def hold_coded(together: Sequence[nn.Module], packed: CodedWeight) -> None:
+def hold_coded(together: Sequence[nn.Module], packed: QuantizedPanels) -> None:
     """As `hold_quantized`, of a weight that is packed, in its dtype."""
     transposed, dtype = [_checked(module, packed) for module in together], packed.dtype
 
@@ -80,8 +85,8 @@ def hold_coded(together: Sequence[nn.Module], packed: CodedWeight) -> None:
         dense = packed.unpack()
         return dense.t().contiguous() if transposed[0] else dense
 
-    held = HeldWeight(packed=packed, unpack=unpack)
-    parameter = held_parameter(held, _weight(together[0]).shape, dtype)
+    held = LazyDenseWeight(packed=packed, unpack=unpack)
+    parameter = packed_parameter(held, _weight(together[0]).shape, dtype)
     for module, lies_transposed in zip(together, transposed, strict=True):
         module._parameters["weight"] = parameter
         module.__class__ = packed_class(type(module))
@@ -98,7 +103,7 @@ def require_plain(module: nn.Module, label: str) -> None:
         )
 
 
-def _checked(module: nn.Module, weight: QuantizedWeight | CodedWeight) -> bool:
+def _checked(module: nn.Module, weight: QuantizedWeight | QuantizedPanels) -> bool:
     """Whether the module's weight is [num_inputs, num_outputs]; an error where it is none that can be held."""
     require_plain(module, weight.label)
     transposed = is_transposed(module)
@@ -115,15 +120,15 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return cast(nn.Parameter, module._parameters["weight"])
 
 
-def coded_weights(model: nn.Module) -> dict[str, CodedWeight | CodedExperts]:
+def coded_weights(model: nn.Module) -> dict[str, QuantizedPanels | QuantizedExperts]:
     """Each weight held as codes, once, by the name of the first module that has it; of experts by their parameter's."""
-    found: dict[int, tuple[str, CodedWeight | CodedExperts]] = {}
+    found: dict[int, tuple[str, QuantizedPanels | QuantizedExperts]] = {}
     for name, module in model.named_modules():
         packed = module.__dict__.get("_packed")
-        if isinstance(packed, CodedWeight):
+        if isinstance(packed, QuantizedPanels):
             found.setdefault(id(packed), (name, packed))
         for own, parameter in module._parameters.items():
-            if isinstance(experts := coded_form(parameter), CodedExperts):
+            if isinstance(experts := coded_form(parameter), QuantizedExperts):
                 found.setdefault(id(experts), (f"{name}.{own}", experts))
     return dict(found.values())
 
@@ -134,8 +139,8 @@ def tell_weights(model: nn.Module) -> dict[str, int]:
     for packed in coded_weights(model).values():
         found[packed.label] = found.get(packed.label, 0) + packed.num_bytes
     for parameter in model.parameters():
-        packed = parameter.held.packed if isinstance(parameter, HeldParameter) else None
-        if not isinstance(packed, CodedWeight | CodedExperts):
+        packed = parameter.held.packed if isinstance(parameter, PackedParameter) else None
+        if not isinstance(packed, QuantizedPanels | QuantizedExperts):
             name = str(parameter.dtype).removeprefix("torch.")
             found[name] = found.get(name, 0) + parameter.numel() * parameter.element_size()
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
@@ -173,16 +178,16 @@ def weights_to_round(model: PreTrainedModel, formats: WeightFormats) -> list[Wei
 
 def round_and_pack(
     weight: torch.Tensor, rounding: Rounding, dtype: torch.dtype, backend: str | None = None
-) -> CodedWeight:
+) -> QuantizedPanels:
     """`weight` [num_outputs, num_inputs] as codes, for activations of `dtype`."""
-    return CodedWeight(round_to_codes(weight, rounding), dtype, backend=backend)
+    return QuantizedPanels(round_to_codes(weight, rounding), dtype, backend=backend)
 
 
 def quantize_model(
     model: PreTrainedModel,
     formats: WeightFormats,
     release: Callable[[torch.Tensor], None] | None = None,
-    pack: Callable[[torch.Tensor, Rounding], CodedWeight] | None = None,
+    pack: Callable[[torch.Tensor, Rounding], QuantizedPanels] | None = None,
 ) -> None:
     """Round the weights of the model's linear layers, experts, head and embeddings to codes, in place, one at a time.
 
@@ -206,7 +211,7 @@ def quantize_model(
         module, own = _place(model, name)
         dense = cast(torch.Tensor, module._parameters[own]).detach()
         oriented = [_oriented(one, bool(module.is_transposed)) for one in dense]
-        hold_experts(module, own, (pack(one, rounding) for one in oriented), model.dtype)
+        install_quantized_experts(module, own, (pack(one, rounding) for one in oriented), model.dtype)
         if release is not None:
             release(dense)
         del dense, oriented

@@ -96,7 +96,8 @@ def _switching(module: Any) -> list[tuple[str | None, str]]:
 
 
 def _switches(module: Any, layer_type: str | None, rope_type: str) -> bool:
-    """A file's own factors are longrope with the same factors for every length: see `quire.model.gguf.rope`."""
+    """A file's own factors are longrope with the same factors for every length: see
+    `quire.model.gguf.rope_parameters`."""
     if rope_type != "longrope":
         return "dynamic" in rope_type
     parameters = _parameters(module, layer_type)

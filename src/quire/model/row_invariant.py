@@ -4,7 +4,7 @@ Torch computes the last elements of an array with other instructions than the re
 in the last bit), and its products and some of its sums add in an order that depends on the number of rows. In a
 flattened row of many sequences both would make one request's answer depend on the others.
 
-    watch     a forward under `Watch` finds the modules that call such operators in a shape where it matters;
+    watch     a forward under `Recorder` finds the modules that call such operators in a shape where it matters;
     replace   the forward of each of these modules, and of no other, has them replaced from then on, while somebody
               is `serving`; any other call is the module's own.
 
@@ -38,11 +38,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.model.held_weight import HeldParameter
 from quire.model.linear import NativeWeight, choose_packing
-from quire.model.overlay import below, install
+from quire.model.module_patch import below, install
+from quire.model.packed_parameter import PackedParameter
 
-__all__ = ["Watch", "on_whole_vectors", "replace", "serving"]
+__all__ = ["Recorder", "on_whole_vectors", "replace", "serving"]
 
 aten = torch.ops.aten
 _local = threading.local()
@@ -68,17 +68,17 @@ _IN_PLACE = {
 }
 
 
-class Watch:
+class Recorder:
     """While entered, notes which modules of `model` call an operator that must be replaced: `modules`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[nn.Module, None] = {}
         self._model = model
         self._running: list[nn.Module] = []
-        self._mode = _Noting(self._note)
+        self._mode = _RecordingMode(self._note)
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Recorder:
         for module in self._model.modules():
             self._hooks.append(module.register_forward_pre_hook(lambda m, _: self._running.append(m)))
             self._hooks.append(
@@ -99,7 +99,7 @@ class Watch:
 
 def replace(model: nn.Module, modules: Sequence[nn.Module]) -> Callable[[], None]:
     """Run the forwards of `modules`, parts of `model`, row-invariantly; returns what undoes that."""
-    mode = _Exact(model)
+    mode = _ExactMode(model)
     undos = [install(module, forward=_under(mode, below(module, "forward"))) for module in modules]
 
     def undo() -> None:
@@ -119,7 +119,7 @@ def serving() -> Iterator[None]:
         _local.serving = before
 
 
-def _under(mode: _Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _under(mode: _ExactMode, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # `generate` and Quire read what a forward takes off its signature
     def exact_forward(*args: Any, **kwargs: Any) -> Any:
         if mode.is_active or not getattr(_local, "serving", False):  # or within another module's forward
@@ -143,8 +143,8 @@ def on_whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.
     return function(x) if _is_whole(x, True) else _on_whole_vectors(function, (x,), {})
 
 
-class _Noting(TorchDispatchMode):
-    """Calls `note` for each operator that `_Exact` would replace."""
+class _RecordingMode(TorchDispatchMode):
+    """Calls `note` for each operator that `_ExactMode` would replace."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__()
@@ -158,14 +158,14 @@ class _Noting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Exact(TorchDispatchMode):
+class _ExactMode(TorchDispatchMode):
     """Every operator a function of its row alone. Holds the packed weights it has met."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.is_active = False
         # A held weight's own modules compute with it; its memory, if it has any, is nobody's constant.
-        tensors = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, HeldParameter)]
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, PackedParameter)]
         self._constants = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self._packed: dict[tuple[Any, ...], NativeWeight] = {}
 

@@ -71,10 +71,10 @@ FAMILIES = {
 _UNKNOWN = (EXPERIMENTAL, "a type that was not tried; a start proves the model or refuses it")
 
 _SWEEP = "tests/model/test_model_list.py::test_the_page_is_what_the_script_prints"
-_CHECKPOINTS = "tests/quantized/test_checkpoints.py::"
+_CHECKPOINTS = "tests/quantized/test_checkpoint_methods.py::"
 _GGUF = Form(
     PROVED,
-    "tests/quantized/test_gguf.py::test_random_bytes_have_the_bits_of_the_package",
+    "tests/quantized/test_gguf_codes.py::test_random_bytes_have_the_bits_of_the_package",
     "bits of the package gguf",
 )
 GGUF = "GGUF "

@@ -1,4 +1,4 @@
-"""What a cache has lost, and when and why: a bounded log, by the name of each block (`mirror.py`).
+"""What a cache has lost, and when and why: a bounded log, by the name of each block (`tree_mirror.py`).
 
 Also what the losses and the uses add up to: how many blocks memory gave up, why (`feed.LOSS_REASONS`), how long they
 had been unused and how old they were; how long it takes until a prefix is used again.
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.feed import LOSS_REASONS
-from quire.observe.mirror import Block, Change, TreeMirror
-from quire.spans import Spans
+from quire.cache.event_dispatcher import LOSS_REASONS
+from quire.durations import Durations
+from quire.observe.tree_mirror import Block, Change, TreeMirror
 
 __all__ = ["History", "Loss", "LossLog"]
 
@@ -133,12 +133,12 @@ class History:
         self.max_blocks = max_blocks
         self.losses = LossLog(mirror.node_tokens, max_blocks)
         self.evictions = {
-            reason: Spans(_BOUNDS) for reason in LOSS_REASONS
+            reason: Durations(_BOUNDS) for reason in LOSS_REASONS
         }  # unused before memory gave them up
         self.eviction_ages = {
-            reason: Spans(_BOUNDS) for reason in LOSS_REASONS
+            reason: Durations(_BOUNDS) for reason in LOSS_REASONS
         }  # the same blocks, from when they were stored
-        self.reuse_gaps = Spans(_BOUNDS)  # between two uses of a prefix
+        self.reuse_gaps = Durations(_BOUNDS)  # between two uses of a prefix
         self._expired: OrderedDict[bytes, float] = OrderedDict()
         mirror.listeners.append(self._note)
 

@@ -26,7 +26,7 @@ _UNREACHABLE = "unreachable"
 
 
 @dataclass(slots=True)
-class _Held:
+class _KnownBlock:
     """one: the block alone, as an event, of whatever medium. media: those that have it, in order."""
 
     one: BlockStored
@@ -38,7 +38,7 @@ class KnownParents:
     """See the module's text. Of one thread."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _KnownBlock] = {}
         self._children: dict[int, dict[int, None]] = {}  # of blocks that are held, by parent
 
     def pass_on(self, events: Iterable[KVEvent]) -> list[KVEvent]:
@@ -61,7 +61,7 @@ class KnownParents:
             number, parent = one.block_hashes[0], one.parent_block_hash
             held = self._held.get(number)
             if held is None:
-                held = self._held[number] = _Held(one)
+                held = self._held[number] = _KnownBlock(one)
                 if parent is not None:
                     self._children.setdefault(parent, {})[number] = None
             held.media[event.medium] = None

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from quire.cache.block_hash import block_number, namespace_digest
 from quire.observe.event_types import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.observe.known_parents import KnownParents
-from quire.observe.mirror import Block, Change, TreeMirror
+from quire.observe.tree_mirror import Block, Change, TreeMirror
 
 __all__ = [
     "MEDIA",
@@ -39,7 +39,7 @@ __all__ = [
     "BlockStored",
     "EventBatch",
     "KVEvent",
-    "Subscribers",
+    "KVEventSubscribers",
     "TierSource",
     "to_wire",
 ]
@@ -73,7 +73,7 @@ class TierSource(Protocol):
         ...
 
 
-class Subscribers:
+class KVEventSubscribers:
     """Those who want to know. Called in the engine's thread, between steps: what takes long should go elsewhere.
 
     A subscriber that raises is told no more, and the log says so.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.cache.report import aligned
-from quire.observe.mirror import Block, TreeMirror
+from quire.observe.tree_mirror import Block, TreeMirror
 
 __all__ = ["prefix_table"]
 

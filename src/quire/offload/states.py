@@ -27,7 +27,7 @@ from quire.cache.protocol import DISCARD
 from quire.cache.state_cache import StateCache
 from quire.memory.state_slots import StateSlots
 from quire.spec.state_payload import StatePayloadLayout
-from quire.tiers.names import SegmentName, segment_names
+from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 
 __all__ = ["StateStores", "state_names", "state_root"]
@@ -40,10 +40,10 @@ def state_root(root: bytes) -> bytes:
     return hashlib.sha256(b"quire states\0" + root).digest()
 
 
-def state_names(root: bytes, tokens: np.ndarray, block_size: int, extra_keys: _Keys) -> list[SegmentName]:
+def state_names(root: bytes, tokens: np.ndarray, block_size: int, extra_keys: _Keys) -> list[SegmentKey]:
     """Of the state at the end of each full block of `tokens`, in order. root: of the keys and values."""
     full = tokens[: len(tokens) // block_size * block_size]
-    return segment_names(state_root(root), full, block_size, extra_keys=extra_keys)
+    return segment_keys(state_root(root), full, block_size, extra_keys=extra_keys)
 
 
 class _Stores(Protocol):
@@ -81,7 +81,7 @@ class StateStores:
         self._cache.keeps_boundaries = True
         self._cache.on_going = lambda checkpoint: self._going(stores, checkpoint)
 
-    def names(self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys) -> list[SegmentName]:
+    def names(self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys) -> list[SegmentKey]:
         """See `state_names`."""
         root = root_key(self._fingerprint, namespace)
         return state_names(root, tokens, self._cache.node_tokens, extra_keys)

@@ -32,20 +32,20 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from quire.cache.block_hash import root_hash, root_key
+from quire.cache.event_dispatcher import DROPPED, EventDispatcher, Forgotten
 from quire.cache.events import CacheEvent
-from quire.cache.feed import DROPPED, EventFeed, Forgotten
 from quire.cache.protocol import DISCARD, PrefixKVCache
 from quire.memory.block_bytes import BlockStorage
-from quire.observe.mirror import Block, TreeMirror
+from quire.observe.tree_mirror import Block, TreeMirror
 from quire.offload.states import StateStores
-from quire.tiers.names import SegmentName, segment_names
+from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 
 __all__ = ["POLICIES", "OnName", "Policy", "TierStores"]
 
 Policy = Literal["eviction", "through"]
 POLICIES = ("eviction", "through")
-OnName: TypeAlias = Callable[[SegmentName, bytes, bytes], None]
+OnName: TypeAlias = Callable[[SegmentKey, bytes, bytes], None]
 """Takes a segment that goes to or comes from tiers, its namespace, and the mirror's hash of the block before it."""
 
 
@@ -80,7 +80,7 @@ class TierStores:
         segment_tokens: int,
         *,
         policy: Policy = "eviction",
-        feed: EventFeed | None = None,
+        feed: EventDispatcher | None = None,
         owner_of: Callable[[bytes], str] = lambda _: "",
         states: StateStores | None = None,
     ) -> None:
@@ -104,7 +104,7 @@ class TierStores:
         """Tiers that take nothing now, see `sparing`."""
         self.on_name: OnName | None = None
         """Called with each segment before it is handed to the stack, where anybody wants to know."""
-        self.feed = feed or EventFeed(cache)
+        self.feed = feed or EventDispatcher(cache)
         self.mirror = TreeMirror(cache)
         """For who else looks at the tree: the only listener of the feed that keeps it."""
         self.mirror.watchers.append(self)
@@ -125,7 +125,7 @@ class TierStores:
     def collect(self, forgotten: Forgotten = DROPPED) -> None:
         """Takes what has happened since the last call, and copies out what is to be stored.
 
-        When to call it: see `EventFeed.collect`. forgotten: what is kept of it is stored like evicted blocks.
+        When to call it: see `EventDispatcher.collect`. forgotten: what is kept of it is stored like evicted blocks.
         """
         self.feed.collect(forgotten)
 
@@ -142,7 +142,7 @@ class TierStores:
         assert self.states is not None
         self.states.hand_over(self)
 
-    # -- what the mirror tells (`BlockWatcher`) ---------------------------------------------------------
+    # -- what the mirror tells (`BlockRecorder`) ---------------------------------------------------------
 
     def block_stored(self, block: Block, event: CacheEvent) -> None:
         kept = self._kept.get(block.node_id)
@@ -261,7 +261,7 @@ class TierStores:
         parent = self._kept[block.parent.node_id]
         return parent.before_key if (block.depth - 1) % self._segment_blocks else parent.end_key
 
-    def _names(self, path: list[Block], *, whole: bool) -> list[SegmentName]:
+    def _names(self, path: list[Block], *, whole: bool) -> list[SegmentKey]:
         size = self._cache.node_tokens
         kept = self._kept[path[-1].node_id]
         start = (path[0].depth - 1) * size
@@ -270,7 +270,7 @@ class TierStores:
             for i, block in enumerate(path)
             for at, key in sorted(block.extra_keys.items())
         ]
-        return segment_names(
+        return segment_keys(
             kept.root,
             np.concatenate([block.tokens for block in path]),
             size * (self._segment_blocks if whole else 1),
@@ -312,7 +312,7 @@ class TierStores:
                     one.stored_as = cache_priority
         return True
 
-    def _parts(self, path: list[Block], is_whole: bool) -> Iterator[tuple[SegmentName, list[Block]]]:
+    def _parts(self, path: list[Block], is_whole: bool) -> Iterator[tuple[SegmentKey, list[Block]]]:
         names = self._names(path, whole=is_whole)
         if is_whole:
             yield names[0], path

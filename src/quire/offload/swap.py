@@ -30,8 +30,8 @@ from quire.cache.protocol import CacheSequence, KVCache
 from quire.cache.state_cache import StateCache
 from quire.errors import CapacityError
 from quire.memory.block_bytes import BlockStorage, node_table
-from quire.offload.speeds import Speeds
-from quire.offload.waiting import OffloadedSequence
+from quire.offload.offloaded_sequence import OffloadedSequence
+from quire.offload.throughputs import Throughputs
 from quire.spec.payload import PayloadLayout
 
 __all__ = ["MODES", "Mode", "Swap", "Swapped"]
@@ -71,7 +71,7 @@ class Swap:
         *,
         mode: Mode = "auto",
         max_bytes: int = 0,
-        speeds: Speeds | None = None,
+        speeds: Throughputs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -79,7 +79,7 @@ class Swap:
         self._layout = PayloadLayout.of(cache.spec)
         self._mode = mode
         self.max_bytes = max_bytes
-        self._speeds = speeds or Speeds()
+        self._speeds = speeds or Throughputs()
         self._clock = clock
         self.on_reserved: Callable[[], None] = lambda: None  # between a reservation and what is written there
         self.num_bytes = 0

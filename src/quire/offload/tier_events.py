@@ -35,12 +35,12 @@ import numpy as np
 
 from quire.cache.block_hash import block_number, chained_hashes, namespace_digest, root_hash, root_key
 from quire.observe.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from quire.tiers.names import SegmentName
+from quire.tiers.segment_key import SegmentKey
 from quire.tiers.tier import SegmentInfo
 
 if TYPE_CHECKING:
-    from quire.offload.load import TierLoads
     from quire.offload.store import TierStores
+    from quire.offload.tier_load import TierLoads
     from quire.tiers.stack import TierStack
 
 __all__ = ["TierEvents"]
@@ -57,7 +57,7 @@ class _Segment:
 
     __slots__ = ("at", "before", "hashes", "keys", "name", "namespace")
 
-    def __init__(self, name: SegmentName, namespace: bytes, before: bytes, block_size: int) -> None:
+    def __init__(self, name: SegmentKey, namespace: bytes, before: bytes, block_size: int) -> None:
         self.name = name
         self.namespace = namespace
         self.before = before
@@ -167,18 +167,18 @@ class TierEvents:
 
     # -- what is known of segments ---------------------------------------------------------------------
 
-    def note(self, name: SegmentName, namespace: bytes, before: bytes) -> None:
+    def note(self, name: SegmentKey, namespace: bytes, before: bytes) -> None:
         """Follows a segment from now on. before: the mirror's hash of the block it continues (`root_hash`: of none)."""
         if name.key in self._segments:
             self._segments.move_to_end(name.key)
         elif self._is_aligned(name):
             self._follow(name, namespace, before)
 
-    def _is_aligned(self, name: SegmentName) -> bool:
+    def _is_aligned(self, name: SegmentKey) -> bool:
         """An engine of another block size may have stored it."""
         return name.start % self._block_size == 0 and len(name.tokens) % self._block_size == 0
 
-    def _follow(self, name: SegmentName, namespace: bytes, before: bytes) -> _Segment:
+    def _follow(self, name: SegmentKey, namespace: bytes, before: bytes) -> _Segment:
         segment = _Segment(name, namespace, before, self._block_size)
         self._segments[name.key] = segment
         if len(self._segments) > self._max_segments:  # E2
@@ -188,7 +188,7 @@ class TierEvents:
                     self._remove(tier, oldest, "forgotten")
         return segment
 
-    def _find(self, name: SegmentName, ends: dict[bytes, tuple[bytes, bytes]]) -> _Segment | None:
+    def _find(self, name: SegmentKey, ends: dict[bytes, tuple[bytes, bytes]]) -> _Segment | None:
         """The segment of that name; from what it continues where it was not followed. ends: see `TierStores.ends`."""
         segment = self._segments.get(name.key)
         if segment is not None:
@@ -209,7 +209,7 @@ class TierEvents:
     def _held(
         self,
         tier: str,
-        name: SegmentName,
+        name: SegmentKey,
         seen: int,
         number: int,
         ends: dict[bytes, tuple[bytes, bytes]] | None = None,
@@ -285,9 +285,9 @@ def _start(value: tuple[bytes, SegmentInfo]) -> int:
     return value[1].start
 
 
-def _name(key: bytes, info: SegmentInfo) -> SegmentName:
+def _name(key: bytes, info: SegmentInfo) -> SegmentKey:
     tokens = np.frombuffer(info.tokens, "<i4")
-    return SegmentName(key, info.root, info.parent, info.start, tokens, info.extra_keys)
+    return SegmentKey(key, info.root, info.parent, info.start, tokens, info.extra_keys)
 
 
 def _medium(tier: str) -> str:

@@ -15,8 +15,8 @@ from quire.quantized.code_form import (
     require_product,
     rounded_form,
 )
-from quire.quantized.panels import CodedWeight
-from quire.quantized.reference import multiply
+from quire.quantized.panels import QuantizedPanels
+from quire.quantized.quantized_reference import multiply
 from quire.quantized.rounding import round_to_codes
 from quire.quantized.weight import Factor, QuantizedWeight, joined
 
@@ -24,9 +24,9 @@ __all__ = [
     "PANEL",
     "PANEL_LAYOUT",
     "CodeForm",
-    "CodedWeight",
     "Factor",
     "FactorForm",
+    "QuantizedPanels",
     "QuantizedWeight",
     "form_of",
     "joined",

@@ -5,7 +5,7 @@ so a plan knows what a start will hold.
 
 Not the numbers (`weight`), nor where they lie in a panel (native/kernels/quantized.hpp, whose sizes are here again).
 
-Cost: arithmetic. `held_dtype` looks at the numbers that it is given.
+Cost: arithmetic. `packed_dtype` looks at the numbers that it is given.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
     "CodeForm",
     "FactorForm",
     "form_of",
-    "held_dtype",
     "joined_form",
+    "packed_dtype",
     "require_product",
     "rounded_form",
     "zeros_dtype",
@@ -74,7 +74,7 @@ class CodeForm:
     has_order: bool = False
 
     def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
-        """What `CodedWeight.num_bytes` is of such a weight."""
+        """What `QuantizedPanels.num_bytes` is of such a weight."""
         held = self._twin_bytes if extension(backend) is None else self.panel_bytes
         return 8 * num_inputs * self.has_order + held(num_outputs, num_inputs)
 
@@ -154,12 +154,12 @@ def joined_form(forms: Sequence[CodeForm]) -> CodeForm:
 
 def _factor_form(factor: Factor) -> FactorForm:
     if factor.coarse is None:
-        return FactorForm(held_dtype(factor.fine))
+        return FactorForm(packed_dtype(factor.fine))
     ratio = factor.fine.shape[1] // factor.coarse.shape[1]
-    return FactorForm(held_dtype(factor.fine), held_dtype(factor.coarse), ratio)
+    return FactorForm(packed_dtype(factor.fine), packed_dtype(factor.coarse), ratio)
 
 
-def held_dtype(values: torch.Tensor) -> torch.dtype:
+def packed_dtype(values: torch.Tensor) -> torch.dtype:
     """The type in which these scales are held: float16 or bfloat16 where it loses nothing."""
     if values.dtype in _NUMBERS and values.dtype is not torch.float32:
         return values.dtype

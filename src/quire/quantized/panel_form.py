@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.quantized.code_form import held_dtype
+from quire.quantized.code_form import packed_dtype
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["of_told", "row_like", "told"]
@@ -82,8 +82,8 @@ def of_told(said: Mapping[str, Any], num_inputs: int) -> QuantizedWeight:
 def _like(factor: Factor) -> Factor:
     coarse = factor.coarse
     return Factor(
-        _number((1, factor.fine.shape[1]), held_dtype(factor.fine)),
-        None if coarse is None else _number((1, coarse.shape[1]), held_dtype(coarse)),
+        _number((1, factor.fine.shape[1]), packed_dtype(factor.fine)),
+        None if coarse is None else _number((1, coarse.shape[1]), packed_dtype(coarse)),
     )
 
 

@@ -1,7 +1,7 @@
 """A quantized weight as linear layers and embeddings take it: its product, its rows, the whole of it dequantized.
 
-The extension holds it in panels of codes (native/kernels/quantized.hpp); without the extension the twin (`reference`)
-computes, a byte for each code. Bits: those of the twin, whoever computes.
+The extension holds it in panels of codes (native/kernels/quantized.hpp); without the extension the twin
+(`quantized_reference`) computes, a byte for each code. Bits: those of the twin, whoever computes.
 
 Cost: of few rows one read of the panels, 0.5 to 1 byte a value; of many one widening of them for some hundred rows.
 """
@@ -16,17 +16,17 @@ import torch
 
 from quire.backends import extension
 from quire.errors import ArgumentError
-from quire.quantized.code_form import PANEL, form_of, held_dtype, require_product, zeros_dtype
+from quire.quantized.code_form import PANEL, form_of, packed_dtype, require_product, zeros_dtype
 from quire.quantized.panel_form import of_told, row_like, told
-from quire.quantized.reference import multiply
+from quire.quantized.quantized_reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["CodedWeight"]
+__all__ = ["QuantizedPanels"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class CodedWeight:
+class QuantizedPanels:
     """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
 
     backend: whose code computes, as of `quire.backends.extension`. isa: a variant of the extension's kernels, for
@@ -68,13 +68,13 @@ class CodedWeight:
         num_outputs: int,
         dtype: torch.dtype,
         backend: str | None = None,
-    ) -> CodedWeight:
+    ) -> QuantizedPanels:
         """A weight of which the outputs come in parts, in order and of one form; each part but the last is of whole
         panels (`PANEL` outputs). One part is unpacked at a time. Without the extension there is one part, the whole.
 
         *raises:* ArgumentError: as the class, and where the parts make no such weight.
         """
-        made: CodedWeight | None = None
+        made: QuantizedPanels | None = None
         native: Any = None
         form, stop = None, 0
         for weight in parts:
@@ -95,7 +95,9 @@ class CodedWeight:
         return made
 
     @classmethod
-    def at(cls, packed: Any, told: Any, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> CodedWeight:
+    def at(
+        cls, packed: Any, told: Any, num_outputs: int, num_inputs: int, dtype: torch.dtype
+    ) -> QuantizedPanels:
         """A weight that was packed before, for activations of any dtype, read where it lies.
 
         packed: its panels, uint8, at a multiple of 64; they are kept. told: as the property was of it.
@@ -207,4 +209,4 @@ def _factor(factor: Factor) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
 
 
 def _held(values: torch.Tensor) -> torch.Tensor:
-    return values.to(held_dtype(values)).contiguous()
+    return values.to(packed_dtype(values)).contiguous()

@@ -8,7 +8,7 @@ Others may use the names below, and
     native             the kernels
 """
 
-from quire.recurrence.backends import RecurrenceBackend, backend, register
-from quire.recurrence.checks import recurrence_step
+from quire.recurrence.recurrence_backend import RecurrenceBackend, backend, register
+from quire.recurrence.recurrence_checks import recurrence_step
 
 __all__ = ["RecurrenceBackend", "backend", "recurrence_step", "register"]

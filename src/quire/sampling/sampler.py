@@ -31,7 +31,7 @@ from quire.torch_threads import one_torch_thread
 __all__ = ["new_generator", "sample_tokens"]
 
 
-class _Request(Protocol):
+class _SamplingRequest(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
@@ -57,7 +57,7 @@ class DrawingSequence(Protocol):
     error: BaseException | None
 
     @property
-    def request(self) -> _Request: ...
+    def request(self) -> _SamplingRequest: ...
     def token_ids(self) -> np.ndarray: ...
 
 

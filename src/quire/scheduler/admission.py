@@ -24,9 +24,9 @@ import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.offload.swap import Swap
-from quire.scheduler.fair_share import FairShare
-from quire.scheduler.prefixes_under_way import PrefixesUnderWay
-from quire.scheduler.request import RequestSequence, SequenceState
+from quire.scheduler.memory_limits import MemoryLimits
+from quire.scheduler.request import RequestSequence, SequenceStatus
+from quire.scheduler.shared_prefills import SharedPrefills
 
 __all__ = ["MAX_LOOKED_AT", "Admission"]
 
@@ -42,7 +42,7 @@ class Admission:
     def __init__(
         self,
         cache: KVCache,
-        share: FairShare,
+        share: MemoryLimits,
         swap: Swap,
         *,
         watermark: float,
@@ -89,7 +89,7 @@ class Admission:
             return []
         cache, margin = self._cache, self.margin
         taken = self.blocks_to_come(chosen)
-        being_computed = PrefixesUnderWay(running, cache.block_size) if cache.prefix_caching else None
+        being_computed = SharedPrefills(running, cache.block_size) if cache.prefix_caching else None
         admitted: list[tuple[RequestSequence, int]] = []
         taken_by = self.taken_by_owner(chosen)
         for sequence in order:
@@ -144,12 +144,14 @@ class Admission:
             budget -= n
             sequence.cache_sequence = cache_sequence
             sequence.num_computed = num_computed
-            sequence.state = SequenceState.RUNNING
+            sequence.state = SequenceStatus.RUNNING
             if being_computed is not None:
                 being_computed.add(sequence, tokens)
             admitted.append((sequence, n))
         if admitted:
-            waiting[:MAX_LOOKED_AT] = [s for s in waiting[:MAX_LOOKED_AT] if s.state is SequenceState.WAITING]
+            waiting[:MAX_LOOKED_AT] = [
+                s for s in waiting[:MAX_LOOKED_AT] if s.state is SequenceStatus.WAITING
+            ]
             for sequence, _ in admitted:
                 insort(running, sequence, key=lambda other: other.key)
         return admitted

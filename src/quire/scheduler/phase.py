@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import Literal, TypeAlias
 
-from quire.scheduler.request import RequestSequence, SequenceState
+from quire.scheduler.request import RequestSequence, SequenceStatus
 
 __all__ = ["Phase", "phase_of"]
 
@@ -34,9 +34,9 @@ def phase_of(
     nobody more may run."""
     if sequence.request.is_paused:
         return "paused"
-    if sequence.state is SequenceState.LOADING:
+    if sequence.state is SequenceStatus.LOADING:
         return "loading"
-    if sequence.state is SequenceState.RUNNING:
+    if sequence.state is SequenceStatus.RUNNING:
         return "prefill" if sequence.num_tokens - sequence.num_computed > 1 else "decode"
     if not sequence.is_searched:
         return "searching"

@@ -29,17 +29,17 @@ from quire.scheduler.request_options import RequestOptions, cache_priority_numbe
 if TYPE_CHECKING:
     import torch
 
-    from quire.offload.load import Search, TierLoad
     from quire.offload.swap import Swapped
+    from quire.offload.tier_load import Search, TierLoad
     from quire.sampling.detokenizer import Detokenizer
     from quire.sampling.grammar import Matcher
     from quire.sampling.model_rules import RequestRules
     from quire.sampling.token_mask import TokenMask
 
-__all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "SequenceState", "Timings"]
+__all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "SequenceStatus", "Timings"]
 
 
-class SequenceState(enum.Enum):
+class SequenceStatus(enum.Enum):
     UNBORN = "unborn"
     WAITING = "waiting"
     LOADING = "loading"
@@ -85,7 +85,7 @@ class RequestSequence:
         self.request = request
         self.index = index
         self.last_token = int(request.prompt_token_ids[-1])  # the newest known one
-        self.state = SequenceState.UNBORN
+        self.state = SequenceStatus.UNBORN
         self.key: tuple[int, int, int] = (request.priority, request.arrival, index)  # smaller is served first
         self.output_ids: list[int] = []
         self.num_tokens = len(request.prompt_token_ids)  # known ones: prompt and output
@@ -112,12 +112,12 @@ class RequestSequence:
 
     @property
     def finished(self) -> bool:
-        return self.state is SequenceState.FINISHED
+        return self.state is SequenceStatus.FINISHED
 
     @property
     def is_preempted(self) -> bool:
         """Whether it has lost its place, and waits for one."""
-        is_out = self.state in (SequenceState.WAITING, SequenceState.LOADING)
+        is_out = self.state in (SequenceStatus.WAITING, SequenceStatus.LOADING)
         return is_out and self.request.num_preemptions > 0 and (self.index == 0 or len(self.output_ids) > 1)
 
     @property
@@ -131,13 +131,17 @@ class RequestSequence:
         if self.waits_for is None:
             return False
         other, position = self.waits_for
-        return other.state in (SequenceState.RUNNING, SequenceState.LOADING) and other.num_computed < position
+        return (
+            other.state in (SequenceStatus.RUNNING, SequenceStatus.LOADING) and other.num_computed < position
+        )
 
     def unborn_siblings(self) -> list[RequestSequence]:
         """The sequences that draw their first token from this one's logits: those not forked from it yet."""
         if self.index or self.output_ids or len(self.request.sequences) == 1:
             return []
-        return [sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceState.UNBORN]
+        return [
+            sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNBORN
+        ]
 
     def token_ids(self) -> np.ndarray:
         """All known tokens, int32 [num_tokens]."""
@@ -222,7 +226,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+        return all(sequence.state is SequenceStatus.FINISHED for sequence in self.sequences)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class RequestOptions:
 
     cache_priority: how its content is kept once it has ended: "keep" goes last, "discard" first. stream: an output
     for each step instead of one at the end; deltas: each with what is new only. request_id: made up if not given.
-    client: whose it is among those that share the engine: places are shared between clients, see `Clients`.
+    client: whose it is among those that share the engine: places are shared between clients, see `ClientFairness`.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)

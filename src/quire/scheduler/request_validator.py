@@ -21,7 +21,7 @@ from quire.sampling.grammar import Grammars
 from quire.sampling.model_rules import ModelRules, RequestRules
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import BadWords, TokenMask
-from quire.scheduler.fair_share import FairShare
+from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request
 from quire.scheduler.request_options import RequestOptions
@@ -46,7 +46,7 @@ class RequestValidator:
         sampling_defaults: Mapping[str, Any] | None,
         seed: int,
         clock: Callable[[], float],
-        share: FairShare,
+        share: MemoryLimits,
         tenants: Tenants,
         pins: Pins,
     ) -> None:

@@ -36,26 +36,26 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from quire.cache.answers import Dropped
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import CacheSequence, KVCache
+from quire.cache.results import Dropped
+from quire.durations import Durations
 from quire.errors import CapacityError
-from quire.offload.load import TierLoads
 from quire.offload.swap import Swap
+from quire.offload.tier_load import TierLoads
 from quire.scheduler.admission import MAX_LOOKED_AT, Admission
 from quire.scheduler.batches import make_batch, next_decodes
-from quire.scheduler.clients import Clients
-from quire.scheduler.fair_share import FairShare
-from quire.scheduler.loading import LoadingQueue
+from quire.scheduler.client_fairness import ClientFairness
+from quire.scheduler.loading_queue import LoadingQueue
+from quire.scheduler.memory_limits import MemoryLimits
+from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
-from quire.scheduler.refusals import Refusals
-from quire.scheduler.request import Request, RequestSequence, SequenceState
-from quire.spans import Spans
+from quire.scheduler.request import Request, RequestSequence, SequenceStatus
 from quire.step import Batch, Int64Array
 
 __all__ = ["Scheduler"]
 
-# Seconds between two tokens of a sequence, as `Spans` counts them.
+# Seconds between two tokens of a sequence, as `Durations` counts them.
 _TOKEN_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 
@@ -80,10 +80,10 @@ class Scheduler:
         swap: Swap | None = None,
         loads: TierLoads | None = None,
         on_reserved: Callable[[], None] | None = None,
-        share: FairShare | None = None,
+        share: MemoryLimits | None = None,
     ) -> None:
         self._cache = cache
-        self._share = share or FairShare(cache)
+        self._share = share or MemoryLimits(cache)
         self._swap = swap or Swap(cache)
         self._loading = None if loads is None else LoadingQueue(cache, loads, self._share, on_reserved)
         self._on_reserved = on_reserved
@@ -101,17 +101,19 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
-        self.token_gaps = Spans(_TOKEN_GAPS)  # between two tokens of a sequence, without pauses of its reader
+        self.token_gaps = Durations(
+            _TOKEN_GAPS
+        )  # between two tokens of a sequence, without pauses of its reader
         self.failed: list[RequestSequence] = []  # for `take_failed`
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
-        self._refusals = Refusals()
+        self._refusals = OomBackoff()
         # The last batch, of decodes that all run on, and the tokens that they drew: see `_steady_decodes`.
         self._decodes: Batch[RequestSequence] | None = None
         self._drawn: Int64Array = np.empty(0, np.int64)
         self._pairs_of: list[RequestSequence] = []  # of which list of decodes `_pairs` are the pairs
         self._pairs: list[tuple[RequestSequence, int]] = []
-        self._clients = Clients()
+        self._clients = ClientFairness()
 
     # -- requests in and out ---------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class Scheduler:
         Not while the parent computes its prompt, has no blocks, or nobody more may run: the sequence waits then like
         any other, and finds what the parent has committed.
         """
-        is_decoding = parent.state is SequenceState.RUNNING and parent.num_computed + 1 == parent.num_tokens
+        is_decoding = parent.state is SequenceStatus.RUNNING and parent.num_computed + 1 == parent.num_tokens
         may_run = is_decoding and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             return False
@@ -159,7 +161,7 @@ class Scheduler:
             self._set_paused(request, False)
 
     def _set_paused(self, request: Request, is_paused: bool) -> None:
-        waiting = [sequence for sequence in request.sequences if sequence.state is SequenceState.WAITING]
+        waiting = [sequence for sequence in request.sequences if sequence.state is SequenceStatus.WAITING]
         for sequence in waiting:
             self._line(sequence).remove(sequence)
         request.is_paused = is_paused
@@ -171,18 +173,18 @@ class Scheduler:
     def finish(self, sequence: RequestSequence, reason: str, error: BaseException | None = None) -> None:
         """Ends one sequence and returns its blocks. Nothing happens if it has ended already."""
         state = sequence.state
-        if state is SequenceState.FINISHED:
+        if state is SequenceStatus.FINISHED:
             return
-        sequence.state = SequenceState.FINISHED
+        sequence.state = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.error = error or sequence.error
-        if state is SequenceState.WAITING:
+        if state is SequenceStatus.WAITING:
             self._line(sequence).remove(sequence)
-        elif state is SequenceState.RUNNING:
+        elif state is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._close(sequence)
             self._refusals.ended()
-        elif state is SequenceState.LOADING:
+        elif state is SequenceStatus.LOADING:
             self._stop_loading(sequence)
         sequence.search = None
         self._swap.drop(sequence)
@@ -249,7 +251,7 @@ class Scheduler:
         self._chunk_limit = self.max_batch_tokens
         if self._loading is not None:
             for sequence in self._loading.land(self.max_num_seqs - len(self.running)):
-                sequence.state = SequenceState.RUNNING
+                sequence.state = SequenceStatus.RUNNING
                 insort(self.running, sequence, key=_key)
                 self._start([(sequence, 0)])
             if self._loading.may_start(self.waiting):
@@ -324,24 +326,24 @@ class Scheduler:
         drawn = np.asarray(tokens, np.int64)
         # Nothing but decodes, as it mostly is: one call for all of them. What ended since the step began was closed.
         together = step.is_decode and (
-            not self._closed or all(s.state is SequenceState.RUNNING for s in step.sequences)
+            not self._closed or all(s.state is SequenceStatus.RUNNING for s in step.sequences)
         )
         if together:
             cache.advance_unchecked(step.sequence_ids, step.positions + 1, drawn.astype(np.int32))
         else:
             for sequence, n in zip(step.sequences, step.num_new_tokens.tolist(), strict=True):
-                if sequence.state is SequenceState.RUNNING:
+                if sequence.state is SequenceStatus.RUNNING:
                     sequence.num_computed += n
                     cache.commit(sequence.cache_sequence, sequence.num_computed)
             for sequence in step.sampled:
-                if sequence.state is SequenceState.UNBORN:
+                if sequence.state is SequenceStatus.UNBORN:
                     self._fork(sequence)
         num_ended = 0
         since, count = None, 0  # when the token before came, and of how many in a row: mostly all at once
         for sequence, token in zip(step.sampled, drawn.tolist(), strict=True):
             if together:
                 sequence.num_computed += 1
-            elif sequence.state is SequenceState.FINISHED:
+            elif sequence.state is SequenceStatus.FINISHED:
                 continue
             if sequence.error is not None:
                 num_ended += 1
@@ -387,7 +389,7 @@ class Scheduler:
             for sequence in ended:
                 self.finish(sequence, "error", error)
             alone = None
-        copying = [sequence for sequence in step.copying if sequence.state is SequenceState.RUNNING]
+        copying = [sequence for sequence in step.copying if sequence.state is SequenceStatus.RUNNING]
         for sequence in copying:
             self._unadmit(sequence)
         if not copying and len(self.running) > 1:
@@ -546,7 +548,7 @@ class Scheduler:
         self._preempt(max(self.running[-1:] + self.loading[-1:], key=_key))
 
     def _preempt(self, sequence: RequestSequence) -> None:
-        if sequence.state is SequenceState.LOADING:
+        if sequence.state is SequenceStatus.LOADING:
             sequence.is_withdrawn = self._is_withdrawn(sequence)
             self._stop_loading(sequence)
             # What has arrived is findable; it is not asked for a second time.
@@ -580,7 +582,7 @@ class Scheduler:
         return self._cache.prefix_caching and not sequence.cache_sequence.is_findable
 
     def _wait(self, sequence: RequestSequence, *, search: bool = True) -> None:
-        sequence.state = SequenceState.WAITING
+        sequence.state = SequenceStatus.WAITING
         sequence.num_computed = 0
         sequence.waits_for = None
         insort(self._line(sequence), sequence, key=_key)
@@ -621,7 +623,7 @@ class Scheduler:
     def _fork(self, sequence: RequestSequence) -> None:
         """A sequence of a request whose prompt its first sequence has just computed."""
         parent = sequence.request.sequences[0]
-        may_run = parent.state is SequenceState.RUNNING and len(self.running) < self.max_num_seqs
+        may_run = parent.state is SequenceStatus.RUNNING and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             if parent.cache_sequence is not None:
                 sequence.is_withdrawn = self._is_withdrawn(parent)
@@ -633,7 +635,7 @@ class Scheduler:
         """To RUNNING, over the parent's blocks."""
         sequence.cache_sequence = self._cache.fork(parent.cache_sequence)
         sequence.num_computed = parent.num_computed
-        sequence.state = SequenceState.RUNNING
+        sequence.state = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_key)
 
 

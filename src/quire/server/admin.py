@@ -17,12 +17,13 @@ from fastapi import APIRouter, Depends, Response
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError, CapacityError
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ANYBODY, ApiTenant, name_of_owner
 from quire.server.dependencies import TheService, administrator
-from quire.server.errors import ApiError
 from quire.server.http.bodies import BodyRoute
-from quire.server.schemas.admin import (
+from quire.server.schemas.admin_bodies import (
     AdminPrompt,
-    Dropped,
+    ApiDropped,
     Explained,
     Flush,
     Flushed,
@@ -34,7 +35,6 @@ from quire.server.schemas.admin import (
 )
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
-from quire.server.tenants import ANYBODY, Tenant, name_of_owner
 
 __all__ = ["router"]
 
@@ -83,7 +83,7 @@ async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
 
 
 def _whose(body: AdminPrompt) -> NamespaceKeywords:
-    return Tenant(body.tenant or ANYBODY.name).key(body.cache_salt)
+    return ApiTenant(body.tenant or ANYBODY.name).key(body.cache_salt)
 
 
 @router.post("/pins", status_code=201)
@@ -122,12 +122,12 @@ async def unpin(pin_id: str, service: TheService) -> None:
 
 
 @router.post("/drop")
-async def drop(body: AdminPrompt, service: TheService) -> Dropped:
+async def drop(body: AdminPrompt, service: TheService) -> ApiDropped:
     """Has memory forget everything that begins with a prompt; tiers keep what they have. What requests hold is not
     found from now on, and free when they end; 400 where some of it is pinned."""
     tokens, core = np.asarray(await _tokens(service, body), np.int64), service.engine.core
 
-    def forget() -> Dropped:
+    def forget() -> ApiDropped:
         checked = core.engine.check_tokens(tokens)
         key = core.engine.tenants.resolve(PrefixKey.of(**_whose(body)), checked)
         for one in core.cache.pins.in_what_begins_with(checked, **key.content):
@@ -135,7 +135,7 @@ async def drop(body: AdminPrompt, service: TheService) -> Dropped:
                 f"expected a prefix of which nothing is pinned, got one that {_id(one)} has; unpin that first"
             )
         dropped = core.engine.drop(checked, key)
-        return Dropped(num_freed=dropped.num_freed, num_held=dropped.num_held)
+        return ApiDropped(num_freed=dropped.num_freed, num_held=dropped.num_held)
 
     return await service.engine.between_steps(forget)
 

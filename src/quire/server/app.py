@@ -6,17 +6,16 @@ from fastapi import FastAPI
 
 from quire.engine.async_engine import AsyncEngine
 from quire.server import admin, chat, completions, conversations, models
-from quire.server.errors import install_handlers
+from quire.server.api_errors import install_handlers
 from quire.server.http.body_limit import BodyLimit
 from quire.server.http.content_encoding import DecodedBody
-from quire.server.http.front_door import FrontDoor, with_cors
 from quire.server.http.http_versions import HeadAsGet
-from quire.server.http.requests import Requests
+from quire.server.http.origin_check import OriginCheck, with_cors
+from quire.server.http.request_log import RequestLog
 from quire.server.http.unless_gone import UnlessGone
+from quire.server.live_page import comparison_sessions, routes
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
-from quire.server.window import routes as window
-from quire.server.window import storages
 
 __all__ = ["make_app"]
 
@@ -37,15 +36,15 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(models.router)
     app.include_router(models.health_router)
     app.include_router(admin.router)
-    app.include_router(storages.router)
-    app.include_router(window.router)
+    app.include_router(comparison_sessions.router)
+    app.include_router(routes.router)
     limits = settings.limits
     app.add_middleware(UnlessGone)
     app.add_middleware(DecodedBody, max_bytes=limits.max_body_bytes)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_bytes_of_all=limits.max_bodies_bytes)
     if settings.allowed_origins:
         app.add_middleware(with_cors, origins=settings.allowed_origins)
-    app.add_middleware(FrontDoor, settings=settings)
-    app.add_middleware(Requests, is_logged=settings.log_requests, proxies=settings.proxies)
+    app.add_middleware(OriginCheck, settings=settings)
+    app.add_middleware(RequestLog, is_logged=settings.log_requests, proxies=settings.proxies)
     app.add_middleware(HeadAsGet)
     return app

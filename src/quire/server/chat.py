@@ -15,18 +15,18 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
+from quire.server.api_errors import ApiError
 from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
-from quire.server.errors import ApiError
-from quire.server.forms.answer_form import AnswerForm, AnswerReader
-from quire.server.forms.answer_grammar import answer_grammar
-from quire.server.forms.asked_form import AskedForm, form_asked_for, in_names_of
-from quire.server.forms.call_events import CallDelta, CutCall
-from quire.server.forms.reasoning import Thought
 from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs
-from quire.server.schemas.chat import (
+from quire.server.outputs.answer_grammar import answer_grammar
+from quire.server.outputs.call_events import CallDelta, CutCall
+from quire.server.outputs.output_format import OutputFormat, OutputParser
+from quire.server.outputs.reasoning import ReasoningSpan
+from quire.server.outputs.requested_format import RequestedFormat, api_field_names, requested_format
+from quire.server.schemas.chat_bodies import (
     AnsweredCall,
     AnswerMessage,
     ChatChoice,
@@ -37,7 +37,7 @@ from quire.server.schemas.chat import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, Begun, Service, id_of_answer
+from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
 __all__ = ["ChatWriter", "chat_params", "router"]
 
@@ -58,10 +58,10 @@ async def chat_completions(
         body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
     )
     prompt, tools = body.cut(asked.token_ids), asked.tools
-    form = AnswerForm.of(service.tokenizer, asked.text, tools=tools, must_call=_must_call(body))
+    form = OutputFormat.of(service.tokenizer, asked.text, tools=tools, must_call=_must_call(body))
     params = await beside_if_large(request, chat_params, body, service, form, tools)
     one = ChatWriter(body, service, params, form)
-    with in_names_of(body):
+    with api_field_names(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
     return await one.respond(begun, begun.outputs())
 
@@ -71,7 +71,7 @@ def _must_call(body: ChatFields) -> bool:
 
 
 def chat_params(
-    body: ChatFields, service: Service, answer_form: AnswerForm, tools: Sequence[Tool] = ()
+    body: ChatFields, service: Service, answer_form: OutputFormat, tools: Sequence[Tool] = ()
 ) -> SamplingParams:
     """answer_form: of the answers to the prompt. tools: those the model is told of."""
     limits = service.settings.limits
@@ -82,7 +82,7 @@ def chat_params(
         )
     if top and not body.logprobs:
         raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
-    asked = form_asked_for(body, service)
+    asked = requested_format(body, service)
     grammar = _grammar(body, service, answer_form, tools, asked)
     forms = {} if asked is None else {asked.kind: asked.value}
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -96,7 +96,11 @@ def chat_params(
 
 
 def _grammar(
-    body: ChatFields, service: Service, form: AnswerForm, tools: Sequence[Tool], asked: AskedForm | None
+    body: ChatFields,
+    service: Service,
+    form: OutputFormat,
+    tools: Sequence[Tool],
+    asked: RequestedFormat | None,
 ) -> str | None:
     """Of answers with a call in them or behind thoughts; None where what is asked says all, or nothing is forced."""
     if _must_call(body):
@@ -142,7 +146,7 @@ class ChatWriter:
         body: ChatFields,
         service: Service,
         params: SamplingParams,
-        form: AnswerForm,
+        form: OutputFormat,
         more: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._more = more
@@ -157,7 +161,7 @@ class ChatWriter:
             "model": service.model_name,
         }
 
-    async def respond(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> Response:
+    async def respond(self, begun: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
         """The answer in the form that the body asks for. outputs: of the one request that has begun."""
         if self._body.stream:
             return await self.stream(begun, outputs)
@@ -167,7 +171,7 @@ class ChatWriter:
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
         for index, text in enumerate(answer.texts):
-            reader = AnswerReader(self._form)
+            reader = OutputParser(self._form)
             message = self._message(reader, text)
             choices.append(
                 ChatChoice(
@@ -194,13 +198,13 @@ class ChatWriter:
                 del choice["token_ids"]
         return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
-    def _message(self, reader: AnswerReader, text: str) -> AnswerMessage:
+    def _message(self, reader: OutputParser, text: str) -> AnswerMessage:
         """The message of a whole text. A call that was cut is part of its content."""
         thoughts: list[str] = []
         said: list[str] = []
         calls: list[AnsweredCall] = []
         for part in reader.push(text, final=True):
-            if isinstance(part, Thought):
+            if isinstance(part, ReasoningSpan):
                 thoughts.append(part.text)
             elif isinstance(part, str):
                 said.append(part)
@@ -231,16 +235,16 @@ class ChatWriter:
         tokenizer = None if self._body.return_tokens_as_token_ids else self._service.tokenizer
         return chat_logprobs(tokenizer, shown, entries, self._params.logprobs or 0)
 
-    async def stream(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
+    async def stream(self, begun: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
         events = self._events(begun, outputs, answer)
         return EventStream(await anext(events), events, end=DONE)
 
     async def _events(
-        self, begun: Begun, generated: AsyncGenerator[RequestOutput], answer: Answer
+        self, begun: RunningRequests, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
-        readers = [AnswerReader(self._form) for _ in range(self._params.n)]
+        readers = [OutputParser(self._form) for _ in range(self._params.n)]
         opened: set[int] = set()
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
@@ -286,13 +290,13 @@ class ChatWriter:
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
 
-    def _deltas(self, reader: AnswerReader, text: str, *, final: bool) -> list[dict[str, Any]]:
+    def _deltas(self, reader: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for part in reader.push(text, final=final):
             if isinstance(part, str):
                 deltas.append({"content": part})
                 continue
-            if isinstance(part, Thought):
+            if isinstance(part, ReasoningSpan):
                 deltas.append({"reasoning_content": part.text})
                 continue
             if isinstance(part, CutCall) or self._is_beyond(part):

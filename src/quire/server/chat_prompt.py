@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from quire.server.errors import ApiError
+from quire.server.api_errors import ApiError
 from quire.server.http.bodies import beside_if_large
 from quire.server.messages import template_options
-from quire.server.schemas.chat import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
+from quire.server.schemas.chat_bodies import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
 from quire.server.service import Service
 
 __all__ = ["ChatPrompt", "prompt_of_chat"]

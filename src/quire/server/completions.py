@@ -13,15 +13,15 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
+from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
-from quire.server.errors import ApiError
-from quire.server.forms.asked_form import form_asked_for, in_names_of
 from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import CompletionTokens
+from quire.server.outputs.requested_format import api_field_names, requested_format
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
-from quire.server.service import Answer, Begun, Service, id_of_answer
+from quire.server.schemas.completion_bodies import Completion, CompletionChoice, CompletionRequest
+from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
 __all__ = ["router"]
 
@@ -49,7 +49,7 @@ async def completions(
     prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
     one = _Writer(body, service, params, _echoes(body, service, echoed))
-    with in_names_of(body):
+    with api_field_names(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
     if body.stream:
         return await one.stream(begun)
@@ -85,7 +85,7 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
         )
     if body.max_tokens == 0:
         raise ApiError(400, "expected max_tokens of 1 or more: every request generates", param="max_tokens")
-    form = form_asked_for(body, service)
+    form = requested_format(body, service)
     forms = {} if form is None else {form.kind: form.value}
     return service.params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, **forms)
 
@@ -161,12 +161,12 @@ class _Writer:
                 del choice["token_ids"], choice["prompt_token_ids"]
         return JSONResponse(shown, headers=_hit_header(answers))
 
-    async def stream(self, begun: Begun) -> EventStream:
+    async def stream(self, begun: RunningRequests) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(begun))]
         events = self._events(begun, answers)
         return EventStream(await anext(events), events, end=DONE)
 
-    async def _events(self, begun: Begun, answers: list[Answer]) -> AsyncGenerator[bytes]:
+    async def _events(self, begun: RunningRequests, answers: list[Answer]) -> AsyncGenerator[bytes]:
         tokens: dict[int, CompletionTokens] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -216,14 +216,14 @@ class _Writer:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
 
 
-def _outputs(begun: Begun) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
+def _outputs(begun: RunningRequests) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
     """The outputs of all requests as they come: of several, each with its place."""
     return (
         begun.outputs() if len(begun) == 1 else _outputs_of_several(begun)
     )  # the common one without a layer more
 
 
-async def _outputs_of_several(begun: Begun) -> AsyncGenerator[tuple[int, RequestOutput]]:
+async def _outputs_of_several(begun: RunningRequests) -> AsyncGenerator[tuple[int, RequestOutput]]:
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(_MOST_QUEUED)
 
     async def feed(place: int) -> None:

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Sequence
 
 from quire.engine.async_conversation import AsyncConversation
-from quire.server.errors import ApiError
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ApiTenant
 from quire.server.schemas.accepted import without_accepted
-from quire.server.schemas.chat import ChatMessage
-from quire.server.tenants import Tenant
+from quire.server.schemas.chat_bodies import ChatMessage
 
-__all__ = ["Conversations", "Talk", "kept_bytes"]
+__all__ = ["ConversationEntry", "Conversations", "kept_bytes"]
 
 _BYTES_OF_TOKEN = 4
 _BYTES_OF_OBJECT = (
@@ -34,7 +34,7 @@ def kept_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
     return _BYTES_OF_OBJECT * num_objects + num_bytes + _BYTES_OF_TOKEN * num_tokens
 
 
-class Talk:
+class ConversationEntry:
     """One of them. first: messages that stand before those of the first turn; starts: where turns begin, in tokens."""
 
     def __init__(
@@ -80,13 +80,13 @@ class Talk:
                 409, "the conversation is being answered: wait for the end, or fork it", code="conflict"
             )
 
-    def fork(self) -> Talk:
+    def fork(self) -> ConversationEntry:
         """Another one, the same so far; during a turn, with what there is of the answer."""
         state, starts = self.state, list(self.starts)
         if self._turn is not None:
             starts.append(len(state))
             state = self._turn
-        return Talk(state.fork(), self.cache_salt, self.first, starts)
+        return ConversationEntry(state.fork(), self.cache_salt, self.first, starts)
 
     def close(self) -> None:
         """Ends a turn under way."""
@@ -101,15 +101,15 @@ class Conversations:
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._of: dict[str, dict[str, Talk]] = {}
+        self._of: dict[str, dict[str, ConversationEntry]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
 
-    def of(self, tenant: Tenant) -> list[Talk]:
+    def of(self, tenant: ApiTenant) -> list[ConversationEntry]:
         return list(self._of.get(tenant.name, {}).values())
 
-    def check_room(self, tenant: Tenant) -> None:
+    def check_room(self, tenant: ApiTenant) -> None:
         if len(self._of.get(tenant.name, ())) >= self._most:
             raise ApiError(
                 429,
@@ -118,7 +118,7 @@ class Conversations:
                 retry_after_s=1,
             )
 
-    def check_bytes(self, tenant: Tenant, more: int) -> None:
+    def check_bytes(self, tenant: ApiTenant, more: int) -> None:
         """*raises:* ApiError 429: the tenant's conversations would take more memory than they may."""
         num_bytes = sum(talk.num_bytes for talk in self._of.get(tenant.name, {}).values())
         if num_bytes + more > self._most_bytes:
@@ -130,20 +130,20 @@ class Conversations:
                 retry_after_s=1,
             )
 
-    def add(self, tenant: Tenant, talk: Talk) -> Talk:
+    def add(self, tenant: ApiTenant, talk: ConversationEntry) -> ConversationEntry:
         self.check_room(tenant)
         self.check_bytes(tenant, talk.num_bytes)
         self._of.setdefault(tenant.name, {})[talk.id] = talk
         return talk
 
-    def get(self, tenant: Tenant, name: str) -> Talk:
+    def get(self, tenant: ApiTenant, name: str) -> ConversationEntry:
         """*raises:* ApiError 404 for what is not there, or another's."""
         talk = self._of.get(tenant.name, {}).get(name)
         if talk is None:
             raise ApiError(404, "there is no such conversation", code="conversation_not_found")
         return talk
 
-    def remove(self, tenant: Tenant, name: str) -> None:
+    def remove(self, tenant: ApiTenant, name: str) -> None:
         self.get(tenant, name).close()
         del self._of[tenant.name][name]
 

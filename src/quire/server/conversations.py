@@ -14,16 +14,16 @@ from fastapi import APIRouter, Request
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.scheduler.request import RequestOutput
+from quire.server.api_errors import ApiError
 from quire.server.chat import ChatWriter, chat_params
-from quire.server.conversation_store import Talk, kept_bytes
+from quire.server.conversation_store import ConversationEntry, kept_bytes
 from quire.server.dependencies import TheService, TheTenant
-from quire.server.errors import ApiError
-from quire.server.forms.answer_form import AnswerForm
-from quire.server.forms.asked_form import in_names_of
 from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.messages import template_options
+from quire.server.outputs.output_format import OutputFormat
+from quire.server.outputs.requested_format import api_field_names
 from quire.server.schemas.common import ERRORS
-from quire.server.schemas.conversations import (
+from quire.server.schemas.conversation_bodies import (
     ConversationAnswer,
     ConversationCard,
     ConversationDetails,
@@ -48,7 +48,7 @@ _TAIL_TOKENS = 16  # where a prompt that opens thoughts says so
 router = APIRouter(tags=["Conversations"], route_class=BodyRoute, responses=ERRORS)
 
 
-def _card(talk: Talk) -> ConversationCard:
+def _card(talk: ConversationEntry) -> ConversationCard:
     return ConversationCard(id=talk.id, created=talk.created, num_tokens=len(talk.state), turns=talk.starts)
 
 
@@ -75,7 +75,7 @@ async def make(
             found = await engine.resume(name, recompute=body.recompute, **tenant.key(salt))
         except NoSnapshotError as error:
             raise _no_snapshot(name, "snapshot") from error
-        return _card(service.conversations.add(tenant, Talk(found, salt)))
+        return _card(service.conversations.add(tenant, ConversationEntry(found, salt)))
     state = engine.conversation(**tenant.key(salt))
     if given == "messages":  # kept as they are: what the first turn adds is framed with them
         text = await service.render(body.messages or [])
@@ -83,7 +83,7 @@ async def make(
         await engine.between_steps(lambda: engine.core.engine.check_tokens(tokens))
     elif given is not None:
         state.append(await _plain_tokens(service, body, is_first=True))
-    return _card(service.conversations.add(tenant, Talk(state, salt, body.messages or ())))
+    return _card(service.conversations.add(tenant, ConversationEntry(state, salt, body.messages or ())))
 
 
 @router.get("/quire/conversations")
@@ -162,17 +162,17 @@ async def append(
         talk.begin(base, turn)
         talk.end(turn, is_kept=True)
         return _card(talk)
-    form = AnswerForm()
+    form = OutputFormat()
     if body.messages or (len(base) == 0 and talk.first):  # an answer to messages, rather than more of a text
         tail = service.tokenizer.decode(turn.token_ids[-_TAIL_TOKENS:])
-        form = AnswerForm.of(service.tokenizer, tail)
+        form = OutputFormat.of(service.tokenizer, tail)
     params = await beside_if_large(request, chat_params, body, service, form)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, form, more=lambda: {"conversation": _card(talk).model_dump()})
     talk.begin(base, turn)
     try:
-        with in_names_of(body):
+        with api_field_names(body):
             asked = turn.asked(
                 params,
                 priority=body.priority or 0,
@@ -189,7 +189,7 @@ async def append(
     return await one.respond(begun, _answered(talk, turn, outputs))
 
 
-async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int) -> list[int]:
+async def _turn_tokens(service: Service, talk: ConversationEntry, body: Turn, num_before: int) -> list[int]:
     """What a turn adds."""
     given = _one_of(body, "messages", "text", "tokens")
     first = list(talk.first) if num_before == 0 else []
@@ -226,7 +226,7 @@ async def _plain_tokens(service: Service, body: NewConversation | Turn, *, is_fi
 
 
 async def _answered(
-    talk: Talk, turn: AsyncConversation, counted: AsyncGenerator[RequestOutput]
+    talk: ConversationEntry, turn: AsyncConversation, counted: AsyncGenerator[RequestOutput]
 ) -> AsyncGenerator[RequestOutput]:
     """The answer's outputs; at their end the turn becomes the conversation's."""
     is_kept = False

@@ -10,11 +10,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from quire.server.errors import ApiError
-from quire.server.http.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
-from quire.server.http.requests import current_request
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant
+from quire.server.http.origin_check import foreign_host, foreign_origin, is_this_machine, name_of_proxy
+from quire.server.http.request_log import current_request
 from quire.server.service import Service
-from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
 __all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of"]
 
@@ -26,7 +26,7 @@ async def service_of(request: Request) -> Service:
 TheService = Annotated[Service, Depends(service_of)]
 
 
-async def tenant_of(request: Request, service: TheService) -> Tenant:
+async def tenant_of(request: Request, service: TheService) -> ApiTenant:
     """Whose key the request brings; anybody where the server has no keys."""
     keys = service.settings.keys
     key = _key(request)
@@ -42,10 +42,10 @@ async def tenant_of(request: Request, service: TheService) -> Tenant:
     )
 
 
-TheTenant = Annotated[Tenant, Depends(tenant_of)]
+TheTenant = Annotated[ApiTenant, Depends(tenant_of)]
 
 
-async def administrator(request: Request, service: TheService) -> Tenant:
+async def administrator(request: Request, service: TheService) -> ApiTenant:
     """The administrator: by the admin key or, where there is no key at all and `trust_loopback` holds, from this
     machine, through no proxy, under a name of this machine and from no other site's page: another site's name may point
     here, and its page may post here. `allowed_origins` are for the API: their pages are no administrator without the

@@ -9,10 +9,10 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.forms.markers import special_token_ids
-from quire.server.forms.token_bytes import shown, token_bytes
-from quire.server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from quire.server.schemas.completions import CompletionLogprobs
+from quire.server.outputs.markers import special_token_ids
+from quire.server.outputs.token_bytes import shown, token_bytes
+from quire.server.schemas.chat_bodies import ChatLogprobs, TokenLogprob, TopLogprob
+from quire.server.schemas.completion_bodies import CompletionLogprobs
 
 __all__ = ["CompletionTokens", "chat_logprobs"]
 

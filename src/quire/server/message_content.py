@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.errors import ApiError
-from quire.server.schemas.chat import ChatMessage, ContentPart
+from quire.server.api_errors import ApiError
+from quire.server.schemas.chat_bodies import ChatMessage, ContentPart
 
-__all__ = ["ContentForm", "content_form_of", "content_of"]
+__all__ = ["ContentFormat", "content_form_of", "content_of"]
 
 _ONE, _OTHER = "qpart_one", "qpart_other"
 _LEARNT = ("user", "system", "assistant")
@@ -33,7 +33,7 @@ _OF_ANSWERS = ("refusal", *_THOUGHTS)
 
 
 @dataclass(frozen=True)
-class ContentForm:
+class ContentFormat:
     """The roles whose content may be a list of texts, those whose content has to be one, and whether an assistant's
     list takes thoughts."""
 
@@ -46,7 +46,7 @@ class ContentForm:
         return _texts([content]) if role in self.lists_alone and isinstance(content, str) else content
 
 
-def content_of(message: ChatMessage, index: int, form: ContentForm) -> tuple[Any, str | None]:
+def content_of(message: ChatMessage, index: int, form: ContentFormat) -> tuple[Any, str | None]:
     """(content, thoughts that are not in it) of the message at this place. *raises:* ApiError: a part of no text."""
     texts, thoughts = _said(message, index)
     thought = "\n".join(dict.fromkeys(filter(None, thoughts))) if thoughts else None
@@ -105,10 +105,10 @@ def _texts(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 @functools.lru_cache(maxsize=32)
-def content_form_of(tokenizer: Any, template: str, *, with_tools: bool) -> ContentForm:
+def content_form_of(tokenizer: Any, template: str, *, with_tools: bool) -> ContentFormat:
     """The form of contents that the template takes; with_tools: beside tools, for which there may be another one."""
     if not template:
-        return ContentForm()
+        return ContentFormat()
     question: Any = "q"
 
     def rendered(role: str, content: Any, **more: Any) -> str:
@@ -142,4 +142,4 @@ def content_form_of(tokenizer: Any, template: str, *, with_tools: bool) -> Conte
     takes_thoughts = _ONE not in rendered("assistant", _OTHER, **named) and shows(
         "assistant", [{"type": "thinking", "thinking": _ONE}, *_texts([_OTHER])]
     )
-    return ContentForm(frozenset(lists), frozenset(alone), takes_thoughts)
+    return ContentFormat(frozenset(lists), frozenset(alone), takes_thoughts)

@@ -16,9 +16,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.server.errors import ApiError
-from quire.server.forms.named_form import NamedForm
-from quire.server.forms.tools import (
+from quire.server.api_errors import ApiError
+from quire.server.message_content import ContentFormat, content_form_of, content_of
+from quire.server.outputs.tagged_call_format import TaggedCallFormat
+from quire.server.outputs.tool_call_format import (
     form_of,
     system_message,
     template_tells_tools,
@@ -26,9 +27,8 @@ from quire.server.forms.tools import (
     template_writes_calls,
     written_call,
 )
-from quire.server.message_content import ContentForm, content_form_of, content_of
-from quire.server.schemas.chat import ChatMessage, PromptFields, Tool, WholePromptFields
-from quire.server.settings import Limits
+from quire.server.schemas.chat_bodies import ChatMessage, PromptFields, Tool, WholePromptFields
+from quire.server.settings import ServerLimits
 
 __all__ = ["render", "render_next", "template_options"]
 
@@ -109,7 +109,7 @@ def _options_of_chats(template: str, body: WholePromptFields) -> dict[str, Any]:
 def render(
     tokenizer: Any,
     messages: Sequence[ChatMessage],
-    limits: Limits,
+    limits: ServerLimits,
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
@@ -138,7 +138,7 @@ def render(
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
     calls = form_of(tokenizer)
-    if isinstance(calls, NamedForm) and calls.whole_id:
+    if isinstance(calls, TaggedCallFormat) and calls.whole_id:
         _write_ids(plain, calls.whole_id)
     if not template_writes_calls(tokenizer):
         for one in plain:
@@ -177,7 +177,7 @@ def _line(plain: dict[str, Any]) -> str:
 def render_next(
     tokenizer: Any,
     messages: Sequence[ChatMessage],
-    limits: Limits,
+    limits: ServerLimits,
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """What the template puts behind an answer to go on with these messages: the answer's end, them, the next one's
@@ -200,7 +200,7 @@ def _tells(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _plain(message: ChatMessage, index: int, form: ContentForm) -> dict[str, Any]:
+def _plain(message: ChatMessage, index: int, form: ContentFormat) -> dict[str, Any]:
     """A message as templates read it: content in their form, arguments of calls as objects where they are JSON."""
     content, thoughts = content_of(message, index, form)
     plain: dict[str, Any] = {"role": message.role, "content": content}

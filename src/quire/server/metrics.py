@@ -11,7 +11,8 @@
     vllm:request_queue_time_seconds, vllm:request_prefill_time_seconds, vllm:request_decode_time_seconds
     vllm:request_prompt_tokens, vllm:request_generation_tokens, vllm:request_max_num_generation_tokens
     quire:...                                the cache's and the engine's other counts
-    quire:tier_...{tier}                     what each tier holds and has done, as `quire.tiers.guarded.TierCounts` says
+    quire:tier_...{tier}                     what each tier holds and has done, as
+    `quire.tiers.tier_worker.TierCounts` says
     quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
     quire:evicted_blocks_total{reason}       full blocks whose content memory gave up, why: `LOSS_REASONS`
     quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks

@@ -9,14 +9,14 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
+from quire.server.api_errors import ApiError
 from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant, tenant_of
-from quire.server.errors import ApiError
 from quire.server.http.bodies import BodyRoute
-from quire.server.schemas.chat import ChatMessage, WholePromptFields
+from quire.server.schemas.chat_bodies import ChatMessage, WholePromptFields
 from quire.server.schemas.common import ERRORS, ModelCard, ModelList, TokenId
 from quire.server.schemas.part import StrictBody
-from quire.server.schemas.unserved import Only
+from quire.server.schemas.unserved import OneOf
 from quire.server.service import Service
 
 __all__ = ["health_router", "router"]
@@ -34,7 +34,7 @@ class TokenizeRequest(WholePromptFields):
     add_special_tokens: bool | None = Field(
         None, description="Default: prompts do get them, messages do not, as where they are answered."
     )
-    return_token_strs: Annotated[Any, Only("ask POST /detokenize", False)] = None
+    return_token_strs: Annotated[Any, OneOf("ask POST /detokenize", False)] = None
 
 
 class TokenizeAnswer(BaseModel):

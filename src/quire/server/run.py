@@ -24,8 +24,8 @@ from quire.server.app import make_app
 from quire.server.http.acceptor import Acceptor
 from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
-from quire.server.http.requests import LOGGER
-from quire.server.settings import Limits, ServerSettings
+from quire.server.http.request_log import LOGGER
+from quire.server.settings import ServerLimits, ServerSettings
 
 __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
     limits: as of the configuration.
     """
 
-    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
         super().__init__(config)
         self._limits = limits
 
@@ -82,10 +82,10 @@ class _Server(uvicorn.Server):
         pass
 
     def capture_signals(self) -> Any:  # what newer versions call it
-        return _Nothing()
+        return _NoLock()
 
 
-class _Nothing:
+class _NoLock:
     def __enter__(self) -> None:
         pass
 
@@ -93,7 +93,7 @@ class _Nothing:
         pass
 
 
-def uvicorn_config(app: Any, limits: Limits, proxies: TrustedProxies | None = None) -> uvicorn.Config:
+def uvicorn_config(app: Any, limits: ServerLimits, proxies: TrustedProxies | None = None) -> uvicorn.Config:
     """How uvicorn serves the application: behind the bounds of `connections`."""
     return uvicorn.Config(
         app,

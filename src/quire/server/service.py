@@ -25,20 +25,20 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
-from quire.server.admission import Admission, Admitted, client_of
+from quire.server.api_admission import Admitted, ApiAdmission, client_of
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ANYBODY, ApiTenant, install
 from quire.server.conversation_store import Conversations
-from quire.server.errors import ApiError
-from quire.server.http.requests import current_request
+from quire.server.http.request_log import current_request
 from quire.server.json_size import is_deeper, is_longer
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
-from quire.server.off_loop import OffLoop
-from quire.server.schemas.chat import ChatMessage, Tool
+from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
-from quire.server.tenants import ANYBODY, Tenant, install
+from quire.server.threads import Threads
 
-__all__ = ["Answer", "Begun", "Service", "id_of_answer"]
+__all__ = ["Answer", "RunningRequests", "Service", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 _MOST_TOKENIZED_BYTES = 256 << 10
@@ -109,14 +109,14 @@ class Service:
         named = {one.name for one in settings.keys.tenants if not one.is_admin} - {ANYBODY.name}
         whose = named | {ANYBODY.name} if named else ()
         self._metrics_of = {name: Metrics(self.model_name) for name in whose}
-        self._admission = Admission(
+        self._admission = ApiAdmission(
             settings.limits.max_waiting + engine.max_num_seqs,
             self.metrics,
             is_shared=len(settings.keys.tenants) > 1,
             per_minute_of_address=settings.limits.requests_per_minute_per_address,
         )
         self._names: set[str] = set()  # of the engine's requests under way
-        self.off_loop = OffLoop()
+        self.off_loop = Threads()
         tokenizer = engine.tokenizer
         self._longest_token_bytes = (
             0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
@@ -129,7 +129,7 @@ class Service:
         # Clients of chat seldom say how long an answer may be, and mean: to its end.
         engine.submit_between_steps(lambda: self._prepare(tenants)).result()
 
-    def _prepare(self, tenants: Sequence[Tenant]) -> None:
+    def _prepare(self, tenants: Sequence[ApiTenant]) -> None:
         """In the engine's thread."""
         self.engine.core.engine.use_default_max_tokens(self.engine.max_model_len)
         install(self.engine.tenants, tenants)
@@ -145,14 +145,14 @@ class Service:
         """Requests that run or wait."""
         return self._admission.num_open
 
-    def require_place(self, tenant: Tenant) -> None:
+    def require_place(self, tenant: ApiTenant) -> None:
         """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
         with self._refusals_of(tenant):
             self._admission.require(tenant, 1, current_request().address)
 
     async def begin(
-        self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
-    ) -> Begun:
+        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+    ) -> RunningRequests:
         """A place for each request, and all of them begun, once the engine has found all of them right.
 
         Places come first: what would wait beyond the bound, or exceed what its tenant may do, is refused at once,
@@ -166,8 +166,8 @@ class Service:
             raise
 
     async def _begin(
-        self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
-    ) -> Begun:
+        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+    ) -> RunningRequests:
         began = time.monotonic()
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
@@ -187,7 +187,7 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return Begun(self, body, admitted, streams, leaves, began)
+        return RunningRequests(self, body, admitted, streams, leaves, began)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Service:
 
     def requests(
         self,
-        tenant: Tenant,
+        tenant: ApiTenant,
         body: SamplingBody,
         prompts: Sequence[list[int]],
         params: SamplingParams,
@@ -284,7 +284,7 @@ class Service:
         """Those of requests that have ended."""
         self._names.difference_update(names)
 
-    def count_unread(self, tenant: Tenant, began: float) -> None:
+    def count_unread(self, tenant: ApiTenant, began: float) -> None:
         """The end of a request of which no output was asked for: its client had gone by then."""
         current_request().finish_reasons.append("abort")
         for one in self._told(tenant):
@@ -292,7 +292,7 @@ class Service:
 
     async def counted(
         self,
-        tenant: Tenant,
+        tenant: ApiTenant,
         leave: Callable[[], None],
         body: SamplingBody,
         generated: Outputs,
@@ -339,18 +339,18 @@ class Service:
 
     # -- what is told of them --------------------------------------------------------------------------
 
-    async def metrics_page(self, tenant: Tenant) -> bytes:
+    async def metrics_page(self, tenant: ApiTenant) -> bytes:
         """What Prometheus gets: all there is for the administrator, and for whoever is let in where no tenant has a
         name; else the tenant's own requests."""
         own = None if tenant.is_admin else self._metrics_of.get(tenant.name)
         return self.metrics.render(await self.engine.stats()) if own is None else own.render()
 
-    def _told(self, tenant: Tenant) -> list[Metrics]:
+    def _told(self, tenant: ApiTenant) -> list[Metrics]:
         own = self._metrics_of.get(tenant.name)
         return [self.metrics] if own is None else [self.metrics, own]
 
     @contextmanager
-    def _refusals_of(self, tenant: Tenant) -> Iterator[None]:
+    def _refusals_of(self, tenant: ApiTenant) -> Iterator[None]:
         """Counts an answer of 429 among the tenant's own as well."""
         try:
             yield
@@ -359,7 +359,7 @@ class Service:
                 self._metrics_of[tenant.name].refused.labels(str(error.code)).inc()
             raise
 
-    async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any]) -> None:
+    async def _check_kept(self, tenant: ApiTenant, body: SamplingBody, prompts: Sequence[Any]) -> None:
         """Refuses at once what could not be kept."""
         pins, most = self.engine.pins, self.settings.limits.max_kept
 
@@ -375,7 +375,7 @@ class Service:
         with self._refusals_of(tenant):
             await self.engine.between_steps(check)
 
-    async def _keep(self, tenant: Tenant, body: SamplingBody, prompt: list[int]) -> None:
+    async def _keep(self, tenant: ApiTenant, body: SamplingBody, prompt: list[int]) -> None:
         """Room that was there before may be gone by now: the answer comes all the same."""
         pins, seconds = self.engine.pins, body.keep_for or 0.0
         try:
@@ -402,7 +402,7 @@ class Service:
             self._require_short(len(text.encode("utf-8", "replace")), is_prompt)
             return self._encode(text, add_special_tokens)
         self._require_short(len(text), is_prompt)  # characters: not fewer bytes
-        return await self.off_loop.in_turn(self._encode, text, add_special_tokens)
+        return await self.off_loop.run_here(self._encode, text, add_special_tokens)
 
     async def render(
         self,
@@ -435,7 +435,7 @@ class Service:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; many do not keep the others waiting."""
         if len(token_ids) > _LONG_TEXT:
-            return await self.off_loop.in_turn(self.tokenizer.decode, token_ids)
+            return await self.off_loop.run_here(self.tokenizer.decode, token_ids)
         return self.tokenizer.decode(token_ids)
 
     def _require_short(self, num_bytes: int, is_prompt: bool) -> None:
@@ -467,7 +467,7 @@ class Service:
             raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
 
 
-class Begun:
+class RunningRequests:
     """The requests of one body, which the engine has begun: where they come out, each `outputs` read once.
 
     The end of a `with` ends those that have not ended, leaves their places, and calls `when_over`.
@@ -525,7 +525,7 @@ class Begun:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def __enter__(self) -> Begun:
+    def __enter__(self) -> RunningRequests:
         return self
 
     def __exit__(

@@ -40,15 +40,15 @@ from typing import Any
 from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
 from quire.secret_text import check_key, is_readable_by_all, key_lines, named, read_text
+from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.http.client_address import TrustedProxies
-from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
-__all__ = ["Limits", "ServerSettings", "StoredAs", "is_loopback", "load_config", "load_stored_as"]
+__all__ = ["ServerLimits", "ServerSettings", "StoredAs", "is_loopback", "load_config", "load_stored_as"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What one request, and all together, may ask for.
 
     max_waiting: requests that wait for the engine; one more gets 429. requests_per_minute_per_address: of one client's
@@ -123,9 +123,9 @@ class ServerSettings:
     trusted_proxies: tuple[str, ...] = ()
     log_requests: bool = False
     drain_seconds: float = 30.0
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     keys: KeyRing = field(default_factory=KeyRing)
-    tenants: tuple[Tenant, ...] = (ANYBODY,)
+    tenants: tuple[ApiTenant, ...] = (ANYBODY,)
     tenant_secret: bytes | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
     remote_secret: bytes | None = field(default=None, repr=False)
@@ -189,7 +189,7 @@ _SERVER_FIELDS = {
 _LISTS = ("allowed_origins", "trusted_proxies")
 # Of the file alone, and of --api-key-file: the settings have what they lead to.
 _KEYS_AND_SECRETS = ("api_key_file", "admin_key", "tenant_secret", "remote_secret")
-_LIMITS = tuple(entry.name for entry in fields(Limits))
+_LIMITS = tuple(entry.name for entry in fields(ServerLimits))
 _TENANT_FIELDS = {
     "name": str,
     "keys": list,
@@ -236,7 +236,7 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
             f"expected other names than {ANYBODY.name} and {ADMIN.name} - in [[tenants]] of {path}"
         )
     settings = ServerSettings(
-        limits=Limits(**{name: server.pop(name) for name in _LIMITS if name in server}),
+        limits=ServerLimits(**{name: server.pop(name) for name in _LIMITS if name in server}),
         keys=KeyRing(keys),
         tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
         warnings=tuple(warnings),
@@ -307,7 +307,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in `config`") from error
 
 
-def _tenant(entry: Any, path: str | None) -> tuple[Tenant, list[tuple[bytes, Tenant]]]:
+def _tenant(entry: Any, path: str | None) -> tuple[ApiTenant, list[tuple[bytes, ApiTenant]]]:
     where = f"[[tenants]] of {path}"
     _typed(entry, dict, where)
     _known(entry, _TENANT_FIELDS.keys(), where)
@@ -319,7 +319,7 @@ def _tenant(entry: Any, path: str | None) -> tuple[Tenant, list[tuple[bytes, Ten
         if entry.get(name, 1) < (0 if name == "priority" else 1):
             raise ArgumentError(f"expected a positive number, got {entry[name]} - as {name} in {where}")
     quota = entry.get("quota")
-    tenant = Tenant(
+    tenant = ApiTenant(
         entry["name"],
         priority=entry.get("priority", 0),
         quota_bytes=None if quota is None else parse_size(quota, where=f"quota in {where}"),

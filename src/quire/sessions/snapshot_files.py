@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from quire.atomic_file import AtomicFile
 from quire.errors import ArgumentError, LoadError
-from quire.new_file import NewFile
 from quire.tiers.files import Files
 from quire.tiers.folder_lock import FileLock
 from quire.tiers.tier import TierError
@@ -255,7 +255,7 @@ class SnapshotFiles:
     def _put(self, record: SnapshotRecord, path: Path) -> None:
         """Under the lock."""
         # One name for all: the lock lets one write, and what a killed process left there is written over.
-        with NewFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
+        with AtomicFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
             file.write(_encoded(record))
 
     def _aside(self, name: str, namespace: bytes) -> Path:

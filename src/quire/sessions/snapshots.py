@@ -31,8 +31,8 @@ import numpy as np
 
 from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError, LoadError
-from quire.offload.tiering import OpenTiers
-from quire.offload.waiting import InEngine
+from quire.offload.offloaded_sequence import InEngine
+from quire.offload.open_tiers import OpenTiers
 from quire.sessions.snapshot_files import (
     SnapshotAllowance,
     SnapshotFiles,
@@ -40,8 +40,8 @@ from quire.sessions.snapshot_files import (
     check_name,
 )
 from quire.sessions.transcript import Transcript
-from quire.tiers.names import SegmentName, chain_names
 from quire.tiers.segment import Layout, Segment, encode
+from quire.tiers.segment_key import SegmentKey, chain_names
 from quire.tiers.tier import TierError
 
 __all__ = ["Snapshot", "SnapshotLimits", "Snapshots"]
@@ -213,7 +213,7 @@ class Snapshots:
 
     # -- segments --------------------------------------------------------------------------------------
 
-    def _chain(self, record: SnapshotRecord, namespace: bytes) -> list[SegmentName]:
+    def _chain(self, record: SnapshotRecord, namespace: bytes) -> list[SegmentKey]:
         tiers = self._tiers
         return chain_names(
             root_key(tiers.fingerprint, namespace),
@@ -256,7 +256,7 @@ class Snapshots:
 
     def _keep_state(
         self, record: SnapshotRecord, namespace: bytes, reach: int, in_engine: InEngine
-    ) -> list[SegmentName]:
+    ) -> list[SegmentKey]:
         """The state that the first turn will go on from, stored if the disk lacks it; none of a model without."""
         states, names = self._tiers.stores.states, self._states(record, namespace, reach)
         if states is None or not names:
@@ -270,9 +270,7 @@ class Snapshots:
                 return [name]
         return [] if on_disk is None else [on_disk]
 
-    def _states(
-        self, record: SnapshotRecord, namespace: bytes, reach: int | None = None
-    ) -> list[SegmentName]:
+    def _states(self, record: SnapshotRecord, namespace: bytes, reach: int | None = None) -> list[SegmentKey]:
         """Of the states that a first turn could go on from, with K and V to `reach` (None: to the end)."""
         states = self._tiers.stores.states
         if states is None:
@@ -281,11 +279,11 @@ class Snapshots:
         keys = tuple(sorted(record.extra_keys.items()))
         return states.names(namespace, record.token_ids[:most], keys)
 
-    def _deepest_on_disk(self, names: list[SegmentName]) -> SegmentName | None:
+    def _deepest_on_disk(self, names: list[SegmentKey]) -> SegmentKey | None:
         there = self._disk.contains([name.key for name in names])
         return next((name for name, is_there in zip(names[::-1], there[::-1], strict=True) if is_there), None)
 
-    def _store(self, name: SegmentName, payload: np.ndarray, layout: Layout | None = None) -> bool:
+    def _store(self, name: SegmentKey, payload: np.ndarray, layout: Layout | None = None) -> bool:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
         value = encode(segment, layout or self._tiers.stack.layout, made_at=self._clock())
         return self._disk.store(name.key, value, name.info(cache_priority=_KEEP))

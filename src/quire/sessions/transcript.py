@@ -12,11 +12,11 @@ from quire.cache.prefix_key import PrefixKey
 from quire.errors import ArgumentError, PromptError
 from quire.scheduler.prompts import encode
 
-__all__ = ["Reader", "Transcript"]
+__all__ = ["Transcript", "TranscriptReader"]
 
 
 @dataclass(frozen=True)
-class Reader:
+class TranscriptReader:
     """How text becomes tokens. tokenizer: None where only ids go in. check: tokens as int32, or PromptError."""
 
     tokenizer: Any
@@ -27,12 +27,12 @@ class Reader:
 class Transcript:
     """token_ids: int32 [num_tokens]. key: whose content it is; its extra_keys are those of these tokens."""
 
-    reader: Reader
+    reader: TranscriptReader
     key: PrefixKey = field(default_factory=PrefixKey)
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
-    def begun(cls, reader: Reader, key: PrefixKey, prompt: Any = None) -> Transcript:
+    def begun(cls, reader: TranscriptReader, key: PrefixKey, prompt: Any = None) -> Transcript:
         """With a prompt, or with nothing (None). *raises:* PromptError, ArgumentError."""
         if not isinstance(key.namespace, bytes):
             raise ArgumentError(f"expected bytes, got {key.namespace!r} - in `namespace`")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError, BackendError
-from quire.simulate.compare import Comparison, Run, run_simulated
+from quire.simulate.comparison import Comparison, Run, run_simulated
 from quire.simulate.cost_line import CostLine
 from quire.simulate.workload import TraceRequest, Workload
 from quire.spec import KVSpec

@@ -20,7 +20,7 @@ from quire.baselines.row_cache import RowCache
 from quire.cache.block_map import CACHED, IN_FLIGHT
 from quire.config import STORAGES, EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.storages import open_storage
+from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request_options import RequestOptions
@@ -28,7 +28,7 @@ from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock, SimulatedRunner
 from quire.spec import KVSpec, LayerSpec, Span
 
-__all__ = ["MAX_MODEL_LEN", "MEMORY_TOKENS", "NUM_CELLS", "Asked", "SideBySide"]
+__all__ = ["MAX_MODEL_LEN", "MEMORY_TOKENS", "NUM_CELLS", "ComparedRequest", "SideBySide"]
 
 MAX_MODEL_LEN = 512
 MEMORY_TOKENS = 8 * MAX_MODEL_LEN
@@ -43,7 +43,7 @@ _SPEC = KVSpec(layers=(LayerSpec(Span(), 1, 32, 32),) * 2, dtype="float32")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparedRequest:
     """A request: tokens of its prompt, of its output, and how many of the prompt all requests share."""
 
     num_prompt_tokens: int
@@ -89,7 +89,7 @@ class _Side:
         self.num_refused = self.num_done = 0
         self.num_running_sum = self.num_steps = 0
 
-    def add(self, number: int, asked: Asked) -> None:
+    def add(self, number: int, asked: ComparedRequest) -> None:
         params = SamplingParams(max_tokens=asked.num_output_tokens, temperature=0, ignore_eos=True)
         try:
             self.engine.submit(asked.tokens(number), RequestOptions(params, request_id=str(number)))
@@ -201,7 +201,7 @@ class SideBySide:
             except QuireError as error:  # this machine cannot do it: said, and the others go on
                 self._missing[name] = str(error)
 
-    def add(self, asked: Asked) -> int:
+    def add(self, asked: ComparedRequest) -> int:
         """Gives every storage the request; its number."""
         number = self._num_logit_rows
         self._num_logit_rows += 1

@@ -12,7 +12,7 @@ Others may use the names below, and
 import warnings
 from typing import Any
 
-from quire.spec.formats import FORMATS, KVFormat, element_formats, format_of
+from quire.spec.kv_formats import FORMATS, KVFormat, element_formats, format_of
 from quire.spec.kv_spec import KVGroup, KVSpec
 from quire.spec.layer_spec import KINDS, LayerSpec, Span, layer_ranges
 

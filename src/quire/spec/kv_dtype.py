@@ -13,7 +13,7 @@ A layer that a format cannot hold stays in the model's dtype (`layers_left` tell
 number, or where that is all of them.
 
 Arithmetic over a spec, as `KVSpec`: a planner gets the answer that the start gets. Not here: whether a back end can
-attend to a format (`quire.attention.backends`).
+attend to a format (`quire.attention.devices`).
 
 Cost: O(layers).
 """
@@ -24,7 +24,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from quire.errors import ArgumentError
-from quire.spec.formats import FORMATS, PAIRS, format_of
+from quire.spec.kv_formats import FORMATS, PAIRS, format_of
 from quire.spec.kv_spec import KVSpec
 from quire.spec.layer_spec import LayerSpec, layer_ranges
 

@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError
-from quire.spec.config import (
+from quire.spec.kv_formats import format_of
+from quire.spec.layer_spec import LayerSpec, Span, layer_ranges
+from quire.spec.model_config import (
     dtype_of,
     layers_of,
     max_length_of,
@@ -35,8 +37,6 @@ from quire.spec.config import (
     read_config,
     vocab_size_of,
 )
-from quire.spec.formats import format_of
-from quire.spec.layer_spec import LayerSpec, Span, layer_ranges
 from quire.spec.state_spec import StateSpec, state_specs
 
 __all__ = ["KVGroup", "KVSpec"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.errors import ArgumentError
-from quire.spec.formats import format_of, pair_name
+from quire.spec.kv_formats import format_of, pair_name
 
 __all__ = ["KINDS", "LayerSpec", "Span", "layer_ranges"]
 
@@ -73,8 +73,8 @@ class LayerSpec:
     the turned part of the keys behind it, V the latent).
     index_of: this is no decoder layer, but the keys by which the indexer of that one chooses tokens (DSA): one head, K
     alone. Such layers stand behind the decoder's.
-    k_format, v_format: names of the formats that rows of K and of V are stored in (`quire.spec.formats`); empty for the
-    model's own dtype.
+    k_format, v_format: names of the formats that rows of K and of V are stored in (`quire.spec.kv_formats`); empty
+    for the model's own dtype.
     """
 
     span: Span

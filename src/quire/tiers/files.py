@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import xxhash
 
+from quire.atomic_file import MAX_BUFFERS, FileCalls
 from quire.backends import extension
-from quire.new_file import MAX_BUFFERS, FileCalls
 
 __all__ = ["Buffer", "Files"]
 

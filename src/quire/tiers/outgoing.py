@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.tiers.names import SegmentName
+from quire.tiers.segment_key import SegmentKey
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["Outgoing"]
@@ -21,7 +21,7 @@ class Outgoing:
 
     def __init__(
         self,
-        name: SegmentName,
+        name: SegmentKey,
         info: SegmentInfo,
         payload: np.ndarray,
         make: Callable[[], list[memoryview]],

@@ -41,12 +41,12 @@ import numpy as np
 
 from quire.errors import ArgumentError
 from quire.spec.payload import PayloadLayout
-from quire.tiers.guarded import Fetched, GuardedTier, TierCounts
-from quire.tiers.names import SegmentName
-from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
 from quire.tiers.segment import Layout, Segment, encode
+from quire.tiers.segment_key import SegmentKey
 from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
+from quire.tiers.tier_changes import TierChanges
+from quire.tiers.tier_worker import Fetched, TierCounts, TierWorker
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
@@ -104,10 +104,10 @@ class TierStack:
         self._promote = promote
         self._clock = clock
         self._wall_clock = wall_clock
-        self.notices = Notices()
-        """What the tiers hold and lose, for who listens (`Notices.listen`)."""
+        self.notices = TierChanges()
+        """What the tiers hold and lose, for who listens (`TierChanges.listen`)."""
         self._tiers = [
-            GuardedTier(
+            TierWorker(
                 tier,
                 min(workers, 1),
                 max_bytes_in_flight,
@@ -131,7 +131,7 @@ class TierStack:
 
     def store(
         self,
-        segments: Sequence[tuple[SegmentName, np.ndarray]],
+        segments: Sequence[tuple[SegmentKey, np.ndarray]],
         *,
         cache_priority: int = 1,
         owner: str = "",
@@ -183,7 +183,7 @@ class TierStack:
 
     def load(
         self,
-        chain: Sequence[SegmentName],
+        chain: Sequence[SegmentKey],
         *,
         into: Callable[[int, np.ndarray], None] | None = None,
         places: Callable[[int], Sequence[Any] | None] | None = None,
@@ -298,7 +298,7 @@ class TierStack:
         in_time, _ = self._readers.close(left())
         return all([in_time, *[tier.close(left()) for tier in self._tiers]])
 
-    def _encode(self, name: SegmentName, payload: np.ndarray, layout: Layout) -> list[memoryview]:
+    def _encode(self, name: SegmentKey, payload: np.ndarray, layout: Layout) -> list[memoryview]:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
         return encode(segment, layout, made_at=self._wall_clock())
 
@@ -383,19 +383,19 @@ class TierStack:
     def _num_damaged(self) -> int:
         return sum(tier.num_damaged for tier in self._tiers)
 
-    def _look_through(self, names: Sequence[SegmentName], layout: Layout) -> None:
+    def _look_through(self, names: Sequence[SegmentKey], layout: Layout) -> None:
         """Behind a damaged value: the others that nobody asks for now go if they are damaged too, and are stored anew
         with what is computed in their place. Else each start would find one of them."""
         for tier in self._tiers:
             for name in names:
                 self._readers.submit(partial(tier.remove_if_damaged, name, layout))
 
-    def _some(self, names: Sequence[SegmentName], layout: Layout) -> Sequence[SegmentName]:
+    def _some(self, names: Sequence[SegmentKey], layout: Layout) -> Sequence[SegmentKey]:
         """The leading ones, of `_COPIED_BYTES` together or one alone."""
         num_bytes = accumulate(layout.num_bytes(len(name.tokens)) for name in names)
         return names[: max(1, sum(count <= _COPIED_BYTES for count in num_bytes))]
 
-    def _fetch_in_place(self, load: Load, indices: range, tier: GuardedTier) -> int:
+    def _fetch_in_place(self, load: Load, indices: range, tier: TierWorker) -> int:
         """How many leading segments a tier has read to where they are wanted, and the load has them."""
         if load._places is None:
             return 0

@@ -20,8 +20,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from quire.tiers.names import SegmentName
 from quire.tiers.segment import Layout
+from quire.tiers.segment_key import SegmentKey
 
 __all__ = ["Load", "Lookup", "Outcome"]
 
@@ -99,7 +99,7 @@ class Load(_Handle["Load"]):
 
     def __init__(
         self,
-        chain: Sequence[SegmentName],
+        chain: Sequence[SegmentKey],
         layout: Layout,
         into: Callable[[int, np.ndarray], None] | None,
         places: Callable[[int], Sequence[Any] | None] | None,

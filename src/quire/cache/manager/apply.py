@@ -6,13 +6,13 @@ Cost: O(new blocks) per group.
 from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.reserve import Copy, Request, blocks_of
+from quire.cache.manager.reserve import BlockRequest, Copy, blocks_of
 from quire.cache.manager.sequence import GIVEN_UP
 
 __all__ = ["allocate", "write_in_place"]
 
 
-def write_in_place(blocks: Blocks, request: Request) -> None:
+def write_in_place(blocks: Blocks, request: BlockRequest) -> None:
     """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
     for _, _, block_id in request.sequence.partial_blocks(blocks.shape):
         if blocks.node_of[block_id] is not None:
@@ -21,7 +21,7 @@ def write_in_place(blocks: Blocks, request: Request) -> None:
 
 
 def allocate(
-    blocks: Blocks, request: Request, copies: list[list[Copy]], sources: list[tuple[int, int]]
+    blocks: Blocks, request: BlockRequest, copies: list[list[Copy]], sources: list[tuple[int, int]]
 ) -> None:
     """Give one sequence its blocks; the copies' sources are let go at the end of the call."""
     sequence = request.sequence
@@ -43,7 +43,7 @@ def allocate(
     sequence.reserved = request.end
 
 
-def _allocate(blocks: Blocks, request: Request, group: int, block: int) -> int:
+def _allocate(blocks: Blocks, request: BlockRequest, group: int, block: int) -> int:
     sequence = request.sequence
     if blocks.shape.groups[group].span.kind != "full":
         return blocks.allocate(sequence, GIVEN_UP, GIVEN_UP)

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from quire.cache.events import EventArrays
 from quire.cache.manager.apply import allocate, write_in_place
+from quire.cache.manager.arrays import block_map, content_of, tree_arrays
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.branch import forget_from, share_computed
 from quire.cache.manager.commit import make_findable, release_behind_windows
-from quire.cache.manager.content import ExtraKeys
+from quire.cache.manager.elements import ExtraKeys
 from quire.cache.manager.eviction import policy_of
 from quire.cache.manager.forget import drop, withdraw
 from quire.cache.manager.groups import explain_hit, find_hit
@@ -35,9 +36,8 @@ from quire.cache.manager.invariants import check_invariants
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NOBODY
 from quire.cache.manager.refresh_hit import refresh_hit
-from quire.cache.manager.reserve import Copy, Request, blocks_by_owner, decide, make_plan
-from quire.cache.manager.sequence import SequenceState
-from quire.cache.manager.views import block_map, content_of, tree_arrays
+from quire.cache.manager.reserve import BlockRequest, Copy, blocks_by_owner, decide, make_plan
+from quire.cache.manager.sequence import ManagedSequence
 from quire.cache.tree_view import TreeArrays
 from quire.cache.types import NO_LIMIT, NORMAL, Int32Array, Int64Array
 from quire.spec import Span
@@ -70,7 +70,7 @@ class PythonBlockManager:
         self.prefix_caching = prefix_caching
         self.watermark_blocks = watermark_blocks
         self.blocks = Blocks(self.shape, num_blocks, overlapped_steps, run_blocks, policy_of(eviction))
-        self.sequences: dict[int, SequenceState] = {}
+        self.sequences: dict[int, ManagedSequence] = {}
         self.num_opened = 0
         self.num_admitted = 0
         self.num_hit_tokens = self.num_query_tokens = 0
@@ -105,7 +105,7 @@ class PythonBlockManager:
         most_cached: int = NO_LIMIT,
     ) -> int:
         extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
-        sequence = SequenceState(
+        sequence = ManagedSequence(
             self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority, most_cached
         )
         self.num_opened += 1
@@ -161,7 +161,7 @@ class PythonBlockManager:
             self.sequences[sequence].restored_to = num_computed_tokens
         return plan
 
-    def _decide_to_restore(self, sequence: int, num_computed_tokens: int) -> list[Request]:
+    def _decide_to_restore(self, sequence: int, num_computed_tokens: int) -> list[BlockRequest]:
         state = self.sequences[sequence]
         if not state.num_computed < num_computed_tokens <= state.num_tokens:
             raise ValueError(
@@ -171,7 +171,7 @@ class PythonBlockManager:
         num_new = num_computed_tokens - state.num_computed
         return decide(self.blocks, [state], [num_new], 0, restores=True)
 
-    def _apply(self, requests: list[Request]) -> StepPlan | None:
+    def _apply(self, requests: list[BlockRequest]) -> StepPlan | None:
         needs = blocks_by_owner(requests, self.shape)
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))
@@ -205,7 +205,9 @@ class PythonBlockManager:
         self.most_blocks = max(self.most_blocks, pool.num_held + len(pool.in_flight))
         return make_plan(requests, copies, self.blocks.newest_step, self.shape)
 
-    def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
+    def _decide(
+        self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
+    ) -> list[BlockRequest]:
         states = [self.sequences[sequence] for sequence in sequences.tolist()]
         return decide(self.blocks, states, num_new_tokens.tolist(), num_lookahead)
 
@@ -252,7 +254,7 @@ class PythonBlockManager:
 
     def fork(self, sequence: int) -> int:
         parent = self.sequences[sequence]
-        child = SequenceState(
+        child = ManagedSequence(
             self.num_opened,
             parent.tokens,
             parent.extra_keys,

@@ -19,7 +19,7 @@ from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NO_QUOTA, NOBODY
 from quire.cache.manager.pool import NO_WRITER, Pool
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
-from quire.cache.manager.sequence import SequenceState
+from quire.cache.manager.sequence import ManagedSequence
 
 __all__ = ["Blocks"]
 
@@ -67,14 +67,14 @@ class Blocks:
         """One more table names the block of a node."""
         self.pool.take(block_id, cache_priority)
 
-    def make_room(self, sequence: SequenceState, num_blocks: int) -> None:
+    def make_room(self, sequence: ManagedSequence, num_blocks: int) -> None:
         """Evict until so many blocks are free, which must be available to the sequence's owner."""
         while len(self.pool.free) < num_blocks:
             block_id = self._next_victim()
             assert block_id is not None
             self._evict(block_id, sequence.owner_id, "evicted")
 
-    def allocate(self, sequence: SequenceState, before: int, block: int) -> int:
+    def allocate(self, sequence: ManagedSequence, before: int, block: int) -> int:
         """A block without content for the sequence to write its block, behind the one that has the block `before`."""
         block_id = self.pool.pop_free(sequence.owner_id, sequence.cache_priority, before, block)
         self.pool.writer[block_id] = sequence.id

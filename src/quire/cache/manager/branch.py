@@ -9,13 +9,13 @@ from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import longest_valid_hit
 from quire.cache.manager.pool import NO_WRITER
-from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 from quire.cache.types import NO_LIMIT
 
 __all__ = ["forget_from", "share_computed"]
 
 
-def share_computed(blocks: Blocks, parent: SequenceState, child: SequenceState) -> None:
+def share_computed(blocks: Blocks, parent: ManagedSequence, child: ManagedSequence) -> None:
     """The child, new and of the parent's tokens, has the parent's computed blocks too."""
     for shape, source, table in zip(blocks.shape.groups, parent.tables, child.tables, strict=True):
         for block_id in source.block_ids[: shape.num_blocks(parent.num_computed)].tolist():
@@ -32,7 +32,7 @@ def share_computed(blocks: Blocks, parent: SequenceState, child: SequenceState) 
         child.node.num_sequences += 1
 
 
-def forget_from(blocks: Blocks, state: SequenceState, position: int) -> int:
+def forget_from(blocks: Blocks, state: ManagedSequence, position: int) -> int:
     """Forget a sequence's tokens from `position` on, which it has; the tokens computed then: fewer than `position`
     where a window has given up what the next query would read."""
     size, pool = blocks.shape.size, blocks.pool

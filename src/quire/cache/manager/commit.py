@@ -14,14 +14,14 @@ Cost: O(new blocks x log siblings).
 from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.content import encode
+from quire.cache.manager.elements import encode
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
-from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
 __all__ = ["make_findable", "move_to", "release_behind_windows"]
 
 
-def make_findable(blocks: Blocks, sequence: SequenceState, end: int) -> int:
+def make_findable(blocks: Blocks, sequence: ManagedSequence, end: int) -> int:
     """Commit the tokens from `num_computed` to `end` to the tree; the number of blocks deduplicated."""
     size = blocks.tree.block_size
     num_deduplicated = 0
@@ -32,7 +32,7 @@ def make_findable(blocks: Blocks, sequence: SequenceState, end: int) -> int:
     return num_deduplicated
 
 
-def _insert_full_node(blocks: Blocks, sequence: SequenceState, depth: int) -> int:
+def _insert_full_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> int:
     size, parent = blocks.tree.block_size, sequence.node
     assert parent is not None
     content = encode(sequence.tokens, sequence.extra_keys, depth * size, (depth + 1) * size)
@@ -66,7 +66,7 @@ def _insert_full_node(blocks: Blocks, sequence: SequenceState, depth: int) -> in
     return num_deduplicated
 
 
-def _insert_tail(blocks: Blocks, sequence: SequenceState, end: int) -> None:
+def _insert_tail(blocks: Blocks, sequence: ManagedSequence, end: int) -> None:
     depth, num_tokens = divmod(end, blocks.tree.block_size)
     assert sequence.node is not None
     content = encode(sequence.tokens, sequence.extra_keys, end - num_tokens, end)
@@ -75,7 +75,7 @@ def _insert_tail(blocks: Blocks, sequence: SequenceState, end: int) -> None:
 
 
 def _insert_or_extend(
-    blocks: Blocks, sequence: SequenceState, depth: int, content: bytes, num_tokens: int
+    blocks: Blocks, sequence: ManagedSequence, depth: int, content: bytes, num_tokens: int
 ) -> Node:
     own = _own_partial_node(blocks, sequence, depth)
     block_ids = sequence.node_blocks(blocks.shape, depth, depth * blocks.shape.size + num_tokens)
@@ -86,7 +86,7 @@ def _insert_or_extend(
     return blocks.insert(sequence.node, content, num_tokens, block_ids)
 
 
-def _own_partial_node(blocks: Blocks, sequence: SequenceState, depth: int) -> Node | None:
+def _own_partial_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> Node | None:
     """All blocks that begin before its end are in it. Those behind are in none: a sibling said as much when they
     came."""
     if sequence.num_computed <= depth * blocks.shape.size:
@@ -95,7 +95,7 @@ def _own_partial_node(blocks: Blocks, sequence: SequenceState, depth: int) -> No
     return next((node for node in nodes if node is not None), None)
 
 
-def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:
+def move_to(tree: PrefixTree, sequence: ManagedSequence, node: Node) -> None:
     """The sequence's full committed blocks end in `node` from now on."""
     left = sequence.node
     assert left is not None
@@ -105,7 +105,7 @@ def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:
     tree.prune(left)
 
 
-def release_behind_windows(blocks: Blocks, sequence: SequenceState, num_computed: int) -> None:
+def release_behind_windows(blocks: Blocks, sequence: ManagedSequence, num_computed: int) -> None:
     """Let go of the blocks that no query from `num_computed` on reads, the deepest first in each group."""
     for group, (shape, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
         first = shape.first_needed(num_computed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.events import KINDS, REASONS, EventArrays
-from quire.cache.manager.content import decode
+from quire.cache.manager.elements import decode
 from quire.cache.manager.prefix import HOLE, Node
 from quire.cache.types import NORMAL
 

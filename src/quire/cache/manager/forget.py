@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.content import ExtraKeys, encode
+from quire.cache.manager.elements import ExtraKeys, encode
 from quire.cache.manager.prefix import Node, PrefixTree
-from quire.cache.manager.sequence import SequenceState
+from quire.cache.manager.sequence import ManagedSequence
 from quire.cache.types import Int32Array
 
 __all__ = ["drop", "withdraw"]
@@ -23,7 +23,7 @@ __all__ = ["drop", "withdraw"]
 
 def drop(
     blocks: Blocks,
-    sequences: Iterable[SequenceState],
+    sequences: Iterable[ManagedSequence],
     root: Node | None,
     tokens: Int32Array,
     extra_keys: ExtraKeys,
@@ -52,7 +52,7 @@ def drop(
     return len(blocks.pool.free) - num_free, num_used
 
 
-def withdraw(tree: PrefixTree, sequence: SequenceState) -> None:
+def withdraw(tree: PrefixTree, sequence: ManagedSequence) -> None:
     """Nothing that the sequence commits from now on is found. Twice does nothing."""
     left, sequence.node = sequence.node, None
     if left is not None:
@@ -69,7 +69,7 @@ def _node_of(tree: PrefixTree, node: Node | None, tokens: Int32Array, extra_keys
     return node
 
 
-def _begins_with(sequence: SequenceState, start: int, stop: int, rest: bytes) -> bool:
+def _begins_with(sequence: ManagedSequence, start: int, stop: int, rest: bytes) -> bool:
     """Whether what the sequence has computed of the block at `start` begins with `rest`, the tokens up to `stop`.
 
     There need not be a node of it: a sibling may say the same."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.manager.content import ExtraKeys, decode, encode
+from quire.cache.manager.elements import ExtraKeys, decode, encode
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
 from quire.cache.types import Int32Array

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.content import encode
+from quire.cache.manager.elements import encode
 from quire.cache.manager.pool import NO_WRITER
 from quire.cache.manager.prefix import HOLE, Node
-from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 from quire.errors import InvariantError
 
 __all__ = ["check_invariants"]
@@ -24,7 +24,7 @@ def _require(holds: bool, number: str, message: str) -> None:
         raise InvariantError(f"{number} broken: {message}")
 
 
-def check_invariants(blocks: Blocks, sequences: Mapping[int, SequenceState]) -> None:
+def check_invariants(blocks: Blocks, sequences: Mapping[int, ManagedSequence]) -> None:
     """Raise `InvariantError` unless C1 to C9 hold."""
     nodes = _check_tree(blocks, sequences)
     _check_pool(blocks, sequences, nodes)
@@ -32,7 +32,7 @@ def check_invariants(blocks: Blocks, sequences: Mapping[int, SequenceState]) -> 
         _check_sequence(blocks, sequences, sequence)
 
 
-def _check_pool(blocks: Blocks, sequences: Mapping[int, SequenceState], nodes: list[Node]) -> None:
+def _check_pool(blocks: Blocks, sequences: Mapping[int, ManagedSequence], nodes: list[Node]) -> None:
     pool, node_of = blocks.pool, blocks.node_of
     num_references: Counter[int] = Counter()
     for sequence in sequences.values():
@@ -105,7 +105,7 @@ def _check_owners(blocks: Blocks, known: dict[int, Node]) -> None:
     )
 
 
-def _check_tree(blocks: Blocks, sequences: Mapping[int, SequenceState]) -> list[Node]:
+def _check_tree(blocks: Blocks, sequences: Mapping[int, ManagedSequence]) -> list[Node]:
     size = blocks.tree.block_size
     ends = Counter(id(s.node) for s in sequences.values() if s.node is not None)
     nodes: list[Node] = []
@@ -146,7 +146,9 @@ def _check_tree(blocks: Blocks, sequences: Mapping[int, SequenceState]) -> list[
     return nodes
 
 
-def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequence: SequenceState) -> None:
+def _check_sequence(
+    blocks: Blocks, sequences: Mapping[int, ManagedSequence], sequence: ManagedSequence
+) -> None:
     pool, size, name = blocks.pool, blocks.tree.block_size, f"sequence {sequence.id}"
     num_computed = sequence.num_computed
     partial, offset = divmod(num_computed, size)

@@ -5,7 +5,7 @@ where all groups have blocks of as many tokens), or a hole (-1) where that block
 and no free list: `blocks.py` joins tree and pool.
 
 Invariants
-    T1  siblings are distinct and sorted by content (`content.py`), so the sibling with the longest common
+    T1  siblings are distinct and sorted by content (`elements.py`), so the sibling with the longest common
         prefix stands next to the insertion point, and all that start with X stand together behind X.
     T2  only full nodes (block_size tokens) have children; a shorter node, called partial, is a leaf.
     T3  no node is bare: without block, child and sequence. A root is dropped without child and sequence.
@@ -16,7 +16,7 @@ nodes compared); inserting moves the siblings behind, a memmove of pointers.
 
 from __future__ import annotations
 
-from quire.cache.manager.content import num_common_elements
+from quire.cache.manager.elements import num_common_elements
 
 __all__ = ["HOLE", "Node", "PrefixTree"]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import find_hit
-from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
 __all__ = ["refresh_hit"]
 
 
-def refresh_hit(blocks: Blocks, sequence: SequenceState) -> None:
+def refresh_hit(blocks: Blocks, sequence: ManagedSequence) -> None:
     """Extend the hit of a sequence not yet admitted by what others have committed since it last looked."""
     tree = blocks.tree
     seen = (tree.version, sequence.num_tokens)

@@ -18,20 +18,20 @@ import numpy as np
 
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.node_shape import NodeShape
-from quire.cache.manager.plan import PythonGroupPlan
-from quire.cache.manager.sequence import SequenceState
+from quire.cache.manager.sequence import ManagedSequence
+from quire.cache.manager.step_plan import PythonGroupPlan
 from quire.step import StepPlan
 
-__all__ = ["Copy", "Request", "blocks_by_owner", "blocks_of", "decide", "make_plan"]
+__all__ = ["BlockRequest", "Copy", "blocks_by_owner", "blocks_of", "decide", "make_plan"]
 
 Copy: TypeAlias = tuple[int, int, int]  # source block, destination block, tokens
 
 
 @dataclass
-class Request:
+class BlockRequest:
     """One sequence's part of a step."""
 
-    sequence: SequenceState
+    sequence: ManagedSequence
     start: int
     stop: int  # lookahead not counted
     end: int  # lookahead counted
@@ -44,18 +44,18 @@ class Request:
 
 def decide(
     blocks: Blocks,
-    sequences: list[SequenceState],
+    sequences: list[ManagedSequence],
     num_new_tokens: list[int],
     num_lookahead: int,
     *,
     restores: bool = False,
-) -> list[Request]:
+) -> list[BlockRequest]:
     """Check the arguments against the state and decide what is copied. Changes nothing.
 
     Raises ValueError for a sequence given twice, for more new tokens than are known, or after a `restore` that has
     not been committed.
     """
-    requests: list[Request] = []
+    requests: list[BlockRequest] = []
     seen: set[int] = set()
     # References of a block once the earlier sequences of this call have copied theirs.
     num_left: dict[int, int] = {}
@@ -84,12 +84,12 @@ def decide(
             )
             copies, can_write_in_place = _must_copy(blocks, sequence, num_left, is_given_up)
         end = stop + num_lookahead
-        requests.append(Request(sequence, start, stop, end, copies, can_write_in_place, first_blocks))
+        requests.append(BlockRequest(sequence, start, stop, end, copies, can_write_in_place, first_blocks))
     return requests
 
 
 def _must_copy(
-    blocks: Blocks, sequence: SequenceState, num_left: dict[int, int], is_given_up: bool
+    blocks: Blocks, sequence: ManagedSequence, num_left: dict[int, int], is_given_up: bool
 ) -> tuple[bool, bool]:
     """Whether the blocks of the partial node must be copied, and whether only the node stands against writing in place.
 
@@ -112,7 +112,7 @@ def _must_copy(
     return copies, is_findable_beyond and not is_in_use
 
 
-def blocks_by_owner(requests: list[Request], shape: NodeShape) -> dict[int, int]:
+def blocks_by_owner(requests: list[BlockRequest], shape: NodeShape) -> dict[int, int]:
     """Blocks the requests take, over all groups, for each owner of theirs."""
     needs: dict[int, int] = {}
     for request in requests:
@@ -121,7 +121,7 @@ def blocks_by_owner(requests: list[Request], shape: NodeShape) -> dict[int, int]
     return needs
 
 
-def blocks_of(request: Request, shape: NodeShape) -> int:
+def blocks_of(request: BlockRequest, shape: NodeShape) -> int:
     """Blocks one request takes, over all groups."""
     num_copied = len(request.sequence.partial_blocks(shape)) if request.copies else 0
     groups = zip(shape.groups, request.sequence.tables, request.first_blocks, strict=True)
@@ -130,7 +130,9 @@ def blocks_of(request: Request, shape: NodeShape) -> int:
     )
 
 
-def make_plan(requests: list[Request], copies: list[list[Copy]], step: int, shape: NodeShape) -> StepPlan:
+def make_plan(
+    requests: list[BlockRequest], copies: list[list[Copy]], step: int, shape: NodeShape
+) -> StepPlan:
     """The plan of a step whose blocks have been allocated; `copies` has one list per group."""
     query_start = np.zeros(len(requests) + 1, np.int32)
     np.cumsum([request.stop - request.start for request in requests], out=query_start[1:])

@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from quire.cache.known_tokens import KnownTokens
-from quire.cache.manager.content import ExtraKeys
+from quire.cache.manager.elements import ExtraKeys
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.prefix import Node
 from quire.cache.types import NO_LIMIT, Int32Array, Int64Array
 
-__all__ = ["GIVEN_UP", "BlockTable", "SequenceState"]
+__all__ = ["GIVEN_UP", "BlockTable", "ManagedSequence"]
 
 GIVEN_UP = -1
 
@@ -72,7 +72,7 @@ class BlockTable:
         self._array, self._num_viewed = array, 0
 
 
-class SequenceState(KnownTokens):
+class ManagedSequence(KnownTokens):
     """See the module docstring."""
 
     def __init__(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
-from quire.tally import Tally
 
 __all__ = ["MappingBudget", "PlacementBackend"]
 
@@ -32,7 +32,7 @@ class MappingBudget:
     def __init__(self, limit: int | None, what: str = "mappings") -> None:
         self.limit = limit
         self.what = what
-        self._used = Tally()
+        self._used = ByteCounter()
 
     @property
     def used(self) -> int:

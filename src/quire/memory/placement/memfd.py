@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.memory.placement.backend import MappingBudget
-from quire.memory.placement.calls import HUGE_PAGE_BYTES, SystemCalls
+from quire.memory.placement.system_calls import HUGE_PAGE_BYTES, SystemCalls
 
 __all__ = ["MemfdBackend", "process_budget"]
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 
-from quire.memory.placement.calls import SystemCalls
+from quire.memory.placement.system_calls import SystemCalls
 
 __all__ = ["why_not"]
 

@@ -9,8 +9,8 @@
     layer.py      a whole layer of those: norm, attention or mixer, residual, norm, MLP, residual
     decoder.py    all layers in one call, where nothing else stands between embedding and vocabulary
 
-    proof.py      which of the candidates a module is (F1), and that the kernel loses no more than the module (F2)
-    state_proof.py  the same of mixers, and of layers that have one
+    fused_proof.py which of the candidates a module is (F1), and that the kernel loses no more than the module (F2)
+    fused_state_proof.py the same of mixers, and of layers that have one
 
 What a module may be is decided by its parts and by what its `forward` names, never by the name of its class or model;
 what it is, by the proof. A module that does not pass keeps its own forward; the others go on. The originals are the

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention.native import batch_handle, handles
+from quire.attention.native_attention import batch_handle, handles
 from quire.model import row_invariant
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.fused.attention import FusedAttention

@@ -14,17 +14,17 @@ from quire.attention import AttentionOptions
 from quire.memory.heap import give_back_freed
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
+from quire.model.fused.fused_proof import Proof, ProofResult
+from quire.model.fused.fused_state_proof import StateProof
 from quire.model.fused.layer import FusedLayer, match_layer
 from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
-from quire.model.fused.proof import Findings, Proof
-from quire.model.fused.state_proof import StateProof
-from quire.model.overlay import below, install
-from quire.model.prove.alike import kind_of
-from quire.model.prove.calls import record
+from quire.model.module_patch import below, install
+from quire.model.prove.equal_modules import kind_of
 from quire.model.prove.hooks import may_be_replaced
 from quire.model.prove.model import ModelToProve
+from quire.model.prove.recorded_calls import record
 from quire.model.state import StateAdapter
 
 __all__ = ["Fused", "fuse", "fuse_again"]
@@ -192,7 +192,7 @@ def fuse(
     ]
     first_of = {kind(module): module for module in reversed(asked)}
     near, far = record(prepared, first_of.values(), layers_of)
-    proof, found = Proof(prepared, near, far), Findings()
+    proof, found = Proof(prepared, near, far), ProofResult()
 
     def each(kinds: Iterable[nn.Module], ask: Callable[[nn.Module], _Answer]) -> dict[nn.Module, _Answer]:
         """What `ask` answers for each module, asked of one of those that are alike."""

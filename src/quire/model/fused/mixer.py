@@ -2,7 +2,7 @@
 
 Matched by its adapter (`quire.model.state`), which knows it by its structure and has proved it in float32: its parts,
 with packed linear layers. Whether the gate comes before the norm or behind it is what is left open: the candidates, of
-which `state_proof` finds one.
+which `fused_state_proof` finds one.
 Cost of a call: the products, the recurrence, and about 10 us.
 """
 
@@ -18,7 +18,7 @@ from quire.model.fused.structure import PackedLayer, go_together, packed_layer
 from quire.model.state import StateAdapter, StateSource, state_source
 from quire.model.state.adapter import CONVOLUTION, RECURRENT
 from quire.model.state.parts import MixerParts
-from quire.recurrence.native import handle_of
+from quire.recurrence.native_recurrence import handle_of
 
 __all__ = ["FusedMixer", "mixer_candidates"]
 
@@ -43,7 +43,7 @@ class FusedMixer:
         self.adapter, self.layer, self.found = adapter, layer, found
         self._output = output
         self.width, self.dtype = output.num_outputs, output.dtype
-        # Now, not at the first call: somebody may be looking for torch operators then (`row_invariant.Watch`).
+        # Now, not at the first call: somebody may be looking for torch operators then (`row_invariant.Recorder`).
         self._before = (
             [layer.product for layer in inputs],
             [list(columns) for columns in (parts.x, parts.gate, parts.a, parts.b)],

@@ -13,7 +13,7 @@ from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.linear import NativeWeight
-from quire.quantized import CodedWeight
+from quire.quantized import QuantizedPanels
 
 __all__ = [
     "PackedLayer",
@@ -29,7 +29,7 @@ __all__ = [
 class PackedLayer:
     """A packed linear layer as the kernels take it: the native weight, dense or of codes, its bias, its two widths."""
 
-    def __init__(self, weight: NativeWeight | CodedWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: NativeWeight | QuantizedPanels, bias: torch.Tensor | None) -> None:
         self.native: _native.PackedWeight = weight.native
         self.bias = bias
         self.dtype = weight.dtype
@@ -40,10 +40,10 @@ class PackedLayer:
         return self.native, self.bias
 
 
-def native_weight(module: nn.Module) -> NativeWeight | CodedWeight | None:
+def native_weight(module: nn.Module) -> NativeWeight | QuantizedPanels | None:
     """What the extension has packed of `module`, for inputs as they come; None if it has nothing of it."""
     weight = module.__dict__.get("_packed")
-    if isinstance(weight, CodedWeight):
+    if isinstance(weight, QuantizedPanels):
         return weight if weight.native is not None and weight.is_ordered else None
     return weight if isinstance(weight, NativeWeight) else None
 

@@ -17,7 +17,7 @@ import numpy as np
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 
 from quire.model.gguf.header import GGUFHeader
-from quire.model.gguf.rope import rotary_width, scaled_rope
+from quire.model.gguf.rope_parameters import rotary_width, scaled_rope
 
 __all__ = [
     "NO_DENSE_LAYERS",

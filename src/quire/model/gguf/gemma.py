@@ -14,7 +14,7 @@ from quire.model.gguf.architecture import (
     with_whole_rope,
 )
 from quire.model.gguf.header import GGUFHeader
-from quire.model.gguf.rope import default_rope
+from quire.model.gguf.rope_parameters import default_rope
 
 __all__ = ["ARCHITECTURES"]
 

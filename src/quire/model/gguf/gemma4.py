@@ -10,7 +10,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 
 from quire.model.gguf.architecture import Architecture, decoder, expect_no_experts, experts
 from quire.model.gguf.header import GGUFHeader
-from quire.model.gguf.rope import default_rope
+from quire.model.gguf.rope_parameters import default_rope
 
 __all__ = ["ARCHITECTURES"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quire.errors import LoadError
-from quire.model.sources import GGUFSource, StoredTensor, widen
+from quire.model.sources import CheckpointTensor, GGUFSource, widen
 
 __all__ = ["NO_EFFECT", "GGUFHeader"]
 
@@ -40,7 +40,7 @@ class GGUFHeader:
     def __init__(self, source: GGUFSource) -> None:
         self.source = source
         self.architecture = source.architecture
-        self.tensors: dict[str, StoredTensor] = {tensor.name: tensor for tensor in source}
+        self.tensors: dict[str, CheckpointTensor] = {tensor.name: tensor for tensor in source}
         prefix = self.architecture + "."
         self._values = {
             name.removeprefix(prefix): name for name in source.field_names if name.startswith(prefix)
@@ -122,7 +122,7 @@ class GGUFHeader:
         return widen(tensor)
 
     @property
-    def weights(self) -> list[StoredTensor]:
+    def weights(self) -> list[CheckpointTensor]:
         """The tensors that the model must have places for, in the file's order."""
         return [tensor for name, tensor in self.tensors.items() if name not in self._placeless]
 

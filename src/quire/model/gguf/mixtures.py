@@ -20,7 +20,7 @@ from quire.model.gguf.architecture import (
     with_partial_rope,
 )
 from quire.model.gguf.header import GGUFHeader
-from quire.model.gguf.rope import rotary_width, scaled_rope
+from quire.model.gguf.rope_parameters import rotary_width, scaled_rope
 
 __all__ = ["ARCHITECTURES"]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Backend
+from quire.attention import AttentionOptions, Device
 from quire.memory.storage import Storage
 from quire.model.load import LoadedModel
 from quire.spec import KVSpec
@@ -30,7 +30,7 @@ class ModelToProve(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def backend(self) -> Backend: ...
+    def backend(self) -> Device: ...
     @property
     def num_attended(self) -> int: ...
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.plain_weights import plain
-from quire.model.sources.source import StoredTensor
+from quire.model.dense_weights import plain
+from quire.model.sources.source import CheckpointTensor
 
 __all__ = ["LiveSource"]
 
@@ -28,7 +28,7 @@ class LiveSource:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    def __iter__(self) -> Iterator[StoredTensor]:
+    def __iter__(self) -> Iterator[CheckpointTensor]:
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
             for name, parameter in module._parameters.items():
@@ -40,5 +40,5 @@ class LiveSource:
                     yield _stored(f"{prefix}.{name}", buffer)
 
 
-def _stored(name: str, tensor: torch.Tensor) -> StoredTensor:
-    return StoredTensor(name, tuple(tensor.shape), tensor.dtype, lambda: plain(tensor))
+def _stored(name: str, tensor: torch.Tensor) -> CheckpointTensor:
+    return CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, lambda: plain(tensor))

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from quire.errors import LoadError
-from quire.model.sources.source import StoredTensor
+from quire.model.sources.source import CheckpointTensor
 
 __all__ = ["SafetensorsSource", "checkpoint_file"]
 
@@ -68,7 +68,7 @@ class SafetensorsSource:
                 return cls(tuple(path for path in paths.values() if path is not None))
         return None
 
-    def __iter__(self) -> Iterator[StoredTensor]:
+    def __iter__(self) -> Iterator[CheckpointTensor]:
         return iter(self._tensors)
 
 
@@ -95,7 +95,7 @@ def _files_of(index: Path) -> list[str]:
         raise LoadError(f"expected {index} as an index with a weight_map, it is broken: {error!r}") from error
 
 
-def _tensors_of(path: Path) -> Iterator[StoredTensor]:
+def _tensors_of(path: Path) -> Iterator[CheckpointTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no mapping
@@ -103,7 +103,7 @@ def _tensors_of(path: Path) -> Iterator[StoredTensor]:
                 kind: str = part.get_dtype()
                 stored = _TYPES.get(kind, kind)
                 read: Callable[[], torch.Tensor] = partial(_read, path, name)
-                yield StoredTensor(name, tuple(part.get_shape()), stored, read, path)
+                yield CheckpointTensor(name, tuple(part.get_shape()), stored, read, path)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"expected a safetensors file, {path} is broken or cut short: {error}") from error
 

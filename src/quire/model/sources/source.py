@@ -19,11 +19,11 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["StoredTensor", "WeightSource"]
+__all__ = ["CheckpointTensor", "WeightSource"]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """One tensor of a source.
 
     Args:
@@ -57,4 +57,4 @@ class WeightSource(Protocol):
     @property
     def files(self) -> tuple[Path, ...]: ...
 
-    def __iter__(self) -> Iterator[StoredTensor]: ...
+    def __iter__(self) -> Iterator[CheckpointTensor]: ...

@@ -7,9 +7,9 @@
 
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
-from quire.model.state.proof import prove_states
-from quire.model.state.registry import adapter_of, state_adapters
+from quire.model.state.mixer_registry import adapter_of, state_adapters
 from quire.model.state.source import StateSource, state_source
+from quire.model.state.state_proof import prove_states
 
 __all__ = [
     "StateAdapter",

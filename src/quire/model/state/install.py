@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.errors import ArgumentError
 from quire.model.cache_keyword import cache_keyword, given_cache
-from quire.model.overlay import below, install
+from quire.model.module_patch import below, install
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.source import state_source
 

@@ -4,23 +4,28 @@ gguf          blocks of a GGUF file; each tensor says its own type
 checkpoints   safetensors files with a quantization_config: which reader, which tensors
 """
 
-from quire.quantized.readers.checkpoints import METHODS, codes_in, method_of, stored_weights
-from quire.quantized.readers.gguf import GGUF_TYPES, gguf_form, read_gguf
-from quire.quantized.readers.stored import Stored, StoredModule, StoredWeight, StoredWeights
+from quire.quantized.readers.checkpoint_methods import METHODS, checkpoint_weights, codes_in, method_of
+from quire.quantized.readers.checkpoint_weights import (
+    CheckpointModule,
+    CheckpointWeight,
+    CheckpointWeights,
+    TensorHeader,
+)
+from quire.quantized.readers.gguf_codes import GGUF_TYPES, gguf_form, read_gguf
 
 __all__ = [
     "GGUF_TYPES",
     "METHODS",
     "VERSION",
-    "Stored",
-    "StoredModule",
-    "StoredWeight",
-    "StoredWeights",
+    "CheckpointModule",
+    "CheckpointWeight",
+    "CheckpointWeights",
+    "TensorHeader",
+    "checkpoint_weights",
     "codes_in",
     "gguf_form",
     "method_of",
     "read_gguf",
-    "stored_weights",
 ]
 
 VERSION = 2  # raised when the same tensors become other codes, scales or values

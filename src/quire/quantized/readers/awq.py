@@ -16,8 +16,20 @@ from typing import Any
 import torch
 
 from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.checkpoint_weights import (
+    FLOATS,
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
+    Headers,
+    matrix,
+    mismatch,
+    prefixes_of,
+    require_parts,
+    scales_form,
+)
 from quire.quantized.readers.packed import even_groups, sizes_of_groups
-from quire.quantized.readers.settings import (
+from quire.quantized.readers.quantization_config import (
     AUTO_ROUND_CHANGES_NOTHING,
     TOOLS_CHANGE_NOTHING,
     Check,
@@ -29,18 +41,6 @@ from quire.quantized.readers.settings import (
     settings_by_pattern,
     whole,
     word,
-)
-from quire.quantized.readers.stored import (
-    FLOATS,
-    Checkpoint,
-    Headers,
-    StoredWeight,
-    StoredWeights,
-    matrix,
-    mismatch,
-    prefixes_of,
-    require_parts,
-    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -79,7 +79,7 @@ READS: dict[str, Check] = {
 _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
-def awq(checkpoint: Checkpoint) -> StoredWeights:
+def awq(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in an AWQ checkpoint.
 
     *raises:* LoadError: another version, a field that is not understood, or shapes that do not fit each other.
@@ -108,8 +108,8 @@ def awq(checkpoint: Checkpoint) -> StoredWeights:
             raise contradiction(name, "group_size", group_size, stored)
         unpack_it = partial(_unpack, group_size=group_size)
         form = partial(_form, scales=parts["scales"], inputs=inputs, group_size=group_size, headers=headers)
-        weights.append(StoredWeight(name, (outputs, inputs), parts, form, unpack_it))
-    return StoredWeights(tuple(weights))
+        weights.append(CheckpointWeight(name, (outputs, inputs), parts, form, unpack_it))
+    return CheckpointWeights(tuple(weights))
 
 
 def _form(

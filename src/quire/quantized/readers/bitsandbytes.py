@@ -22,7 +22,19 @@ from typing import Any
 import torch
 
 from quire.quantized.code_form import CodeForm, FactorForm
-from quire.quantized.readers.settings import (
+from quire.quantized.readers.checkpoint_weights import (
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
+    Headers,
+    matrix,
+    mismatch,
+    prefixes_of,
+    require_parts,
+    require_type,
+    scales_form,
+)
+from quire.quantized.readers.quantization_config import (
     TOOLS_CHANGE_NOTHING,
     Check,
     contradiction,
@@ -31,18 +43,6 @@ from quire.quantized.readers.settings import (
     refused,
     whole,
     word,
-)
-from quire.quantized.readers.stored import (
-    Checkpoint,
-    Headers,
-    StoredWeight,
-    StoredWeights,
-    matrix,
-    mismatch,
-    prefixes_of,
-    require_parts,
-    require_type,
-    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -87,7 +87,7 @@ _STATE_READS: dict[str, Check] = {
 _STATE_CHANGES_NOTHING = ("dtype", "nested_dtype")  # of what the package would widen to
 
 
-def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
+def bitsandbytes(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in a checkpoint of bitsandbytes.
 
     *raises:* LoadError: tensors that are missing or do not fit each other, or a field that is not understood.
@@ -123,7 +123,7 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
             absmax=parts["absmax"],
             headers=headers,
         )
-        weights.append(StoredWeight(name, state["shape"], parts, form, unpack_it))
+        weights.append(CheckpointWeight(name, state["shape"], parts, form, unpack_it))
     dropped = {name for name in headers if f".{_STATE}" in name}
     for prefix in prefixes_of(headers, "SCB"):
         name = prefix + "weight"
@@ -135,9 +135,9 @@ def bitsandbytes(checkpoint: Checkpoint) -> StoredWeights:
         if math.prod(headers[parts["SCB"]].shape) != outputs:
             raise mismatch(name, "SCB of", [outputs], list(headers[parts["SCB"]].shape))
         form = CodeForm("int8", 8, inputs, FactorForm(torch.float32))
-        weights.append(StoredWeight(name, (outputs, inputs), parts, partial(_given, form), _unpack_int8))
+        weights.append(CheckpointWeight(name, (outputs, inputs), parts, partial(_given, form), _unpack_int8))
         dropped |= {prefix + "weight_format"} & set(headers)
-    return StoredWeights(tuple(weights), frozenset(dropped))
+    return CheckpointWeights(tuple(weights), frozenset(dropped))
 
 
 def _require_bits(name: str, config: Mapping[str, Any], bits: int) -> None:
@@ -148,7 +148,7 @@ def _require_bits(name: str, config: Mapping[str, Any], bits: int) -> None:
                 raise contradiction(name, key, config[key], f"codes of {bits} bits")
 
 
-def _read_state(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+def _read_state(name: str, checkpoint: CheckpointReader) -> dict[str, Any]:
     require_type(name, name, checkpoint.headers, torch.uint8)
     try:
         said = json.loads(bytes(checkpoint.tensor(name).flatten().tolist()))

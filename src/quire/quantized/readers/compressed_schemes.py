@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import LoadError
+from quire.quantized.readers.checkpoint_weights import CheckpointModule, mismatch
 from quire.quantized.readers.fp8 import blocks_of
-from quire.quantized.readers.settings import (
+from quire.quantized.readers.quantization_config import (
     TOOLS_CHANGE_NOTHING,
     Check,
     block,
@@ -28,7 +29,6 @@ from quire.quantized.readers.settings import (
     whole,
     word,
 )
-from quire.quantized.readers.stored import StoredModule, mismatch
 
 __all__ = [
     "CHANGES_NOTHING",
@@ -130,7 +130,7 @@ READS: dict[str, Check] = {
 
 
 def scheme_of(
-    config: Mapping[str, Any], module: str, module_of: Callable[[str], StoredModule]
+    config: Mapping[str, Any], module: str, module_of: Callable[[str], CheckpointModule]
 ) -> Mapping[str, Any]:
     """How the weights of the module are quantized. A target of two schemes is the later one's.
 

@@ -21,6 +21,19 @@ import torch
 
 from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.checkpoint_weights import (
+    FLOATS,
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
+    Headers,
+    matrix,
+    mismatch,
+    prefixes_of,
+    require_parts,
+    require_type,
+    scales_form,
+)
 from quire.quantized.readers.compressed_schemes import (
     CHANGES_NOTHING,
     READS,
@@ -32,20 +45,7 @@ from quire.quantized.readers.compressed_schemes import (
 from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, unpack_fp8
 from quire.quantized.readers.mxfp4 import E2M1, MXFP4_FORM, low_nibble_first, powers_of_two
 from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
-from quire.quantized.readers.settings import contradiction, read_settings
-from quire.quantized.readers.stored import (
-    FLOATS,
-    Checkpoint,
-    Headers,
-    StoredWeight,
-    StoredWeights,
-    matrix,
-    mismatch,
-    prefixes_of,
-    require_parts,
-    require_type,
-    scales_form,
-)
+from quire.quantized.readers.quantization_config import contradiction, read_settings
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["compressed_tensors"]
@@ -61,7 +61,7 @@ _DROPPED = (
 )
 
 
-def compressed_tensors(checkpoint: Checkpoint) -> StoredWeights:
+def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in a checkpoint of compressed-tensors.
 
     *raises:* LoadError: a format, a scheme or a field that is not read, or shapes that do not fit each other.
@@ -116,13 +116,13 @@ def compressed_tensors(checkpoint: Checkpoint) -> StoredWeights:
             unpack_it = partial(_unpack_mxfp4)
         else:
             raise mismatch(name, "its codes as int32, int8, float8 or (MXFP4) uint8", "", stored)
-        weights.append(StoredWeight(name, shape, parts, form, unpack_it))
+        weights.append(CheckpointWeight(name, shape, parts, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _DROPPED}
-    return StoredWeights(tuple(weights), frozenset(dropped))
+    return CheckpointWeights(tuple(weights), frozenset(dropped))
 
 
 def _packed_shape(
-    name: str, prefix: str, scheme: Mapping[str, Any], checkpoint: Checkpoint
+    name: str, prefix: str, scheme: Mapping[str, Any], checkpoint: CheckpointReader
 ) -> tuple[tuple[int, int], int]:
     """Outputs and inputs of packed integers, and their bits."""
     headers, shape_name = checkpoint.headers, prefix + "weight_shape"

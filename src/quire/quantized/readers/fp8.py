@@ -19,27 +19,27 @@ import torch
 
 from quire.errors import LoadError
 from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.checkpoint_weights import (
+    FLOATS,
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
+    Headers,
+    matrix,
+    mismatch,
+    prefixes_of,
+    require_type,
+    scales_form,
+)
 from quire.quantized.readers.mxfp4 import powers_of_two
 from quire.quantized.readers.packed import even_groups, sizes_of_groups
-from quire.quantized.readers.settings import (
+from quire.quantized.readers.quantization_config import (
     TOOLS_CHANGE_NOTHING,
     Check,
     block,
     contradiction,
     read_settings,
     word,
-)
-from quire.quantized.readers.stored import (
-    FLOATS,
-    Checkpoint,
-    Headers,
-    StoredWeight,
-    StoredWeights,
-    matrix,
-    mismatch,
-    prefixes_of,
-    require_type,
-    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -70,7 +70,7 @@ READS: dict[str, Check] = {
 _DEFAULT_BLOCK = (128, 128)  # transformers', of quant_method "fp8"
 
 
-def fp8(checkpoint: Checkpoint) -> StoredWeights:
+def fp8(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in a checkpoint of 8-bit floats.
 
     *raises:* LoadError: a weight without scales, scales of another shape, or a field that is not understood.
@@ -98,9 +98,9 @@ def fp8(checkpoint: Checkpoint) -> StoredWeights:
             raise contradiction(name, "weight_block_size", list(said), stored)
         form = partial(fp8_form, name=name, scale=scale, block=block, headers=headers)
         unpack_it = partial(_unpack, name=name, block=block)
-        weights.append(StoredWeight(name, shape, {"weight": name, "scale": scale}, form, unpack_it))
+        weights.append(CheckpointWeight(name, shape, {"weight": name, "scale": scale}, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _OF_ACTIVATIONS}
-    return StoredWeights(tuple(weights), frozenset(dropped))
+    return CheckpointWeights(tuple(weights), frozenset(dropped))
 
 
 def blocks_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

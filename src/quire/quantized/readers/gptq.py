@@ -23,8 +23,21 @@ from typing import Any
 import torch
 
 from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.checkpoint_weights import (
+    FLOATS,
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
+    Headers,
+    matrix,
+    mismatch,
+    prefixes_of,
+    require_parts,
+    require_type,
+    scales_form,
+)
 from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
-from quire.quantized.readers.settings import (
+from quire.quantized.readers.quantization_config import (
     AUTO_ROUND_CHANGES_NOTHING,
     TOOLS_CHANGE_NOTHING,
     Check,
@@ -36,19 +49,6 @@ from quire.quantized.readers.settings import (
     settings_by_pattern,
     whole,
     word,
-)
-from quire.quantized.readers.stored import (
-    FLOATS,
-    Checkpoint,
-    Headers,
-    StoredWeight,
-    StoredWeights,
-    matrix,
-    mismatch,
-    prefixes_of,
-    require_parts,
-    require_type,
-    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -81,7 +81,7 @@ READS: dict[str, Check] = {
 _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
-def gptq(checkpoint: Checkpoint) -> StoredWeights:
+def gptq(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in a GPTQ checkpoint.
 
     *raises:* LoadError: another layout, a field that is not understood, or shapes that do not fit each other.
@@ -132,8 +132,8 @@ def gptq(checkpoint: Checkpoint) -> StoredWeights:
             _form, name=name, bits=bits, own=own, group_size=group_size, inputs=inputs, parts=parts,
             headers=headers,
         )  # fmt: skip
-        weights.append(StoredWeight(name, (outputs, inputs), parts, form, unpack_it))
-    return StoredWeights(tuple(weights))
+        weights.append(CheckpointWeight(name, (outputs, inputs), parts, form, unpack_it))
+    return CheckpointWeights(tuple(weights))
 
 
 def _group_size(own: Mapping[str, Any], inputs: int) -> int:

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 import torch
 
 from quire.quantized.code_form import CodeForm, FactorForm
-from quire.quantized.readers.settings import TOOLS_CHANGE_NOTHING, Check, read_settings
-from quire.quantized.readers.stored import (
-    Checkpoint,
-    StoredWeight,
-    StoredWeights,
+from quire.quantized.readers.checkpoint_weights import (
+    CheckpointReader,
+    CheckpointWeight,
+    CheckpointWeights,
     mismatch,
     require_parts,
     require_type,
 )
+from quire.quantized.readers.quantization_config import TOOLS_CHANGE_NOTHING, Check, read_settings
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["CHANGES_NOTHING", "E2M1", "MXFP4_FORM", "READS", "low_nibble_first", "mxfp4", "powers_of_two"]
@@ -36,7 +36,7 @@ CHANGES_NOTHING = TOOLS_CHANGE_NOTHING
 READS: dict[str, Check] = {}
 
 
-def mxfp4(checkpoint: Checkpoint) -> StoredWeights:
+def mxfp4(checkpoint: CheckpointReader) -> CheckpointWeights:
     """What is quantized in gpt-oss's checkpoint.
 
     *raises:* LoadError: shapes that do not fit each other, or a field that is not understood.
@@ -57,7 +57,7 @@ def mxfp4(checkpoint: Checkpoint) -> StoredWeights:
             )
         parts = {"blocks": blocks, "scales": scales}
         weights.append(
-            StoredWeight(
+            CheckpointWeight(
                 name,
                 (shape[0], shape[1], shape[2] * 32),
                 parts,
@@ -66,7 +66,7 @@ def mxfp4(checkpoint: Checkpoint) -> StoredWeights:
                 transposed=True,
             )
         )
-    return StoredWeights(tuple(weights))
+    return CheckpointWeights(tuple(weights))
 
 
 def _unpack(parts: Mapping[str, torch.Tensor]) -> list[QuantizedWeight]:

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from quire.quantized.readers.stored import mismatch
+from quire.quantized.readers.checkpoint_weights import mismatch
 
 __all__ = ["even_groups", "groups_by_index", "sizes_of_groups", "unpack"]
 

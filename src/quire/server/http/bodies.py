@@ -23,8 +23,8 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
+from quire.server.api_errors import ApiError
 from quire.server.dependencies import administrator, service_of, tenant_of
-from quire.server.errors import ApiError
 from quire.server.schemas.common import SamplingBody
 
 __all__ = ["LARGE_BODY", "BodyRoute", "beside_if_large", "parsed", "weight_of"]

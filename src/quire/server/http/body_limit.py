@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from quire.server.errors import ApiError, error_body
+from quire.server.api_errors import ApiError, error_body
 
 __all__ = ["BodyLimit"]
 

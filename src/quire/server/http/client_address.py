@@ -6,7 +6,7 @@ from its end, as proxies write it: the first address there that is no trusted pr
 
 An address of IPv6 counts as its network of 64 bits: who has one has all of that.
 
-Not here: who is the administrator; no header makes anybody that (`front_door`).
+Not here: who is the administrator; no header makes anybody that (`origin_check`).
 
 Cost: a look at the peer's address, kept for those seen last; the header's entries behind a trusted proxy.
 """

@@ -30,11 +30,11 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
-from quire.server.errors import ApiError, error_body
+from quire.server.api_errors import ApiError, error_body
 from quire.server.http.client_address import TrustedProxies
+from quire.server.http.fair_queue import FairQueue
 from quire.server.http.http_versions import Protocol
-from quire.server.http.turns import Turns
-from quire.server.settings import Limits
+from quire.server.settings import ServerLimits
 
 __all__ = ["Connections", "GuardedProtocol", "raise_file_limit"]
 
@@ -51,7 +51,7 @@ class Connections:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ServerLimits,
         clock: Callable[[], float] = time.monotonic,
         proxies: TrustedProxies | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Connections:
         self._waited_for: dict[GuardedProtocol, None] = {}  # the longest first
         self._num_open = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.turns = Turns()
+        self.turns = FairQueue()
 
     def __len__(self) -> int:
         return self._num_open
@@ -317,7 +317,7 @@ class GuardedProtocol(Protocol):
         self.transport.close()
 
 
-def raise_file_limit(limits: Limits) -> Limits:
+def raise_file_limit(limits: ServerLimits) -> ServerLimits:
     """Has this process open as many files as its connections may take; where the system allows fewer, the limits with
     as many connections as it allows, and a warning.
 

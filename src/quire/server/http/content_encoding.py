@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from quire.server.errors import ApiError, json_answer
+from quire.server.api_errors import ApiError, json_answer
 
 __all__ = ["DecodedBody", "Unpacker"]
 

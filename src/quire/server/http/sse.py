@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.server.errors import answer_of, error_body
+from quire.server.api_errors import answer_of, error_body
 
 __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 

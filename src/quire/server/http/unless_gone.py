@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.server.http.requests import current_request
+from quire.server.http.request_log import current_request
 
 __all__ = ["UnlessGone"]
 

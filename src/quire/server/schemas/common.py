@@ -14,7 +14,7 @@ from pydantic import (
 
 from quire.server.schemas.accepted import AcceptedFields
 from quire.server.schemas.part import StrictBody
-from quire.server.schemas.unserved import Only, UnservedFields
+from quire.server.schemas.unserved import OneOf, UnservedFields
 
 __all__ = [
     "ErrorBody",
@@ -48,8 +48,8 @@ def _numbers(biases: Any) -> Any:
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = Field(False, description="A last event with the usage.")
-    include_obfuscation: Annotated[Any, Only("events are not padded", False)] = None
-    continuous_usage_stats: Annotated[Any, Only("the usage is that of the last event", False)] = None
+    include_obfuscation: Annotated[Any, OneOf("events are not padded", False)] = None
+    continuous_usage_stats: Annotated[Any, OneOf("the usage is that of the last event", False)] = None
 
 
 class JsonSchemaFormat(StrictBody):
@@ -62,7 +62,7 @@ class JsonSchemaFormat(StrictBody):
 class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: Annotated[Any, Only("say type json_schema and json_schema: {schema: ...}")] = Field(
+    schema_: Annotated[Any, OneOf("say type json_schema and json_schema: {schema: ...}")] = Field(
         None, alias="schema"
     )
 
@@ -81,9 +81,9 @@ class StructuredOutputs(StrictBody):
     )
     json_object: bool | None = None
     disable_any_whitespace: bool | None = Field(None, description="JSON is written on one line in any case.")
-    disable_additional_properties: Annotated[Any, Only("say it in the schema", False)] = None
-    whitespace_pattern: Annotated[Any, Only("JSON is written on one line")] = None
-    structural_tag: Annotated[Any, Only("ask for json, regex, choice or grammar")] = None
+    disable_additional_properties: Annotated[Any, OneOf("say it in the schema", False)] = None
+    whitespace_pattern: Annotated[Any, OneOf("JSON is written on one line")] = None
+    structural_tag: Annotated[Any, OneOf("ask for json, regex, choice or grammar")] = None
 
 
 class SamplingBody(UnservedFields, AcceptedFields):

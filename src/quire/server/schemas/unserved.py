@@ -13,10 +13,10 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from quire.server.schemas.part import StrictBody
 
-__all__ = ["Only", "UnservedFields", "UnservedInChats", "UnservedInMessages", "UnservedInParts"]
+__all__ = ["OneOf", "UnservedFields", "UnservedInChats", "UnservedInMessages", "UnservedInParts"]
 
 
-class Only:
+class OneOf:
     """Of a field that may be null or one of `values`. why: what a refusal says behind that."""
 
     def __init__(self, why: str, *values: Any) -> None:
@@ -55,109 +55,109 @@ _READS_TEXT = "this server reads text"
 class UnservedFields(StrictBody):
     """Those of completions and chat completions alike."""
 
-    use_beam_search: Annotated[Any, Only(_NO_BEAMS, False)] = None
-    length_penalty: Annotated[Any, Only(_NO_BEAMS, 1.0)] = None
-    early_stopping: Annotated[Any, Only(_NO_BEAMS, False)] = None
-    skip_special_tokens: Annotated[Any, Only("text is written without special tokens", True)] = None
-    prompt_logprobs: Annotated[Any, Only(_NO_PROMPT_LOGPROBS)] = None
-    logprob_token_ids: Annotated[Any, Only("say how many of the likeliest instead")] = None
-    logits_processors: Annotated[Any, Only("this server runs no code of its clients", [])] = None
+    use_beam_search: Annotated[Any, OneOf(_NO_BEAMS, False)] = None
+    length_penalty: Annotated[Any, OneOf(_NO_BEAMS, 1.0)] = None
+    early_stopping: Annotated[Any, OneOf(_NO_BEAMS, False)] = None
+    skip_special_tokens: Annotated[Any, OneOf("text is written without special tokens", True)] = None
+    prompt_logprobs: Annotated[Any, OneOf(_NO_PROMPT_LOGPROBS)] = None
+    logprob_token_ids: Annotated[Any, OneOf("say how many of the likeliest instead")] = None
+    logits_processors: Annotated[Any, OneOf("this server runs no code of its clients", [])] = None
     guided_decoding_backend: Annotated[
-        Any, Only("llguidance is what this server has", "auto", "guidance")
+        Any, OneOf("llguidance is what this server has", "auto", "guidance")
     ] = None
-    guided_whitespace_pattern: Annotated[Any, Only("JSON is written on one line")] = None
-    return_token_offsets: Annotated[Any, Only(_NO_RENDER, False)] = None
-    return_mm_kwargs: Annotated[Any, Only(_NO_RENDER, True)] = None
-    repetition_detection: Annotated[Any, Only("use repetition_penalty")] = None
-    thinking_token_budget: Annotated[Any, Only("thoughts have no limit of their own; use max_tokens", -1)] = (
-        None
-    )
-    watermarking: Annotated[Any, Only("this server marks no text", False)] = None
-    stream_interval: Annotated[Any, Only("every step's tokens are an event", 1)] = None
-    request_id: Annotated[Any, Only("answers have ids of the server's own")] = None
-    kv_transfer_params: Annotated[Any, Only(_NO_TRANSFER)] = None
-    ec_transfer_params: Annotated[Any, Only(_NO_TRANSFER)] = None
-    routed_experts_prompt_start: Annotated[Any, Only("this server returns no routing", 0)] = None
-    vllm_xargs: Annotated[Any, Only("this server has no extensions of vLLM's", {})] = None
-    prompt_cache_options: Annotated[Any, Only("say cache_priority, cache_salt or keep_for")] = None
-    moderation: Annotated[Any, Only("this server moderates nothing")] = None
-    extra_body: Annotated[Any, Only("its fields are the body's own: say them beside the others", {})] = None
+    guided_whitespace_pattern: Annotated[Any, OneOf("JSON is written on one line")] = None
+    return_token_offsets: Annotated[Any, OneOf(_NO_RENDER, False)] = None
+    return_mm_kwargs: Annotated[Any, OneOf(_NO_RENDER, True)] = None
+    repetition_detection: Annotated[Any, OneOf("use repetition_penalty")] = None
+    thinking_token_budget: Annotated[
+        Any, OneOf("thoughts have no limit of their own; use max_tokens", -1)
+    ] = None
+    watermarking: Annotated[Any, OneOf("this server marks no text", False)] = None
+    stream_interval: Annotated[Any, OneOf("every step's tokens are an event", 1)] = None
+    request_id: Annotated[Any, OneOf("answers have ids of the server's own")] = None
+    kv_transfer_params: Annotated[Any, OneOf(_NO_TRANSFER)] = None
+    ec_transfer_params: Annotated[Any, OneOf(_NO_TRANSFER)] = None
+    routed_experts_prompt_start: Annotated[Any, OneOf("this server returns no routing", 0)] = None
+    vllm_xargs: Annotated[Any, OneOf("this server has no extensions of vLLM's", {})] = None
+    prompt_cache_options: Annotated[Any, OneOf("say cache_priority, cache_salt or keep_for")] = None
+    moderation: Annotated[Any, OneOf("this server moderates nothing")] = None
+    extra_body: Annotated[Any, OneOf("its fields are the body's own: say them beside the others", {})] = None
     # llama.cpp's
-    n_predict: Annotated[Any, Only(_LENGTH, -1)] = None
-    n_probs: Annotated[Any, Only(_LOGPROBS, 0)] = None
-    n_keep: Annotated[Any, Only("a prompt is never shifted; say truncate_prompt_tokens", 0, -1)] = None
-    repeat_penalty: Annotated[Any, Only(_PENALTY, 1.0)] = None
-    repeat_last_n: Annotated[Any, Only(_PENALTY, 64)] = None
-    penalty_last_n: Annotated[Any, Only(_PENALTY, 64)] = None
-    typical_p: Annotated[Any, Only(_SAMPLER, 1.0)] = None
-    tfs_z: Annotated[Any, Only(_SAMPLER, 1.0)] = None
-    top_n_sigma: Annotated[Any, Only(_SAMPLER, -1.0)] = None
-    mirostat: Annotated[Any, Only(_SAMPLER, 0)] = None
-    dynatemp_range: Annotated[Any, Only(_SAMPLER, 0.0)] = None
-    xtc_probability: Annotated[Any, Only(_SAMPLER, 0.0)] = None
-    dry_multiplier: Annotated[Any, Only(_SAMPLER, 0.0)] = None
-    samplers: Annotated[Any, Only("the order of samplers is fixed: temperature, top_k, top_p, min_p")] = None
-    t_max_predict_ms: Annotated[Any, Only("close the connection to end an answer", 0)] = None
-    return_tokens: Annotated[Any, Only("say return_token_ids", False)] = None
-    response_fields: Annotated[Any, Only("answers are whole", [])] = None
-    lora: Annotated[Any, Only("this server serves one model as it is", [])] = None
-    grammar: Annotated[Any, Only("say structured_outputs: {grammar: ...}", "")] = None
+    n_predict: Annotated[Any, OneOf(_LENGTH, -1)] = None
+    n_probs: Annotated[Any, OneOf(_LOGPROBS, 0)] = None
+    n_keep: Annotated[Any, OneOf("a prompt is never shifted; say truncate_prompt_tokens", 0, -1)] = None
+    repeat_penalty: Annotated[Any, OneOf(_PENALTY, 1.0)] = None
+    repeat_last_n: Annotated[Any, OneOf(_PENALTY, 64)] = None
+    penalty_last_n: Annotated[Any, OneOf(_PENALTY, 64)] = None
+    typical_p: Annotated[Any, OneOf(_SAMPLER, 1.0)] = None
+    tfs_z: Annotated[Any, OneOf(_SAMPLER, 1.0)] = None
+    top_n_sigma: Annotated[Any, OneOf(_SAMPLER, -1.0)] = None
+    mirostat: Annotated[Any, OneOf(_SAMPLER, 0)] = None
+    dynatemp_range: Annotated[Any, OneOf(_SAMPLER, 0.0)] = None
+    xtc_probability: Annotated[Any, OneOf(_SAMPLER, 0.0)] = None
+    dry_multiplier: Annotated[Any, OneOf(_SAMPLER, 0.0)] = None
+    samplers: Annotated[Any, OneOf("the order of samplers is fixed: temperature, top_k, top_p, min_p")] = None
+    t_max_predict_ms: Annotated[Any, OneOf("close the connection to end an answer", 0)] = None
+    return_tokens: Annotated[Any, OneOf("say return_token_ids", False)] = None
+    response_fields: Annotated[Any, OneOf("answers are whole", [])] = None
+    lora: Annotated[Any, OneOf("this server serves one model as it is", [])] = None
+    grammar: Annotated[Any, OneOf("say structured_outputs: {grammar: ...}", "")] = None
     # Ollama's
-    options: Annotated[Any, Only(_TOP, {})] = None
-    format: Annotated[Any, Only("say response_format", "")] = None
-    num_predict: Annotated[Any, Only(_LENGTH, -1)] = None
-    num_ctx: Annotated[Any, Only("the server's max_model_len says how long a sequence may be")] = None
+    options: Annotated[Any, OneOf(_TOP, {})] = None
+    format: Annotated[Any, OneOf("say response_format", "")] = None
+    num_predict: Annotated[Any, OneOf(_LENGTH, -1)] = None
+    num_ctx: Annotated[Any, OneOf("the server's max_model_len says how long a sequence may be")] = None
     # OpenRouter's
-    models: Annotated[Any, Only(_ROUTE, [])] = None
-    provider: Annotated[Any, Only(_ROUTE, {})] = None
-    route: Annotated[Any, Only(_ROUTE)] = None
-    transforms: Annotated[Any, Only("say truncate_prompt_tokens", [])] = None
-    plugins: Annotated[Any, Only(_ROUTE, [])] = None
-    usage: Annotated[Any, Only("say stream_options: {include_usage: true}", {"include": False})] = None
+    models: Annotated[Any, OneOf(_ROUTE, [])] = None
+    provider: Annotated[Any, OneOf(_ROUTE, {})] = None
+    route: Annotated[Any, OneOf(_ROUTE)] = None
+    transforms: Annotated[Any, OneOf("say truncate_prompt_tokens", [])] = None
+    plugins: Annotated[Any, OneOf(_ROUTE, [])] = None
+    usage: Annotated[Any, OneOf("say stream_options: {include_usage: true}", {"include": False})] = None
 
 
 class UnservedInChats(UnservedFields):
     """And those of chat completions."""
 
-    modalities: Annotated[Any, Only("this server answers in text", ["text"])] = None
-    audio: Annotated[Any, Only("this server answers in text")] = None
-    mm_processor_kwargs: Annotated[Any, Only("this server reads text")] = None
-    media_io_kwargs: Annotated[Any, Only("this server reads text")] = None
-    web_search_options: Annotated[Any, Only("this server searches nothing")] = None
-    prediction: Annotated[Any, Only("this server uses no predictions")] = None
-    functions: Annotated[Any, Only("use tools", [])] = None
-    function_call: Annotated[Any, Only("use tool_choice", "none", "auto")] = None
-    include_reasoning: Annotated[Any, Only("thoughts are always told, in reasoning_content", True)] = None
-    echo: Annotated[Any, Only("answers of chats are new messages", False)] = None
-    chat_template: Annotated[Any, Only("the model's own is used")] = None
-    return_prompt_text: Annotated[Any, Only(_NO_RENDER, False)] = None
-    reasoning: Annotated[Any, Only("say reasoning_effort")] = None
-    reasoning_format: Annotated[Any, Only("thoughts are told in reasoning_content", "auto", "deepseek")] = (
+    modalities: Annotated[Any, OneOf("this server answers in text", ["text"])] = None
+    audio: Annotated[Any, OneOf("this server answers in text")] = None
+    mm_processor_kwargs: Annotated[Any, OneOf("this server reads text")] = None
+    media_io_kwargs: Annotated[Any, OneOf("this server reads text")] = None
+    web_search_options: Annotated[Any, OneOf("this server searches nothing")] = None
+    prediction: Annotated[Any, OneOf("this server uses no predictions")] = None
+    functions: Annotated[Any, OneOf("use tools", [])] = None
+    function_call: Annotated[Any, OneOf("use tool_choice", "none", "auto")] = None
+    include_reasoning: Annotated[Any, OneOf("thoughts are always told, in reasoning_content", True)] = None
+    echo: Annotated[Any, OneOf("answers of chats are new messages", False)] = None
+    chat_template: Annotated[Any, OneOf("the model's own is used")] = None
+    return_prompt_text: Annotated[Any, OneOf(_NO_RENDER, False)] = None
+    reasoning: Annotated[Any, OneOf("say reasoning_effort")] = None
+    reasoning_format: Annotated[Any, OneOf("thoughts are told in reasoning_content", "auto", "deepseek")] = (
         None
     )
-    thinking: Annotated[Any, Only(_THINK)] = None
-    think: Annotated[Any, Only(_THINK)] = None
-    thinking_budget: Annotated[Any, Only("thoughts have no limit of their own; use max_tokens", -1)] = None
-    max_length: Annotated[Any, Only(_LENGTH)] = None
-    prompt: Annotated[Any, Only("say messages, or ask POST /v1/completions")] = None
-    system: Annotated[Any, Only("say it in a message of the role system")] = None
+    thinking: Annotated[Any, OneOf(_THINK)] = None
+    think: Annotated[Any, OneOf(_THINK)] = None
+    thinking_budget: Annotated[Any, OneOf("thoughts have no limit of their own; use max_tokens", -1)] = None
+    max_length: Annotated[Any, OneOf(_LENGTH)] = None
+    prompt: Annotated[Any, OneOf("say messages, or ask POST /v1/completions")] = None
+    system: Annotated[Any, OneOf("say it in a message of the role system")] = None
 
 
 class UnservedInMessages(StrictBody):
     """Of messages."""
 
-    function_call: Annotated[Any, Only("use tool_calls")] = None
-    audio: Annotated[Any, Only(_READS_TEXT)] = None
-    images: Annotated[Any, Only(_READS_TEXT, [])] = None
-    prefix: Annotated[Any, Only("say continue_final_message: true beside the messages", False)] = None
-    partial: Annotated[Any, Only("say continue_final_message: true beside the messages", False)] = None
+    function_call: Annotated[Any, OneOf("use tool_calls")] = None
+    audio: Annotated[Any, OneOf(_READS_TEXT)] = None
+    images: Annotated[Any, OneOf(_READS_TEXT, [])] = None
+    prefix: Annotated[Any, OneOf("say continue_final_message: true beside the messages", False)] = None
+    partial: Annotated[Any, OneOf("say continue_final_message: true beside the messages", False)] = None
 
 
 class UnservedInParts(StrictBody):
     """Of the parts of a message's content."""
 
-    image_url: Annotated[Any, Only(_READS_TEXT)] = None
-    input_audio: Annotated[Any, Only(_READS_TEXT)] = None
-    audio_url: Annotated[Any, Only(_READS_TEXT)] = None
-    video_url: Annotated[Any, Only(_READS_TEXT)] = None
-    file: Annotated[Any, Only(_READS_TEXT)] = None
+    image_url: Annotated[Any, OneOf(_READS_TEXT)] = None
+    input_audio: Annotated[Any, OneOf(_READS_TEXT)] = None
+    audio_url: Annotated[Any, OneOf(_READS_TEXT)] = None
+    video_url: Annotated[Any, OneOf(_READS_TEXT)] = None
+    file: Annotated[Any, OneOf(_READS_TEXT)] = None

@@ -1,0 +1,136 @@
+"""What computes, and in whose memory: a device as one object, `Device`, and the registry that finds it by name.
+
+Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
+Another device is a class with the members of `Device` and one call of `register`; nothing above `memory`, `attention`
+and `model` knows which one runs (tests/test_device_seam.py, tests/exact/test_fake_device.py, tests/hf/test_device.py).
+
+Cost: an import at the first call of a name, then a dictionary look-up. A step asks for none of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+
+from quire.attention.attention_options import AttentionOptions
+from quire.backends import choose_backend
+from quire.memory.device import DeviceMemory
+from quire.memory.view import KVView
+from quire.registry import Registry
+from quire.step import AttentionBatch
+
+__all__ = ["AttentionBackend", "Device", "PackedWeight", "backend", "register", "unregister"]
+
+
+class AttentionBackend(Protocol):
+    """Writing and reading K and V; `quire.attention.reference_attention` says what each argument is."""
+
+    def write(
+        self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, /
+    ) -> None: ...
+
+    def run(
+        self,
+        view: KVView,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        /,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class PackedWeight(Protocol):
+    """The weight [num_outputs, num_inputs] of a linear layer in some packed form."""
+
+    dtype: torch.dtype
+    num_outputs: int
+    num_inputs: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., num_inputs], of the weight's dtype -> [..., num_outputs]."""
+        ...
+
+    def unpack(self) -> torch.Tensor:
+        """The weight, bit for bit."""
+        ...
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integer ids [...] -> rows [..., num_inputs]; IndexError for one out of range."""
+        ...
+
+
+class Device(AttentionBackend, DeviceMemory, Protocol):
+    """A device: its memory (`DeviceMemory`), its attention (`AttentionBackend`), its linear layers."""
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes when the bits of what it computes may; with `name` a part of the key of stored K and V."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of models that it runs."""
+        ...
+
+    @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """Formats of codes (`quire.spec.kv_formats`) that it writes and attends to, beside rows of those dtypes."""
+        ...
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the extension computes: layers are then fused and every operator is made a function of its row."""
+        ...
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
+        """Takes a weight [num_outputs, num_inputs] in host memory to the device, once; None where
+        `quire.model.linear` chooses among what this processor has."""
+        ...
+
+
+_MAKERS: Registry[Callable[[], Device]] = Registry(
+    "a back end",
+    "backend",
+    {
+        "native": lambda: cast(Device, importlib.import_module("quire.attention.native_attention").BACKEND),
+        "python": lambda: cast(
+            Device, importlib.import_module("quire.attention.reference_attention").BACKEND
+        ),
+    },
+)
+unregister = _MAKERS.unregister
+
+
+def register(name: str, make: Callable[[], Device]) -> None:
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the
+    name is asked for.
+
+    *raises:* ArgumentError: the name is taken by another.
+    """
+    _MAKERS.register(name, make)
+
+
+def backend(name: str | None = None) -> Device:
+    """The back end `name`: "python", "native" or one that was registered.
+
+    Without a name the environment variable QUIRE_BACKEND decides between those two, and without that the native one is
+    taken where it was built.
+
+    Raises:
+        ArgumentError: a name that does not exist.
+        BackendError: the native one is asked for and was not built.
+    """
+    if name in (None, "native", "python"):
+        name = choose_backend(name, needs="PagedView")
+    return _MAKERS[name]()

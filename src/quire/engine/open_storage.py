@@ -1,0 +1,271 @@
+"""`storage=` made real: from a config and a model's KV shape to a storage and the cache that goes with it.
+
+The one place that knows all storages, those that were registered too. Each is a `quire.memory.storage.Storage` and a
+`quire.Cache` (or `RowCache`) over the same blocks; scheduler, runner and model know neither by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.backends import is_host_backend
+from quire.baselines.arena import Arena
+from quire.baselines.row_cache import RowCache
+from quire.cache.cache import Cache
+from quire.cache.memory_split import MemorySplit
+from quire.cache.protocol import KVCache
+from quire.cache.state_cache import StateCache
+from quire.config import REGISTERED_STORAGES, EngineConfig
+from quire.engine.kv_fit import (
+    KVFit,
+    KVLayout,
+    blocks_within,
+    fit_within,
+    growing_buffers,
+    kv_layout,
+    layout_of_blocks,
+    state_budget,
+)
+from quire.errors import ArgumentError, CapacityError
+from quire.memory.device import HOST
+from quire.memory.state_slots import StateSlots
+from quire.registry import Registry
+from quire.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quire.memory.device import DeviceMemory
+    from quire.memory.paged import PagedStorage
+    from quire.memory.virtual.virtual_storage import VirtualStorage
+
+__all__ = [
+    "OpenStorage",
+    "device_of",
+    "exchange_bytes_within",
+    "num_blocks_within",
+    "open_storage",
+    "register",
+    "storage_of",
+    "unregister",
+]
+
+_log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class OpenStorage:
+    """A storage and its cache, with the same blocks."""
+
+    name: str
+    storage: Any  # a `Storage`; what a kind of it can beside that is asked by its capabilities
+    cache: KVCache
+
+
+def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> OpenStorage:
+    """The storage and the cache of a model whose sequences are at most so long.
+
+    Storage "auto" is virtual, or paged (said once) where this machine cannot map memory at will.
+    *raises:* ArgumentError, CapacityError, BackendError; nothing is kept then.
+    """
+    name = storage_of(config, spec)
+    return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
+
+
+def storage_of(config: EngineConfig, spec: KVSpec) -> str:
+    """The storage's name, "auto" resolved. *raises:* ArgumentError: one that this back end cannot reach."""
+    name = config.storage
+    if not is_host_backend(config.backend):
+        if name not in ("paged", "auto"):
+            raise ArgumentError(
+                f'expected storage="paged" on backend {config.backend!r}, got {name!r}, which needs memory that any '
+                "code reaches - in `storage`"
+            )
+        return "paged"
+    if name == "auto":
+        return _chosen() if spec.stores_kv else "paged"
+    return name
+
+
+def num_blocks_within(
+    config: EngineConfig,
+    spec: KVSpec,
+    max_model_len: int,
+    *,
+    block_size: int,
+    block_bytes: int,
+    own_bytes: int = 0,
+    state_bytes: int = 0,
+) -> int:
+    """Blocks of `block_bytes` within `kv_memory`, beside `state_bytes` of state slots. own_bytes: memory the cache has
+    already, as good as free."""
+    return blocks_within(
+        config,
+        layout_of_blocks(config.storage, spec, block_size, block_bytes if spec.stores_kv else 0),
+        max_model_len,
+        free_bytes=device_of(config).free_bytes() + own_bytes,
+        state_bytes=state_bytes,
+    )
+
+
+def _fit(name: str, config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVFit:
+    layout = kv_layout(name, config, spec, max_model_len)
+    return fit_within(config, layout, max_model_len, device_of(config).free_bytes())
+
+
+def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.memory.paged import PagedStorage
+
+    fit = _fit("paged", config, spec, max_model_len)
+    states = _states(spec, fit) if spec.states else None
+    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
+    storage.states = states
+    return _with_cache(config, storage, fit)
+
+
+def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.memory.virtual.virtual_storage import VirtualStorage
+
+    layout = kv_layout("virtual", config, spec, max_model_len)
+    storage = VirtualStorage(
+        layout.spec,
+        1,
+        layout.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        # With a prefix cache a parked row that is adopted whole is worth more than a short one.
+        step_tokens=None if config.prefix_caching else config.max_batch_tokens,
+        device=device_of(config),
+    )
+    try:
+        # What the rows' addresses leave, where those are limited.
+        fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
+        if spec.states:
+            storage.states = _states(spec, fit)
+        storage.resize(fit.num_blocks)
+    except BaseException:
+        storage.close()
+        raise
+    return _with_cache(config, storage, fit)
+
+
+def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
+    """Those of the start, with addresses for as many as all of the budget would make, and for more, where there are
+    any: the budget may be raised."""
+    most = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
+    try:
+        return StateSlots(spec, fit.num_state_slots, max(most, HOST.total_bytes() // spec.bytes_per_state))
+    except CapacityError:
+        return StateSlots(spec, fit.num_state_slots, most)
+
+
+def exchange_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len: int, own_bytes: int) -> int:
+    """`KVFit.exchange_bytes` of `kv_memory`. own_bytes: as good as free."""
+    free_bytes = device_of(config).free_bytes() + own_bytes
+    return state_budget(config, layout, max_model_len, free_bytes)
+
+
+def _exchange(storage: PagedStorage | VirtualStorage, cache: StateCache, fit: KVFit) -> MemorySplit:
+    """What has the blocks and the slots that there are at the start exchange their memory."""
+    slots = storage.states
+    assert slots is not None  # as the cache has states
+    return MemorySplit(
+        cache,
+        num_bytes=fit.exchange_bytes,
+        slot_bytes=slots.bytes_per_slot,
+        block_bytes=fit.layout.block_bytes,
+        max_slots=slots.max_slots,
+        max_blocks=max(cache.num_blocks, storage.max_blocks),
+    )
+
+
+def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fit: KVFit) -> tuple[Any, Any]:
+    """`storage` and a `Cache` over its blocks."""
+    options: dict[str, Any] = {
+        "num_blocks": fit.num_blocks,
+        "block_size": storage.block_size,
+        "prefix_caching": config.prefix_caching,
+        "run_blocks": storage.run_blocks,
+        "backend": config.backend if is_host_backend(config.backend) else None,
+    }
+    try:
+        if storage.states is None:
+            cache = Cache(storage.spec, **options)
+        else:
+            cache = StateCache(
+                storage.spec,
+                num_state_slots=storage.states.num_slots,
+                checkpoint_every=config.checkpoint_every,
+                **options,
+            )
+            cache.exchange = _exchange(storage, cache, fit)
+    except BaseException:
+        storage.close()
+        raise
+    return storage, cache
+
+
+def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.baselines.contiguous import ContiguousStorage
+
+    fit = _fit("contiguous", config, spec, max_model_len)
+    space = Arena(fit.num_blocks, max_model_len, config.reservation)
+    cache = RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
+    return ContiguousStorage(spec, fit.num_blocks, max_model_len), cache
+
+
+def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.baselines.growing import GrowingStorage
+
+    fit = _fit("growing", config, spec, max_model_len)
+    storage = GrowingStorage(spec, fit.num_blocks, max_model_len)
+    space = growing_buffers(config, spec, max_model_len, storage.buffer_tokens, fit.num_blocks)
+    return storage, RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
+
+
+def device_of(config: EngineConfig) -> DeviceMemory:
+    """Whose memory it is."""
+    from quire.attention import backend
+
+    return backend(config.backend)
+
+
+@functools.cache
+def _chosen() -> str:
+    """What "auto" is on this machine."""
+    from quire.memory.placement import why_not
+
+    if (reason := why_not()) is None:
+        return "virtual"
+    _log.warning("storage auto: paged, as virtual does not work on this machine: %s", reason)
+    return "paged"
+
+
+_Maker = Callable[[EngineConfig, KVSpec, int], tuple[Any, KVCache]]
+_MAKERS: Registry[_Maker] = Registry(
+    "a storage",
+    "storage",
+    {"paged": _paged, "contiguous": _contiguous, "growing": _growing, "virtual": _virtual},
+)
+
+
+def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
+    """Have `LLM(storage=name)` keep K and V in what `make(config, spec, max_model_len)` returns: a storage, and a cache
+    over its blocks.
+
+    shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
+
+    *raises:* ArgumentError: the name is taken by another.
+    """
+    if name == "auto":
+        raise ArgumentError('expected a new name for a storage, got "auto", which chooses one; take another')
+    _MAKERS.register(name, make)
+    REGISTERED_STORAGES.register(name, shares_blocks)
+
+
+def unregister(name: str) -> None:
+    """Undo `register`. Engines that have such a storage go on."""
+    _MAKERS.unregister(name)
+    REGISTERED_STORAGES.unregister(name)

@@ -1,0 +1,561 @@
+"""`plan`: what an engine of a model takes and holds, told before any weight is loaded; the start asks it too.
+
+    weights   as they will be held (`quire.model.weight_sizes`)
+    tokenizer by the counts of its words and merges (`quire.model.tokenizer`)
+    kv        what the asked requests hold of keys and values, by kind of layer
+    states    what they hold of states
+    scratch   what a step takes beside them: activations of its tokens, logits
+    runtime   Python, torch, transformers and this model's code, as this process has them
+
+Config and headers are read, a model without memory is made, and the allocator's own arithmetic asked (`kv_fit`):
+blocks, their padding, state slots, the budget that `kv_memory` gives of what the weights leave free. `Plan.fits` is
+the verdict of a start with the same options. A start that would fail for want of memory has the plan's lines as notes
+of its error.
+
+Not a promise of speed. Not known ahead: what another process takes meanwhile.
+
+Cost: importing torch and transformers; then 0.05 to 0.6 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cache.block_counts import blocks_with_prefix
+from quire.config import EngineConfig
+from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
+from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.sizes import format_size, parse_budget, parse_size
+from quire.spec import KVGroup, KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
+
+if TYPE_CHECKING:
+    from quire.model.load import UnloadedModel
+    from quire.model.support import Support
+
+__all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
+
+_WEIGHTS = {
+    "codes": "in codes",
+    "linear": "linear layers, packed",
+    "experts": "experts, packed",
+    "latents": "latent heads, packed",
+    "embeddings": "embeddings",
+    "dense": "norms and others, dense",
+}
+# Threads, buffers of the kernels, what the proof leaves; and more where attention keeps partial sums.
+_ENGINE_BYTES, _LONG_PROMPT_BYTES = 17 << 20, 19 << 20
+# Of torch, of `tokenizers`, of the kernels: pages that are read once it serves; and where torch computes in layers.
+_CODE_BYTES, _CODE_BYTES_IN_LAYERS = 22 << 20, 30 << 20
+# Of the parts that a thread rounds, in the heap of the C library that an ended thread leaves: two are in use by turns.
+_ROUNDING_BYTES = 8 << 20
+_COPIES = 4  # of a layer's outputs, where torch computes between the products
+# Of which attention keeps a sum, while several threads compute a row (native/kernels/attention_kernel.hpp).
+_PARTIAL_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """part: weights, tokenizer, kv, states, scratch or runtime. name: what of it. note: how it comes about."""
+
+    part: str
+    name: str
+    num_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a start with these options takes and holds; bytes are integers, lengths are tokens.
+
+    Attributes:
+        model, model_type, dtype, kv_dtype, storage, block_size: what starts, in what blocks (1: not blocks of tokens).
+        rows: the parts of `total_bytes`.
+        context, concurrency, shared_prefix: the requests that the rows are of: asked for, or the most that is held.
+        max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
+        fits: whether a start holds them. reason: why it does not.
+        memory_bytes: what the process may have in all: of `memory`, or what it has and what is free.
+        budget_bytes: what `kv_memory` gives to keys, values and states. needed_bytes: what the requests need of it.
+        num_blocks, num_state_slots: of that budget.
+        support: how well the model's type and each form of its weights is proved.
+    """
+
+    model: str
+    model_type: str
+    dtype: str
+    kv_dtype: str
+    storage: str
+    block_size: int
+    context: int
+    concurrency: int
+    shared_prefix: int
+    fits: bool
+    reason: str
+    max_context: int
+    max_concurrency: int
+    memory_bytes: int
+    budget_bytes: int
+    needed_bytes: int
+    num_blocks: int
+    num_state_slots: int
+    rows: tuple[PlanRow, ...] = field(repr=False)
+    support: tuple[Support, ...] = field(repr=False)
+
+    def num_bytes(self, part: str) -> int:
+        """Of all rows of a part."""
+        return sum(row.num_bytes for row in self.rows if row.part == part)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the process, while it holds these requests."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and `total_bytes`."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def lines(self) -> list[str]:
+        """The rows as a table, the verdict, and why it is so where it does not fit."""
+        shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
+        shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
+        widths = [max(len(row[column]) for row in shown) for column in range(3)]
+        kept = f", K and V in {self.kv_dtype}" * (self.kv_dtype != self.dtype)
+        lines = [f"{self.model} ({self.model_type}), {self.dtype}{kept}, storage {self.storage}"]
+        before = ""
+        for part, name, size, note in shown:
+            first = part if part != before else ""
+            before = part
+            cells = f"{first:{widths[0]}}  {name:{widths[1]}}  {size:>{widths[2]}}  {note}"
+            lines.append(cells.rstrip())
+        lines += [
+            f"{'' if number else 'support':{widths[0]}}  {one}" for number, one in enumerate(self.support)
+        ]
+        lines.append(
+            f"kv_memory {format_size(self.budget_bytes)}: {self.num_blocks} blocks"
+            + (f", {self.num_state_slots} states" * bool(self.num_state_slots))
+            + f"; {self.requests} need {format_size(self.needed_bytes)}"
+        )
+        lines.append(self.verdict)
+        if self.reason:
+            lines.append(f"why: {self.reason}")
+        return lines
+
+    @property
+    def requests(self) -> str:
+        """What the plan is of, in words."""
+        shared = f" (the first {self.shared_prefix} shared)" * bool(self.shared_prefix)
+        return f"{self.concurrency} request{'s' * (self.concurrency != 1)} of {self.context} tokens{shared}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether that fits, and the most that does, in one line."""
+        ways = (self.max_concurrency, self.context), (self.concurrency, self.max_context)
+        most = ", or ".join(dict.fromkeys(f"{number} of {length} tokens" for number, length in ways))
+        if self.fits:
+            return f"fits: {self.requests}; the most: {most}"
+        return f"does not fit: {self.requests}; the most: {most}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def plan(
+    model: Any = None,
+    *,
+    context: int | None = None,
+    concurrency: int | None = None,
+    shared_prefix: int = 0,
+    memory: str | int | None = None,
+    kv_dtype: str | Mapping[str | int, str] | None = None,
+    weights: str | None = None,
+    **options: Any,
+) -> Plan:
+    """What an engine of `model` with these options takes and holds, before anything is loaded.
+
+    Args:
+        model: None (the embedded one), a folder (config.json is enough), a GGUF file, a Hub id in the local cache.
+        context: tokens of a request, prompt and answer together; the most that fits if not given.
+        concurrency: requests at once; the most that fit if not given.
+        shared_prefix: tokens at the beginning that all of them have in common.
+        memory: what the machine or container has, in place of what is free to this process.
+        kv_dtype, weights: forms of keys and values and of weights that the engine has.
+        options: as of `LLM` (`config=`: all of them at once).
+
+    Raises:
+        ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
+        UnsupportedModelError: the model, as far as its config and headers tell.
+    """
+    config = EngineConfig.of(model, options)
+    forms = {"kv_dtype": kv_dtype, "weights": weights}
+    config = replace(config, **{name: value for name, value in forms.items() if value is not None})
+    for name, value, least in (
+        ("context", context, 1),
+        ("concurrency", concurrency, 1),
+        ("shared_prefix", shared_prefix, 0),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ArgumentError(f"expected an integer of at least {least}, got {value!r} - in `{name}`")
+    if config.model is not None and not isinstance(config.model, str | Path):
+        raise ArgumentError(
+            f"expected a model as None, folder, GGUF file or Hub id to plan for, got {type(config.model).__name__} - "
+            "in `model`"
+        )
+
+    return _plan_of(config, _unloaded(config), context, concurrency, shared_prefix, memory)
+
+
+def require_room(config: EngineConfig) -> None:
+    """For a start that asks for a length or a size, before it loads: whether there will be room.
+
+    *raises:* CapacityError, ArgumentError: what the start would say once all is loaded; the plan's lines are its notes.
+    """
+    is_of_files = config.model is None or isinstance(config.model, str | Path)
+    is_explicit = isinstance(parse_budget(config.kv_memory, where="kv_memory"), int)
+    if not is_of_files or not (is_explicit or config.max_model_len is not None):
+        return
+    try:
+        unloaded = _unloaded(config)
+    except QuireError:
+        return  # `load` says it, or fetches what is not there
+    found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
+    if not found.fits:
+        raise _refusal(found, config)
+
+
+def refuse_if_none_fits(fit: KVFit, config: EngineConfig, max_model_len: int) -> None:
+    """The same once all is loaded. *raises:* CapacityError: the cache holds no request of the length asked for."""
+    if (reason := _why_not(fit, config, max_model_len)) is not None:
+        raise CapacityError(reason)
+
+
+def _refusal(found: Plan, config: EngineConfig) -> QuireError:
+    if config.max_model_len is None and found.memory_bytes > found.total_bytes:
+        return ArgumentError(found.reason)  # of `kv_memory` alone
+    error = CapacityError(found.reason)
+    for line in found.lines()[:-1]:  # the last one is the error's
+        error.add_note(line)
+    return error
+
+
+def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None:
+    """Why a start is refused, the verdict that plan and start share: a length that was asked for must be held once."""
+    if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
+        return None
+    layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
+    needed = kv_memory_for(layout, layout.num_blocks(max_model_len), 1)
+    return (
+        f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
+        f"{format_size(needed)}, got one of {format_size(fit.num_bytes)} ({fit.num_blocks} "
+        f"{layout.block_name}s), which holds {most} tokens; raise kv_memory or lower max_model_len to at most {most} - "
+        "in `max_model_len`"
+    )
+
+
+# -- how ----------------------------------------------------------------------------------------------------
+
+
+def _unloaded(config: EngineConfig) -> UnloadedModel:
+    from quire.model.load import without_weights
+
+    return without_weights(
+        config.model,
+        dtype=config.dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        widened=config.weight_formats is not None,
+    )
+
+
+def _plan_of(
+    config: EngineConfig,
+    unloaded: UnloadedModel,
+    context: int | None,
+    concurrency: int | None,
+    shared_prefix: int,
+    memory: str | int | None,
+) -> Plan:
+    from quire.engine.open_storage import device_of, storage_of
+    from quire.model.prepare import resolve_length
+
+    spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
+    if context is not None:
+        if config.max_model_len is not None and context > config.max_model_len:
+            raise ArgumentError(
+                f"expected a context within max_model_len {config.max_model_len}, got {context} - in `context`"
+            )
+        config = replace(config, max_model_len=max(2, context))
+    max_model_len = resolve_length(unloaded, config.max_model_len)
+    layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
+    weights = _weight_rows(config, unloaded)
+    tokenizer = _tokenizer_rows(unloaded)
+    runtime_bytes = _own_bytes()
+    loaded_bytes = sum(row.num_bytes for row in (*weights, *tokenizer))
+    free_bytes = device_of(config).free_bytes()
+    if memory is not None:
+        free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
+    left_bytes = free_bytes - loaded_bytes
+    fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes)
+
+    asked = context or max_model_len
+    if fit is None:
+        max_concurrency = max_context = 0
+    else:
+        if context is None:
+            # As the start: a model's own length need not be held in full.
+            asked = max(1, fit.max_num_tokens(concurrency or 1, max_model_len, shared_prefix))
+        shared_prefix = min(shared_prefix, asked - 1)
+        max_concurrency = min(fit.max_num_sequences(asked, shared_prefix), config.max_num_seqs)
+        wanted = concurrency or max(1, max_concurrency)
+        max_context = (
+            fit.max_num_tokens(wanted, unloaded.max_model_len, shared_prefix)
+            if wanted <= config.max_num_seqs
+            else 0
+        )
+    wanted = concurrency or max(1, max_concurrency)
+    fits = fit is not None and max_concurrency >= wanted
+    needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
+    num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
+    needed_bytes = kv_memory_for(layout, needed_blocks, num_slots)
+    spare_bytes = 0 if fit is None else max(0, fit.num_bytes - needed_bytes)
+    of_prompts = _prompt_rows(config, layout, asked, wanted, spare_bytes)
+    spare_bytes -= sum(row.num_bytes for row in of_prompts)
+    if fit is not None and not fits:
+        reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
+    return Plan(
+        model=unloaded.name,
+        model_type=unloaded.model_type,
+        dtype=spec.dtype,
+        kv_dtype=spec.kept_in,
+        storage=layout.storage,
+        block_size=layout.block_size,
+        context=asked,
+        concurrency=wanted,
+        shared_prefix=shared_prefix,
+        fits=fits,
+        reason="" if fits else reason,
+        max_context=max_context,
+        max_concurrency=max_concurrency,
+        memory_bytes=free_bytes + runtime_bytes,
+        budget_bytes=0 if fit is None else fit.kv_bytes + fit.state_bytes,
+        needed_bytes=needed_bytes,
+        num_blocks=0 if fit is None else fit.num_blocks,
+        num_state_slots=0 if fit is None else fit.num_state_slots,
+        rows=(
+            *weights,
+            *tokenizer,
+            *_kv_rows(layout, asked, wanted, shared_prefix),
+            *of_prompts,
+            *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
+            *_scratch_rows(config, unloaded, asked, wanted),
+            PlanRow(
+                "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
+            ),
+        ),
+        support=_support_of(config, unloaded, spec),
+    )
+
+
+def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> tuple[Support, ...]:
+    """Of the model's type, and of its weights as files have them and as they are rounded."""
+    from quire.model.support import family_support, weight_support
+
+    forms = [*(unloaded.stored_forms or (spec.dtype,))]
+    if (formats := config.weight_formats) is not None:
+        roundings = [*(rounding for _, rounding in formats.by_pattern), formats.head]
+        forms += map(str, filter(None, roundings))
+    return (family_support(unloaded.model_type), *(weight_support(form) for form in dict.fromkeys(forms)))
+
+
+def _fit(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, left_bytes: int, loaded_bytes: int
+) -> tuple[KVFit | None, str]:
+    if left_bytes < 0:
+        free = format_size(left_bytes + loaded_bytes)
+        return (
+            None,
+            f"expected memory for weights and tokenizer of {format_size(loaded_bytes)}, got {free} free to this "
+            "process",
+        )
+    try:
+        return fit_within(config, layout, max_model_len, left_bytes), ""
+    except (ArgumentError, CapacityError) as error:
+        return None, str(error)
+
+
+def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int) -> str:
+    if wanted > config.max_num_seqs:
+        return f"max_num_seqs is {config.max_num_seqs}"
+    held = f"{fit.num_blocks} {fit.layout.block_name}s"
+    if fit.exchange_bytes:
+        held = f"{fit.layout.block_name}s, and states of {format_size(fit.layout.spec.bytes_per_state)}"
+    return f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.num_bytes)} ({held})"
+
+
+def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
+    from quire.attention import backend
+    from quire.model.linear import packing_on
+    from quire.model.quantized import planned_forms
+    from quire.model.weight_sizes import planned_weights
+
+    packing = packing_on(backend(config.backend))
+    formats = config.weight_formats
+    forms = {} if formats is None else planned_forms(unloaded.model, formats)
+    return [
+        PlanRow(
+            "weights",
+            ", ".join(filter(None, (_WEIGHTS[row.kind], row.label))),
+            row.num_bytes,
+            f"{row.num_tensors} tensors",
+        )
+        for row in planned_weights(
+            unloaded.model,
+            packing=packing,
+            form_of=forms.get,
+            codes=unloaded.codes,
+            backend=config.backend,
+        )
+    ]
+
+
+def _tokenizer_rows(unloaded: UnloadedModel) -> list[PlanRow]:
+    if (words := unloaded.vocabulary) is None:
+        return []
+    return [PlanRow("tokenizer", "words and merges", words.num_bytes, words.label)]
+
+
+def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: int) -> list[PlanRow]:
+    """Of each kind of layer, what the requests hold, padding included."""
+    spec = layout.spec
+    if not spec.stores_kv:
+        num_blocks = layout.num_blocks(context, concurrency, shared_prefix)
+        return [PlanRow("kv", "tokens", 0, f"{num_blocks} blocks that hold nothing")]
+    if not layout.shares_blocks:
+        num_blocks = layout.num_blocks(context, concurrency)
+        note = f"{num_blocks} {layout.block_name}s of {format_size(layout.block_bytes)}, nothing is shared"
+        return [PlanRow("kv", "all layers", num_blocks * layout.block_bytes, note)]
+    kinds: dict[str, list[KVGroup]] = {}
+    for group in spec.groups:
+        name = "full attention" if group.span.kind == "full" else f"{group.span.kind} of {group.span.size}"
+        name = f"latents, {name}" if group.latent else name
+        if " and " in spec.kv_dtype:
+            name += f", {group.layer.kv_dtype(spec.dtype)}"
+        kinds.setdefault(name, []).append(group)
+    rows = []
+    for name, groups in kinds.items():
+        once, each = blocks_with_prefix(groups, context, shared_prefix, layout.block_size)
+        num_blocks = once + concurrency * each
+        used = sum(group.bytes_per_block(layout.block_size) for group in groups) / len(groups)
+        padding = 1 - used / layout.block_bytes
+        size = groups[0].tokens_per_block(layout.block_size)
+        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {size} tokens"
+        if once and shared_prefix:
+            note += f", {once} of them shared"
+        if padding >= 0.0005:
+            note += f", {padding:.1%} padding"
+        rows.append(PlanRow("kv", name, num_blocks * layout.block_bytes, note))
+    return rows
+
+
+def _prompt_rows(
+    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_bytes: int
+) -> list[PlanRow]:
+    """What layers that forget hold beside their windows while prompts are computed: a step's tokens of them."""
+    forgetting = [group for group in layout.spec.groups if group.span.kind != "full"]
+    if not forgetting or not layout.shares_blocks:
+        return []
+    chunk = min(config.max_batch_tokens, context)
+    num_prompts = min(concurrency, max(1, config.max_batch_tokens // context))
+    more = 0
+    for group in forgetting:
+        tokens = group.tokens_per_block(layout.block_size)
+        _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
+        during = min(-(-context // tokens), -(-(group.span.most_kept + chunk - 1) // tokens) + 1)
+        more += num_prompts * max(0, during - alone)
+    num_blocks = min(more, spare_bytes // layout.block_bytes)
+    if not num_blocks:
+        return []
+    note = f"{num_blocks} blocks of prompts before their windows move on"
+    return [PlanRow("kv", "prompts of a step", num_blocks * layout.block_bytes, note)]
+
+
+def _state_rows(
+    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_bytes: int
+) -> list[PlanRow]:
+    if not spec.states:
+        return []
+    each = spec.bytes_per_state
+    rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    every = context // config.checkpoint_every if config.checkpoint_every else 0
+    # Two slots are there always.
+    spare_slots = max(0, 2 - num_slots) + spare_bytes // each
+    if config.prefix_caching and (num_kept := min(spare_slots, concurrency * (1 + every))):
+        note = f"{num_kept} of {format_size(each)}, given up when slots are short"
+        rows.append(PlanRow("states", "checkpoints", num_kept * each, note))
+    return rows
+
+
+def _scratch_rows(
+    config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
+) -> list[PlanRow]:
+    """What a step takes, measured over models of ten kinds and rounded up: no allocator decides it (docs/plan.md)."""
+    from quire.attention import backend
+    from quire.model.weight_sizes import outputs_per_token
+
+    spec = unloaded.spec
+    num_tokens = min(config.max_batch_tokens, context * concurrency)
+    num_rows = min(concurrency, config.max_num_seqs, num_tokens)
+    is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
+    copies = 1 if is_plain else _COPIES
+    code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
+    step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
+    partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
+    engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
+    # In the model's type, and in float32 where they are drawn from.
+    logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
+    return [
+        PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
+        PlanRow(
+            "scratch", "attention's partial sums", partial_bytes, f"at most, prompts of {context} tokens"
+        ),
+        PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
+        PlanRow("scratch", "engine and kernels", engine_bytes, "about, measured"),
+        PlanRow("scratch", "libraries' code", code_bytes, "about, measured: what serving reads of it"),
+        *_rounding_rows(config),
+    ]
+
+
+def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
+    """The memory that rounding leaves: the C library keeps the end of an ended thread's heap."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    if config.weight_formats is None or not config.weight_formats.rounds or num_threads < 2:
+        return []
+    note = f"about, measured: heaps of {num_threads} threads"
+    return [PlanRow("scratch", "rounding", num_threads * _ROUNDING_BYTES, note)]
+
+
+def _partial_bytes(unloaded: UnloadedModel, num_tokens: int, context: int) -> int:
+    """What the kernels keep of a step's rows while their tokens are summed: of each head and each partial a result, a
+    largest score and a sum, in float32. Rows of one partial keep nothing."""
+    text: Any = unloaded.model.config.get_text_config(decoder=True)
+    num_heads, most = getattr(text, "num_attention_heads", None) or 0, 0
+    if not isinstance(num_heads, int):  # of each layer
+        num_heads = max(num_heads)
+    for group in unloaded.spec.groups if unloaded.spec.stores_kv else ():
+        num_partials = -(-group.span.num_kept(context) // _PARTIAL_TOKENS)
+        if num_partials > 1:
+            most = max(most, num_partials * ((group.v_head_dim or group.k_head_dim) + 2) * 4)
+    return num_tokens * num_heads * most
+
+
+def _own_bytes() -> int:
+    """Proportional resident bytes of this process; where there is no smaps_rollup, resident ones."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))

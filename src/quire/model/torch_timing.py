@@ -1,0 +1,90 @@
+"""Reports when torch's own linear layers and attention run: what no native kernel records.
+
+For the profile of a step on `backend="python"`, where it costs a hook per linear layer and a call per attention; on
+the native back end there is next to nothing to watch, the kernels record themselves (native/kernels/profile.hpp).
+
+Cost: about 2 us for each of those calls, and nothing for a model that is not watched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quire.attention import AttentionBackend, AttentionOptions, Device
+from quire.memory.view import KVView
+from quire.model.linear import NativeWeight
+from quire.quantized import QuantizedPanels
+from quire.step import AttentionBatch
+
+__all__ = ["Record", "watch_attention", "watch_linears"]
+
+# record(kind, start, duration): kind 0 a linear layer, 1 attention, 2 a KV write; ns of time.perf_counter_ns().
+Record = Callable[[int, int, int], None]
+
+_LINEAR, _ATTENTION, _KV_WRITE = range(3)
+
+
+class _TimedAttention:
+    """A back end with every call reported."""
+
+    def __init__(self, backend: AttentionBackend, record: Record) -> None:
+        self._backend = backend
+        self._record = record
+
+    def write(self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        start = time.perf_counter_ns()
+        self._backend.write(view, k, v, slot_mapping)
+        self._record(_KV_WRITE, start, time.perf_counter_ns() - start)
+
+    def run(
+        self,
+        view: KVView,
+        query: torch.Tensor,
+        plan: AttentionBatch,
+        options: AttentionOptions,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        start = time.perf_counter_ns()
+        result = self._backend.run(view, query, plan, options, out=out)
+        self._record(_ATTENTION, start, time.perf_counter_ns() - start)
+        return result
+
+
+def watch_attention(backend: Device, record: Record) -> AttentionBackend:
+    """`backend`, its calls reported unless it is the native one, which records itself."""
+    return backend if backend.is_native else _TimedAttention(backend, record)
+
+
+def watch_linears(model: nn.Module, record: Record) -> Callable[[], None]:
+    """Report every call of a linear layer that the native kernels do not compute; returns what ends it."""
+    handles = []
+    for module in model.modules():
+        is_linear = isinstance(module, (nn.Linear, Conv1D)) and not any(module.children())
+        packed = module.__dict__.get("_packed")
+        by_kernels = isinstance(packed, NativeWeight) or (
+            isinstance(packed, QuantizedPanels) and packed.native is not None
+        )
+        if is_linear and not by_kernels:
+            started: list[int] = []
+
+            def before(*_: Any, started: list[int] = started) -> None:
+                started.append(time.perf_counter_ns())
+
+            def after(*_: Any, started: list[int] = started) -> None:
+                start = started.pop()
+                record(_LINEAR, start, time.perf_counter_ns() - start)
+
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def stop() -> None:
+        while handles:
+            handles.pop().remove()
+
+    return stop

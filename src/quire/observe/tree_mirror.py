@@ -1,0 +1,230 @@
+"""The full nodes of a cache's prefix tree, kept up by its events: what reports, explanations, subscribers and
+stores read, each of which hangs its own data on these blocks. A *block* here is a node's tokens in all groups.
+
+A block *is there* while all its groups that keep everything have it (in a model without such groups: any group):
+only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys, `block_size`
+tokens a link: of a node that is several blocks long it is the last link (`KVGroup.blocks_per_node`). Whoever does not
+know the namespace can compute none.
+
+Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from quire.cache.block_hash import block_hashes, chained_hashes, root_hash
+from quire.cache.event_dispatcher import DROPPED, Forgotten
+from quire.cache.events import CacheEvent
+from quire.cache.protocol import PrefixKVCache
+
+__all__ = ["Block", "BlockRecorder", "Change", "TreeMirror"]
+
+_CAUSES = {"evicted": "space", "quota": "quota"}  # of the reasons of events that are one by themselves
+
+
+class Block:
+    """A full block. children: by node id. made_at, used_at: of the mirror's clock."""
+
+    __slots__ = (
+        "block_ids",
+        "children",
+        "depth",
+        "extra_keys",
+        "hash",
+        "inner_hashes",
+        "is_there",
+        "made_at",
+        "namespace",
+        "node_id",
+        "owner_id",
+        "parent",
+        "tokens",
+        "used_at",
+    )
+
+    def __init__(
+        self, event: CacheEvent, parent: Block | None, num_columns: int, block_size: int, now: float
+    ) -> None:
+        assert event.namespace is not None
+        assert event.tokens is not None
+        self.node_id = event.node_id
+        self.parent = parent
+        self.namespace = event.namespace
+        self.tokens = event.tokens
+        self.extra_keys = event.extra_keys  # by offset
+        self.owner_id = event.owner_id
+        self.block_ids = [-1] * num_columns
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        before = parent.hash if parent is not None else root_hash(event.namespace)
+        *inner, self.hash = chained_hashes(before, event.tokens, event.extra_keys, block_size)
+        self.inner_hashes = tuple(inner)  # of the blocks before its last one
+        self.children: dict[int, Block] = {}
+        self.is_there = False
+        self.made_at = self.used_at = now
+
+
+@dataclass(frozen=True)
+class Change:
+    """A block has come or gone, or all have (block None). Of one that is gone: reason ("evicted" for a quota too),
+    owner and cache priority as in `CacheEvent`; cause: of `feed.LOSS_REASONS`."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    block: Block | None = None
+    reason: str = ""
+    owner_id: int = 0
+    cause: str = ""
+    cache_priority: int = CacheEvent.cache_priority
+
+
+class BlockRecorder(Protocol):
+    """Who keeps something of its own for each block, and acts while the bytes of what goes are still there."""
+
+    def block_stored(self, block: Block, event: CacheEvent) -> None:
+        """The block is new, or has blocks that it had not; they stand in it already."""
+        ...
+
+    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
+        """Some of its blocks are given up: they stand in it still, and their bytes where they were
+        (`EventDispatcher`)."""
+        ...
+
+    def block_gone(self, block: Block) -> None:
+        """It has no blocks any more, and is not in the mirror."""
+        ...
+
+    def all_gone(self) -> None:
+        """The mirror is empty."""
+        ...
+
+
+class TreeMirror:
+    """See the module's text. `apply` is an `EventDispatcher`'s listener.
+
+    watchers: called with each block as it comes and goes. listeners: take every change in order, those of several
+    events together.
+    """
+
+    def __init__(self, cache: PrefixKVCache, clock: Callable[[], float] = time.monotonic) -> None:
+        is_full = [
+            group.span.kind == "full" for group in cache.spec.groups for _ in range(group.blocks_per_node)
+        ]
+        self._needed = [column for column, is_needed in enumerate(is_full) if is_needed]
+        self._num_columns = len(is_full)
+        self.block_size: int = cache.block_size
+        self.node_tokens: int = cache.node_tokens
+        self.clock = clock
+        self.by_id: dict[int, Block] = {}
+        self.by_hash: dict[bytes, Block] = {}
+        self.roots: dict[bytes, dict[int, Block]] = {}
+        # Gone, with a block behind them still, which a floor keeps: the tree's node is there, and may be filled again.
+        self._hollow: dict[int, Block] = {}
+        self.watchers: list[BlockRecorder] = []
+        self.listeners: list[Callable[[list[Change]], None]] = []
+
+    def apply(self, events: list[CacheEvent], forgotten: Forgotten = DROPPED) -> None:
+        now = self.clock()
+        changes = [change for event in events for change in self._apply(event, now, forgotten)]
+        if changes:
+            for listener in self.listeners:
+                listener(changes)
+
+    def _apply(self, event: CacheEvent, now: float, forgotten: Forgotten) -> Iterator[Change]:
+        if event.kind == "cleared":
+            gone = [block for block in self.by_id.values() if block.is_there]
+            for table in (self.by_id, self.by_hash, self.roots, self._hollow):
+                table.clear()
+            for watcher in self.watchers:
+                watcher.all_gone()
+            for block in gone:
+                block.is_there = False
+                yield Change("removed", block, "cleared", cause="dropped")
+            yield Change("cleared")
+            return
+        block = self.by_id.get(event.node_id)
+        if event.kind == "stored":
+            if block is None and event.parent_id >= 0 and event.parent_id not in self.by_id:
+                return  # below a block that no group keeps: nothing goes through that
+            if block is None:
+                block = self._add(event, now)
+            for column, block_id in enumerate(event.block_ids):
+                if block_id >= 0:
+                    block.block_ids[column] = block_id
+            for watcher in self.watchers:
+                watcher.block_stored(block, event)
+            if self._is_whole(block) and not block.is_there:
+                block.is_there, block.made_at, block.owner_id = True, now, event.owner_id
+                yield Change("stored", block)
+            return
+        if block is None:
+            return
+        for watcher in self.watchers:
+            watcher.block_going(block, event, forgotten)
+        for column, block_id in enumerate(event.block_ids):
+            if block_id >= 0:
+                block.block_ids[column] = -1
+        if block.is_there and not self._is_whole(block):
+            block.is_there = False
+            cause = _CAUSES.get(event.reason, forgotten.reason)
+            reason = "evicted" if event.is_eviction else event.reason
+            yield Change("removed", block, reason, event.owner_id, cause, event.cache_priority)
+        if max(block.block_ids) < 0:
+            self._remove(block)
+            for watcher in self.watchers:
+                watcher.block_gone(block)
+
+    def _is_whole(self, block: Block) -> bool:
+        if self._needed:
+            return min([block.block_ids[column] for column in self._needed]) >= 0
+        return max(block.block_ids) >= 0
+
+    def _add(self, event: CacheEvent, now: float) -> Block:
+        parent = self.by_id.get(event.parent_id)
+        block = self._hollow.pop(event.node_id, None)
+        block = block or Block(event, parent, self._num_columns, self.block_size, now)
+        block.parent = parent
+        self.by_id[event.node_id] = self.by_hash[block.hash] = block
+        siblings = self.roots.setdefault(block.namespace, {}) if parent is None else parent.children
+        siblings[event.node_id] = block
+        return block
+
+    def _remove(self, block: Block) -> None:
+        del self.by_id[block.node_id]
+        self.by_hash.pop(block.hash, None)
+        if block.children:
+            self._hollow[block.node_id] = block
+        parent = block.parent
+        siblings = self.roots[block.namespace] if parent is None else parent.children
+        del siblings[block.node_id]
+        if not siblings:
+            if parent is None:
+                del self.roots[block.namespace]
+            else:
+                self._hollow.pop(parent.node_id, None)
+
+    def hashes(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None
+    ) -> list[bytes]:
+        """The names of a prompt's full nodes."""
+        links = self.node_tokens // self.block_size
+        return block_hashes(namespace, tokens, extra_keys, self.block_size)[links - 1 :: links]
+
+    def path(self, hashes: list[bytes]) -> list[Block]:
+        """The blocks that are there, from the first on."""
+        found: list[Block] = []
+        for name in hashes:
+            block = self.by_hash.get(name)
+            if block is None or not block.is_there:
+                break
+            found.append(block)
+        return found
+
+    def snapshot(self) -> list[Change]:
+        """What there is, as changes from nothing: parents first."""
+        there = sorted((b for b in self.by_id.values() if b.is_there), key=lambda b: (b.depth, b.node_id))
+        return [Change("cleared"), *(Change("stored", block) for block in there)]

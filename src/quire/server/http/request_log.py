@@ -1,0 +1,124 @@
+"""One request as its answer, its log line and the engine know it: by its id.
+
+The id is the client's `X-Request-Id`, if that is 1 to 128 visible ASCII characters, else one of ours. Every answer has
+it in that header; a completion's own `id` ends with it; the page, `quire top` and the engine's messages call the
+sequences so. Two requests under way with one id are told apart by a number behind the second's (`Service`).
+
+With `log_requests` each request is one line of the logger `LOGGER` at its end. A line has no content: no text,
+no token, no query, and of a path only its route.
+
+Cost: an object for each request; a call more for each event of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.server.api_errors import answer_of, json_answer
+from quire.server.http.client_address import TrustedProxies
+
+__all__ = ["LOGGER", "RequestLog", "RequestRecord", "current_request"]
+
+LOGGER = "quire.requests"
+_log = logging.getLogger(LOGGER)
+_ID = re.compile(rb"[!-~]{1,128}")
+_BARE = re.compile(r"[!#-<>-\[\]-~]+")  # a value of a line that needs no quotes
+_MOST_SHOWN = 80  # characters of a path that leads nowhere
+
+
+@dataclass
+class RequestRecord:
+    """What is told of a request. Counts are tokens, of all its prompts and answers together."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    address: str = ""  # the client's, see `client_address`
+    tenant: str | None = None
+    status: int | None = None  # None: no answer has begun
+    num_prompt_tokens: int | None = None  # None: nothing was generated for it
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+
+    def line(self, route: str, seconds: float) -> str:
+        """Words as NAME=VALUE, in quotes where a space or a quote is in the value."""
+        words: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": self.id,
+            "tenant": self.tenant or "-",
+            "route": route,
+            "status": "-" if self.status is None else self.status,
+        }
+        if self.num_prompt_tokens is not None:
+            words |= {
+                "prompt_tokens": self.num_prompt_tokens,
+                "cached_tokens": self.num_cached_tokens,
+                "generated_tokens": self.num_generated_tokens,
+            }
+        words["seconds"] = f"{seconds:.3f}"
+        if self.finish_reasons:
+            words["finish"] = ",".join(sorted(set(self.finish_reasons)))
+        return " ".join(f"{name}={_shown(str(value))}" for name, value in words.items())
+
+
+def _shown(value: str) -> str:
+    return value if _BARE.fullmatch(value) else json.dumps(value)
+
+
+_current: ContextVar[RequestRecord] = ContextVar("quire_request")
+
+
+def current_request() -> RequestRecord:
+    """That of the request that is being answered; a new one where none is."""
+    return _current.get(None) or RequestRecord()
+
+
+class RequestLog:
+    """`app`, an ASGI application, each of whose requests has an id and, if `is_logged`, a line."""
+
+    def __init__(self, app: Any, is_logged: bool, proxies: TrustedProxies) -> None:
+        self._app = app
+        self._is_logged = is_logged
+        self._proxies = proxies
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        record = RequestRecord(given.decode()) if _ID.fullmatch(given) else RequestRecord()
+        record.address = self._proxies.client_of(scope)
+        began = time.monotonic()
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        token = _current.set(record)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # else it would be answered outside of here, without the id
+            if record.status is not None:
+                raise
+            await json_answer(answer_of(error))(scope, receive, send_with_id)
+        finally:
+            _current.reset(token)
+            if self._is_logged:
+                _log.info("%s", record.line(_route(scope), time.monotonic() - began))
+
+
+def _route(scope: Any) -> str:
+    method = "HEAD" if scope.get("quire.head") else scope["method"]
+    path = getattr(scope.get("route"), "path", None)
+    if path is None:
+        path = scope["path"]
+        path = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
+    return f"{method} {path}"

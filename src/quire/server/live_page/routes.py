@@ -1,0 +1,137 @@
+"""The page and what feeds it.
+
+    /, /compare, /window/FILE                        the page: fixed files, for everybody
+    /window/events                                   server-sent events, for whoever is let in
+    /window/blocks/N, /window/sequences/ID/INDEX      for the administrator
+
+Everything is sent with a content security policy that allows scripts, styles and connections of this server and nothing
+else; no file has a script or a style inline. The page brings no key: whoever has one types it in, and it stays in that
+tab's memory.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from quire.server.api_errors import ApiError
+from quire.server.dependencies import TheService, administrator, tenant_of
+from quire.server.http.sse import EventStream
+from quire.server.live_page.details import block_details, readable, sequence_details
+from quire.server.live_page.snapshot_feed import SnapshotFeed
+from quire.server.schemas.common import ERRORS
+from quire.server.service import Service
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["Window"], responses=ERRORS)
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def _read_page() -> dict[str, tuple[bytes, str]]:
+    folder = resources.files("quire.server.live_page") / "page"
+    return {
+        file.name: (file.read_bytes(), _TYPES["." + file.name.rpartition(".")[2]])
+        for file in folder.iterdir()
+        if "." + file.name.rpartition(".")[2] in _TYPES
+    }
+
+
+_PAGE = _read_page()
+
+
+def _file(name: str) -> Response:
+    found = _PAGE.get(name)
+    if found is None:
+        raise ApiError(404, f"expected a file of the page, got {name!r}")
+    data, media_type = found
+    return Response(data, media_type=media_type, headers=_HEADERS)
+
+
+async def _is_administrator(request: Request, service: Service) -> bool:
+    try:
+        await administrator(request, service)
+    except ApiError:
+        return False
+    return True
+
+
+def _feed(request: Request, service: Service) -> SnapshotFeed:
+    state = request.app.state
+    if getattr(state, "window_feed", None) is None:
+        state.window_feed = SnapshotFeed(service)
+    return state.window_feed
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return _file("index.html")
+
+
+@router.get("/compare", include_in_schema=False)
+async def compare_page() -> Response:
+    return _file("compare.html")
+
+
+@router.get("/favicon.ico", include_in_schema=False)
+async def icon() -> Response:
+    return _file("icon.svg")
+
+
+@router.get("/window/events", include_in_schema=False)  # it has no end
+async def events(request: Request, service: TheService) -> Response:
+    """What the page draws, as it changes."""
+    is_admin = await _is_administrator(request, service)
+    if not is_admin:
+        await tenant_of(request, service)
+    watching = _feed(request, service).monitor(is_admin)
+    first = await anext(watching)  # its errors become a status
+    return EventStream(first, watching, {"X-Quire-Admin": "1" if is_admin else "0"})
+
+
+@router.get("/window/blocks/{block_id}", dependencies=[Depends(administrator)])
+async def block(
+    service: TheService, block_id: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
+) -> Response:
+    """A block of the cache: its state, who holds it, and its tokens. last: of a range, of tokens or pages."""
+    details = await service.engine.between_steps(lambda: block_details(service.engine.core, block_id, last))
+    return _shown(details, service)
+
+
+@router.get("/window/sequences/{request_id:path}/{index}", dependencies=[Depends(administrator)])
+async def sequence(service: TheService, request_id: str, index: int = Path(ge=0, lt=2**31)) -> Response:
+    """A running sequence: its whole block table and its newest tokens."""
+    details = await service.engine.between_steps(
+        lambda: sequence_details(service.engine.core, request_id, index)
+    )
+    return _shown(details, service)
+
+
+def _shown(details: dict[str, Any], service: Service) -> Response:
+    return JSONResponse(readable(details, service.tokenizer), headers={"Cache-Control": "no-store"})
+
+
+@router.get("/window/{name}", include_in_schema=False)
+async def file(name: str) -> Response:
+    return _file(name)

@@ -1,0 +1,52 @@
+"""`/v1/completions`: bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from quire.server.schemas.common import SamplingBody, TokenId, Usage
+from quire.server.schemas.unserved import OneOf
+
+__all__ = ["Completion", "CompletionChoice", "CompletionRequest"]
+
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(SamplingBody):
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1)]
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = False
+    best_of: int | None = Field(None, ge=1, description="Only n itself.")
+    suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
+    prompt_embeds: Annotated[Any, OneOf("a prompt is text or tokens")] = None
+    json_schema: dict[str, Any] | None = Field(None, description="Ours: the answer is JSON of this schema.")
+    regex: str | None = Field(None, description="Ours: the answer matches this expression.")
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

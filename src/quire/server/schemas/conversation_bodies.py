@@ -1,0 +1,116 @@
+"""`/quire/conversations`: bodies. Ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from quire.server.schemas.chat_bodies import ChatCompletion, ChatFields, ChatMessage
+from quire.server.schemas.common import TokenId
+from quire.server.schemas.part import StrictBody
+from quire.server.schemas.unserved import OneOf
+
+__all__ = [
+    "ConversationAnswer",
+    "ConversationCard",
+    "ConversationDetails",
+    "ConversationList",
+    "Deleted",
+    "NewConversation",
+    "Rewind",
+    "Rewound",
+    "SnapshotCard",
+    "SnapshotList",
+    "SnapshotRequest",
+    "Turn",
+]
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Salt = Annotated[str | None, Field(max_length=1024)]
+
+
+class NewConversation(StrictBody):
+    """At most one of messages, text, tokens and snapshot."""
+
+    messages: Messages | None = Field(None, description="How the first turn begins.")
+    text: str | None = None
+    tokens: Tokens | None = None
+    snapshot: str | None = Field(None, description="The name of one that was kept.")
+    recompute: bool = Field(False, description="Takes a snapshot's tokens also where it was another model's.")
+    cache_salt: Salt = Field(None, description="Of all turns, see `/v1/completions`.")
+
+
+class Turn(ChatFields):
+    """At most one of messages, text and tokens; none: the model goes on where the conversation ends."""
+
+    messages: Messages | None = Field(None, description="Framed by the chat template as it goes on.")
+    text: str | None = None
+    tokens: Tokens | None = None
+    add_special_tokens: Annotated[Any, OneOf("a turn has what its conversation needs")] = None
+    truncate_prompt_tokens: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
+    truncation_side: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
+    generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
+
+
+class Rewind(StrictBody):
+    """Either of both."""
+
+    position: int | None = Field(None, ge=0, lt=2**31, description="Tokens that are left.")
+    turns: int | None = Field(None, ge=1, lt=2**31, description="Answers to forget, with what was asked.")
+
+
+class SnapshotRequest(StrictBody):
+    name: str = Field(max_length=200)
+    overwrite: bool = False
+
+
+class ConversationCard(BaseModel):
+    id: str
+    object: str = "conversation"
+    created: int
+    num_tokens: int
+    turns: list[int] = Field(description="The number of tokens before each turn: where it can be rewound to.")
+
+
+class ConversationDetails(ConversationCard):
+    tokens: list[int]
+    text: str | None
+
+
+class ConversationList(BaseModel):
+    object: str = "list"
+    data: list[ConversationCard]
+
+
+class ConversationAnswer(ChatCompletion):
+    conversation: ConversationCard
+
+
+class Rewound(ConversationCard):
+    num_cached_tokens: int = Field(description="Of those left, tokens that memory has.")
+
+
+class Deleted(BaseModel):
+    id: str
+    object: str = "conversation.deleted"
+    deleted: bool = True
+
+
+class SnapshotCard(BaseModel):
+    name: str
+    num_tokens: int
+    num_stored_tokens: int = Field(description="Those whose keys and values the disk has.")
+    model: str
+    is_usable: bool
+    made_at: float
+
+    @classmethod
+    def of(cls, snapshot: Any) -> SnapshotCard:
+        return cls.model_validate(snapshot, from_attributes=True)
+
+
+class SnapshotList(BaseModel):
+    object: str = "list"
+    data: list[SnapshotCard]

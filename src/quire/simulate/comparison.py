@@ -1,0 +1,154 @@
+"""The storages side by side: each runs the same workload with the same memory, one after another.
+
+With a model it is the real engine; without one (`simulate`) the real scheduler, cache and storage, and a clock that
+moves along a cost line. A request that a storage can never hold is refused by it, and not among its requests done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.config import OPTION_OF_STORAGE, EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.open_storage import open_storage
+from quire.errors import CapacityError
+from quire.sampling.params import SamplingParams
+from quire.simulate.cost_line import CostLine
+from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
+from quire.simulate.workload import Workload
+from quire.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+__all__ = ["Comparison", "Run", "run_model", "run_simulated"]
+
+_VOCAB_SIZE = 2**31 - 2  # of the made-up ids where there is no model
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What all storages of a comparison have alike.
+
+    options: others of `EngineConfig`; one that only a single storage has goes to that.
+    """
+
+    workload: Workload
+    kv_memory: int
+    max_model_len: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    at_once: bool = True  # or each at its time of arrival
+
+    def config(self, storage: str) -> EngineConfig:
+        """Of a storage, its name alone or with its option: "growing:together:256"."""
+        of_others = {option for name, option in OPTION_OF_STORAGE.items() if name != storage}
+        return EngineConfig(
+            storage=storage,
+            kv_memory=self.kv_memory,
+            max_model_len=self.max_model_len,
+            **{name: value for name, value in self.options.items() if name not in of_others},
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One storage's figures, and its memory over time: seconds and bytes, a pair of (reserved, used) each step.
+
+    errors: of the requests that were not done, in the order in which they ended.
+    """
+
+    figures: Figures
+    errors: list[str]
+    times: list[float]
+    reserved: list[int]
+    used: list[int]
+
+
+def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
+    """The scheduler, the cache and `storage` for real, `cost` in place of a model; tokens/s are by its clock."""
+    config = comparison.config(storage)
+    opened = open_storage(config, spec, comparison.max_model_len)
+    try:
+        clock = SimulatedClock()
+        runner = SimulatedRunner(opened.storage, cost, clock)
+        engine = Engine(
+            runner,
+            opened.cache,
+            vocab_size=_VOCAB_SIZE,
+            max_model_len=comparison.max_model_len,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+            clock=clock,
+        )
+        meter = Meter(opened.cache, runner)
+        totals = _drive(engine, comparison, meter, clock, _VOCAB_SIZE)
+        return _run(meter, totals, totals.num_generated / clock() if clock() else None)
+    finally:
+        opened.storage.close()
+
+
+def run_model(comparison: Comparison, storage: str, open_llm: Callable[[EngineConfig], LLM]) -> Run:
+    """The real engine with a model."""
+    with open_llm(comparison.config(storage)) as llm:
+        meter = Meter(llm.cache, llm.runner)
+        clock = Clock()
+        totals = _drive(llm.engine, comparison, meter, clock, llm.vocab_size)
+        return _run(meter, totals, totals.num_generated / clock())
+
+
+@dataclass
+class _Totals:
+    num_done: int = 0
+    num_generated: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int) -> _Totals:
+    """Submits the workload's requests as they arrive and steps until all have ended."""
+    workload = comparison.workload
+    waiting = deque(range(len(workload.requests)))
+    totals = _Totals()
+    while waiting or engine.has_work:
+        while waiting and (comparison.at_once or workload.requests[waiting[0]].arrival_s <= clock()):
+            index = waiting.popleft()
+            params = SamplingParams(
+                max_tokens=workload.requests[index].num_output_tokens, temperature=0, ignore_eos=True
+            )
+            try:
+                engine.submit(workload.token_ids(index, vocab_size), params)
+            except CapacityError as error:  # it never fits here
+                totals.errors.append(str(error))
+        if not engine.has_work:
+            if waiting:
+                clock.wait_until(workload.requests[waiting[0]].arrival_s)
+            continue
+        before = engine.scheduler.num_preemptions
+        outputs = engine.step()
+        totals.num_preemptions += engine.scheduler.num_preemptions - before
+        num_ended = 0
+        for output in outputs:
+            num_ended += 1
+            if output.error is None:
+                totals.num_done += 1
+                totals.num_generated += sum(len(one.token_ids) for one in output.outputs)
+                totals.num_cached += output.num_cached_tokens
+            else:
+                totals.errors.append(str(output.error))
+        meter.step(len(engine.scheduler.running) + num_ended, clock())
+    return totals
+
+
+def _run(meter: Meter, totals: _Totals, tokens_per_second: float | None) -> Run:
+    figures = meter.figures(
+        num_cached_tokens=totals.num_cached,
+        preemptions=totals.num_preemptions,
+        requests_done=totals.num_done,
+        tokens_per_second=tokens_per_second,
+    )
+    reserved, used = ([getattr(use, name) for use in meter.uses] for name in ("reserved", "used"))
+    return Run(figures, totals.errors, meter.times, reserved, used)
