@@ -34,10 +34,11 @@ from machine import emit, emit_machine
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import AttentionOptions, AttentionPlan, backend
+from quire.attention import AttentionOptions, attention_batch, backend
 from quire.memory import KVView, PagedStorage
 from quire.model.linear import NativeWeight, OneDnnWeight, _onednn_serves
 from quire.spec import KVSpec
+from quire.step import AttentionBatch
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
 OPTIONS = AttentionOptions(scale=HEAD_DIM**-0.5)
@@ -175,9 +176,9 @@ class Bench:
 
         for threads in sorted({1, self.threads}):
             start_workers(threads, pin=self.pin)
-            plan = AttentionPlan.build([0, PREFILL], [PREFILL], tables, 16, threads)
+            plan = attention_batch([0, PREFILL], [PREFILL], tables, 16, threads)
 
-            def run(plan: AttentionPlan = plan) -> torch.Tensor:
+            def run(plan: AttentionBatch = plan) -> torch.Tensor:
                 return self.attention.run(view, query, plan, OPTIONS, out=out)
 
             torch.testing.assert_close(run(), want, rtol=2e-2, atol=2e-2)
@@ -228,7 +229,7 @@ class Bench:
         )
         tables = pool.ids[: calls * batch * width].view(calls, batch, width)
         plans = [
-            AttentionPlan.build(range(batch + 1), [context] * batch, table, pool.block_size, threads)
+            attention_batch(range(batch + 1), [context] * batch, table, pool.block_size, threads)
             for table in tables
         ]
         # The pool's tokens repeat a piece; torch gets the same pool.

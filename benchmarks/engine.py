@@ -1,6 +1,7 @@
 """Tokens per second of the whole engine, against transformers' own generate on the same weights. JSON lines.
 
     python benchmarks/engine.py [--quick] [--dtype bfloat16] [--repetitions 3] [--backend native]
+    python benchmarks/engine.py --without-model
 
 Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters), made here. Greedy, fixed
 length, the end token ignored. Cases: decode at batch 1, 8 and 32 (128-token prompts, 64 new tokens), 8 sequences of
@@ -8,6 +9,9 @@ length, the end token ignored. Cases: decode at batch 1, 8 and 32 (128-token pro
 The baseline is `model.generate` with its DynamicCache at batch 8, in the same dtype or, on a processor without 16-bit
 products, where that takes minutes a step, in float32 (`--baseline-dtype` chooses). Engine and baseline take turns;
 medians are printed.
+Without a model: what the engine's own Python takes of a decode step of 256 sequences, the cache's part included, over a
+runner that computes nothing (`--without-model` prints this row alone, and needs nothing of another version of Quire but
+`Engine`, `Cache` and the spec).
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ import torch
 from machine import emit, emit_machine
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, StoppingCriteriaList
 
-from quire import LLM, SamplingParams
+from quire import LLM, Cache, KVSpec, SamplingParams
+from quire.backends import extension
+from quire.engine.engine import Engine
+from quire.spec import LayerSpec, Span
 
 VOCAB_SIZE = 32_000
 CASES = {  # name: (batch, prompt tokens, new tokens)
@@ -95,9 +102,60 @@ def run_baseline(model: Any, batch: int, length: int, new: int, seed: int) -> fl
     return batch * (new - 1) / (times[-1] - times[0])
 
 
+class _NoModel:
+    """A runner whose logits are the same for every row: token 1 is drawn."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._logits = torch.zeros(num_rows, 8)
+        self._logits[:, 1] = 1.0
+
+    def run(self, step: Any, /) -> torch.Tensor:
+        return self._logits[: len(step.logit_rows)]
+
+
+def step_us(backend: str | None, num_sequences: int = 256, num_steps: int = 400) -> float:
+    """Median microseconds of a decode step of so many sequences without a model."""
+    spec = KVSpec((LayerSpec(Span(), 1, 8, 8),))
+    cache = Cache(spec, num_blocks=num_sequences * (num_steps // 16 + 4), backend=backend)
+    engine = Engine(
+        _NoModel(num_sequences),
+        cache,
+        vocab_size=8,
+        max_model_len=num_steps + 64,
+        max_num_seqs=num_sequences,
+        native=extension(backend),
+    )
+    params = SamplingParams(max_tokens=num_steps + 10, temperature=0.0, ignore_eos=True)
+    prompts = np.random.default_rng(0).integers(0, 8, (num_sequences, 16)).tolist()
+    for prompt in prompts:
+        engine.submit(prompt, params)
+    while len(engine.scheduler.running) < num_sequences or engine.scheduler.waiting:
+        engine.step()
+    engine.step()
+    times: list[int] = []
+    for _ in range(num_steps - 50):
+        began = time.perf_counter_ns()
+        engine.step()
+        times.append(time.perf_counter_ns() - began)
+    assert len(engine.scheduler.running) == num_sequences, "expected every sequence to run to the end"
+    return statistics.median(times) / 1000
+
+
+def emit_step(backend: str | None, repetitions: int) -> None:
+    step_us(backend, num_steps=100)
+    times = [step_us(backend) for _ in range(repetitions)]
+    emit(
+        "engine",
+        case="decode step of 256 sequences without a model",
+        step_us=round(statistics.median(times), 1),
+        all=[round(one, 1) for one in times],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and short answers")
+    parser.add_argument("--without-model", action="store_true", help="the step of 256 sequences alone")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--backend", default=None, choices=["native", "python"])
@@ -109,6 +167,9 @@ def main() -> None:
     )
     repetitions = arguments.repetitions or (1 if arguments.quick else 3)
     emit_machine()
+    emit_step(arguments.backend, repetitions)
+    if arguments.without_model:
+        return
     model = make_model(quick=arguments.quick, dtype=arguments.dtype)
     rates: dict[str, list[float]] = {}
     for repetition in range(repetitions):

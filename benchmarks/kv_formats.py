@@ -25,7 +25,7 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams, _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import AttentionPlan, backend
+from quire.attention import attention_batch, backend
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
@@ -73,7 +73,7 @@ class Pool:
         calls = len(self.ids) // (batch * width)
         threads = _native.num_threads()
         plans = [
-            AttentionPlan.build(range(batch + 1), [context] * batch, table, BLOCK, threads)
+            attention_batch(range(batch + 1), [context] * batch, table, BLOCK, threads)
             for table in self.ids[: calls * batch * width].view(calls, batch, width)
         ]
 

@@ -25,7 +25,8 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.recurrence import RecurrenceStep, backend
+from quire.recurrence import backend, recurrence_step
+from quire.step import RecurrenceStep
 from quire.torch_threads import torch_threads
 
 PAUSE_SECONDS = 0.02  # the way before may have left threads that spin for a while
@@ -56,7 +57,7 @@ def decode(num_bytes: int, threads: int, repetitions: int) -> None:
     for name, (shape, make) in layers().items():
         batch = max(1, num_bytes // (4 * shape.numel()))
         state = torch.randn(batch, *shape)
-        run = make(state, RecurrenceStep(range(batch + 1), torch.randperm(batch)))
+        run = make(state, recurrence_step(range(batch + 1), torch.randperm(batch)))
         # By one, so that the states do not change; torch multiplies anyway.
         taken = measure({"scale": lambda state=state: state.mul_(1.0), "step": run}, repetitions)
         rates = {key: (state.nbytes / median, state.nbytes / least) for key, (median, least) in taken.items()}
@@ -131,7 +132,7 @@ def prefill(num_tokens: int, threads: int, repetitions: int) -> None:
 
     chunked = modeling_qwen3_next.torch_chunk_gated_delta_rule
     q, k, v, g, beta = delta_rows(num_tokens, KEY_HEADS)
-    state, step = torch.zeros(1, HEADS, WIDTH, WIDTH), RecurrenceStep([0, num_tokens], [0])
+    state, step = torch.zeros(1, HEADS, WIDTH, WIDTH), recurrence_step([0, num_tokens], [0])
     q_of_each, k_of_each = (one.repeat_interleave(HEADS // KEY_HEADS, dim=1)[None] for one in (q, k))
 
     def ours() -> torch.Tensor:

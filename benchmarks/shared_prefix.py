@@ -24,9 +24,10 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native
-from quire.attention import AttentionOptions, AttentionPlan, native_attention
+from quire.attention import AttentionOptions, attention_batch, native_attention
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec
+from quire.step import AttentionBatch
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 OPTIONS = AttentionOptions(scale=HEAD_DIM**-0.5)
@@ -105,8 +106,8 @@ def decode(
     shared, private, length = tables_of(levels, num_blocks)
     query = torch.randn(num_sequences, NUM_Q_HEADS, HEAD_DIM).to(dtype)
 
-    def plan(tables: torch.Tensor) -> AttentionPlan:
-        return AttentionPlan.build(
+    def plan(tables: torch.Tensor) -> AttentionBatch:
+        return attention_batch(
             range(num_sequences + 1), [length] * num_sequences, tables, BLOCK_SIZE, num_threads
         )
 
@@ -153,13 +154,13 @@ def looking(num_sequences: int, context: int, dtype: torch.dtype, num_threads: i
     query = torch.randn(num_sequences, NUM_Q_HEADS, HEAD_DIM).to(dtype)
     out = torch.empty_like(query)
     lengths = [context] * num_sequences
-    kept = AttentionPlan.build(range(num_sequences + 1), lengths, tables, BLOCK_SIZE, num_threads)
+    kept = attention_batch(range(num_sequences + 1), lengths, tables, BLOCK_SIZE, num_threads)
 
     def looks(turn: int) -> float:
         """Seconds to find out that nothing is shared, beyond the cost of any new batch."""
         taken = {}
         for sharing in (True, False) if turn % 2 else (False, True):
-            made = AttentionPlan.build(kept.query_start, lengths, tables, BLOCK_SIZE, num_threads)
+            made = attention_batch(kept.query_start, lengths, tables, BLOCK_SIZE, num_threads)
             made = made if sharing else native_attention.unshared(made)
             start = time.perf_counter()
             native_attention.traffic(view, NUM_Q_HEADS, made, OPTIONS)

@@ -132,6 +132,7 @@ def run_sequence(repetitions: int, step_tokens: int) -> None:
 
         def step(sequence: Any, count: int, cache: Cache = cache, storage: VirtualStorage = storage) -> float:
             plan = cache.reserve([sequence], [count])
+            assert plan is not None
             time_us = timed_us(lambda: storage.prepare(plan, np.array([sequence.id])))
             cache.commit(sequence, sequence.num_computed_tokens + count)
             return time_us
@@ -266,6 +267,7 @@ def run_window(chunk: int) -> None:
             if not count:
                 continue
             plan = cache.reserve([sequence], [count])
+            assert plan is not None
             time_us = timed_us(partial(storage.prepare, plan, np.array([sequence.id])))
             cache.commit(sequence, sequence.num_computed_tokens + count)
             peak = max(peak, storage.bytes_committed)
@@ -287,6 +289,7 @@ def run_idle(num_sequences: int) -> None:
     idle_pss = process_pss_bytes()
     sequences = [cache.open(np.arange(1000) + 1000 * i) for i in range(num_sequences)]
     plan = cache.reserve(sequences, [1000] * num_sequences)
+    assert plan is not None
     ids = np.array([sequence.id for sequence in sequences])
     storage.prepare(plan, ids)
     busy_pss, busy_file = process_pss_bytes(), storage.bytes_committed

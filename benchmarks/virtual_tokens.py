@@ -28,10 +28,11 @@ from machine import emit, emit_machine
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM, Cache, SamplingParams
-from quire.attention import AttentionOptions, AttentionPlan, backend
+from quire.attention import AttentionOptions, attention_batch, backend
 from quire.baselines.contiguous import ContiguousStorage
 from quire.memory import KVView, PagedStorage, VirtualStorage
 from quire.spec import KVSpec
+from quire.step import AttentionBatch
 
 STORAGES: dict[str, dict[str, Any]] = {
     "contiguous": {"storage": "contiguous"},
@@ -117,11 +118,12 @@ def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
         cache = Cache(SPEC, num_blocks=storage.num_blocks, block_size=block_size, prefix_caching=False)
         sequences = [cache.open([0] * context) for _ in range(num_sequences)]
         plan = cache.reserve(sequences, [context] * num_sequences)
-        (placement,) = storage.prepare(plan, np.array([sequence.id for sequence in sequences]))
+        assert plan is not None
+        ((block_tables, _),) = storage.prepare(plan, np.array([sequence.id for sequence in sequences]))
         layers = [storage.view(i) for i in range(LAYERS)]
         views[f"virtual, pieces of {piece >> 10} KiB"] = (
             layers,
-            torch.from_numpy(placement.block_tables),
+            torch.from_numpy(block_tables),
             storage,
         )
 
@@ -131,11 +133,11 @@ def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in views}
     calls: dict[str, Callable[[], None]] = {}
     for name, (layers, tables, _) in views.items():
-        plan = AttentionPlan.build(
+        plan = attention_batch(
             range(num_sequences + 1), [context] * num_sequences, tables, layers[0].block_size, threads
         )
 
-        def call(layers: list[KVView] = layers, plan: AttentionPlan = plan) -> None:
+        def call(layers: list[KVView] = layers, plan: AttentionBatch = plan) -> None:
             for view in layers:
                 attention.run(view, query, plan, AttentionOptions(scale=HEAD_DIM**-0.5))
 

@@ -7,11 +7,12 @@ import os
 import signal
 from pathlib import Path
 
+from support.checked_steps import checked_steps
 from support.loading_pays import loading_pays
 from support.one_in import pytest_addoption, pytest_collection_modifyitems
 from support.one_thread import one_thread
 
-__all__ = ["loading_pays", "one_thread", "pytest_addoption", "pytest_collection_modifyitems"]
+__all__ = ["checked_steps", "loading_pays", "one_thread", "pytest_addoption", "pytest_collection_modifyitems"]
 
 # A shell starts background jobs with SIGINT ignored, and Python then leaves it so; the tests of Ctrl-C need it heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ PACKAGE = Path(quire.__file__).parent
 # docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `atomic_file` use nothing.
 ORDER = [
     "errors",
+    "step",
     "atomic_file",
     "registry",
     "sizes",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.errors import ArgumentError
 
 
@@ -17,7 +17,7 @@ def test_takes_arrays_of_any_kind(kind: object) -> None:
             return values
         return torch.tensor(values, dtype=kind) if isinstance(kind, torch.dtype) else np.array(values, kind)
 
-    plan = AttentionPlan.build(made([0, 3, 4]), made([3, 9]), made([[1, -1, -1], [4, 2, 0]]), 4, 2)
+    plan = attention_batch(made([0, 3, 4]), made([3, 9]), made([[1, -1, -1], [4, 2, 0]]), 4, 2)
     for tensor in (plan.query_start, plan.context_lengths, plan.block_tables):
         assert tensor.dtype == torch.int32
         assert tensor.is_contiguous()
@@ -27,7 +27,7 @@ def test_takes_arrays_of_any_kind(kind: object) -> None:
 
 
 def test_threads_default_to_those_of_torch() -> None:
-    assert AttentionPlan.build([0, 1], [1], [[0]], 1).num_threads == torch.get_num_threads()
+    assert attention_batch([0, 1], [1], [[0]], 1).num_threads == torch.get_num_threads()
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_refuses_what_does_not_agree(
     query_start: list, contexts: list, tables: list, block_size: int, threads: int, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
-        AttentionPlan.build(query_start, contexts, tables, block_size, threads)
+        attention_batch(query_start, contexts, tables, block_size, threads)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from support.paged_case import Shape, make_case, oracle, repage, shapes, tolerance
 
-from quire.attention import AttentionPlan, reference_attention
+from quire.attention import attention_batch, reference_attention
 from quire.errors import ArgumentError
 
 
@@ -132,7 +132,7 @@ def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
     with pytest.raises(ArgumentError, match="expected out"):
         run(out=torch.zeros(2, 4, 8))
     with pytest.raises(ArgumentError, match="block size 8, got 4"):
-        run(plan=AttentionPlan.build([0, 2], [20], np.zeros((1, 5), np.int32), 4))
+        run(plan=attention_batch([0, 2], [20], np.zeros((1, 5), np.int32), 4))
     for entry in (-1, view.num_blocks):
         tables = case.plan.block_tables.clone()
         tables[0, 1] = entry

@@ -31,9 +31,9 @@ from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.memory.state_slots import StateSlots
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request_options import RequestOptions
-from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
+from quire.step import Batch
 
 VOCAB = 11
 MAX_LEN = 64
@@ -65,7 +65,7 @@ class Runner:
     def __init__(self, states: StateSlots) -> None:
         self._states = states
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch) -> torch.Tensor:
         plan = step.plan.states
         self._states.apply(plan.operations)
         kept, row = dict(plan.checkpoints), 0

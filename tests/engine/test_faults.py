@@ -92,7 +92,7 @@ def test_a_bug_in_the_bookkeeping_is_raised_after_everything_was_returned(
     def broken(*_: Any) -> None:
         raise AssertionError("bug")
 
-    monkeypatch.setattr(engine.cache, "reserve", broken)
+    monkeypatch.setattr(engine.cache, "reserve_unchecked", broken)
     with pytest.raises(AssertionError, match="bug"):
         engine.engine.step()
     engine.check_empty()

@@ -221,7 +221,7 @@ class RowMachine(RuleBasedStateMachine):
     def _run(self, planned: Planned) -> None:
         """Give back, copy, write, read; then the step has ended."""
         plan = planned.plan
-        for table, start, stop in plan.released.tolist():
+        for table, start, stop in plan.rows.released.tolist():
             self.bytes[table][start:stop] = NOTHING
         for table, memory in enumerate(self.bytes):
             part = plan.group(table)
@@ -234,7 +234,7 @@ class RowMachine(RuleBasedStateMachine):
                 begin, end = plan.query_start[row : row + 2].tolist()
                 memory[places[begin:end]] = tokens[first:]
                 assert plan.context_lengths[row] == len(tokens)
-            assert plan.tops[table] <= len(memory)
+            assert plan.rows.tops[table] <= len(memory)
             for row, (_, _, tokens) in enumerate(planned.parts):
                 start = int(part.block_tables[row, 0])
                 found = memory[start : start + len(tokens)].tolist()
@@ -255,7 +255,7 @@ class RowMachine(RuleBasedStateMachine):
                     for start, (_, _, tokens) in zip(entries, planned.parts, strict=True)
                 ]
                 in_use += [(table, source, source + count) for source, _, count in part.copies.tolist()]
-        for table, start, stop in plan.released.tolist():
+        for table, start, stop in plan.rows.released.tolist():
             assert not any(one == table and start < last and first < stop for one, first, last in in_use)
 
     def _state(self) -> Any:

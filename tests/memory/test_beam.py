@@ -8,7 +8,7 @@ import torch
 
 import quire.attention as attention
 from quire import KVSpec
-from quire.attention import AttentionOptions, AttentionPlan
+from quire.attention import AttentionOptions, attention_batch
 from quire.config import EngineConfig
 from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError
@@ -39,7 +39,7 @@ def test_a_table_is_as_good_as_gathering(backend: str) -> None:
         """Reserve, and the entry of each layer's table."""
         plan = cache.reserve([sequence], [num_new])
         assert plan is not None
-        return [int(p.block_tables[0, 0]) for p in storage.prepare(plan, np.array([sequence.id]))]
+        return [int(entries[0, 0]) for entries, _ in storage.prepare(plan, np.array([sequence.id]))]
 
     # gathered[layer] = K and V of every beam by itself: [beam, position, kv head, dim]
     gathered = []
@@ -75,14 +75,14 @@ def test_a_table_is_as_good_as_gathering(backend: str) -> None:
             through_table = kernels.run(
                 storage.token_view(layer),
                 query,
-                AttentionPlan.build(np.arange(BEAMS + 1), contexts, table.block_tables(entry), 1),
+                attention_batch(np.arange(BEAMS + 1), contexts, table.block_tables(entry), 1),
                 options,
             )
             rows = KVView(*(x.transpose(1, 2).contiguous() for x in gathered[layer]), table.length)
             of_copies = kernels.run(
                 rows,
                 query,
-                AttentionPlan.build(
+                attention_batch(
                     np.arange(BEAMS + 1), contexts, np.arange(BEAMS, dtype=np.int32)[:, None], table.length
                 ),
                 options,

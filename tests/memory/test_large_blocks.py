@@ -16,6 +16,7 @@ from quire.memory.placement import why_not
 from quire.memory.virtual.page_sizes import virtual_block_size
 from quire.memory.virtual.virtual_storage import VirtualStorage
 from quire.spec import KVSpec, LayerSpec, Span
+from quire.step import StepPlan
 
 SPEC = spec_of(FULL, Span("window", 8), blocks_per_node=(1, 3))
 PIECES = KVSpec(  # of equal bytes in every layer, with twice the tokens to a block of the first group
@@ -49,7 +50,7 @@ def test_a_payload_is_that_of_the_same_tokens_in_blocks_of_one_size(kind: str) -
     others = rng.permutation(80)[: len(plain.spec.groups) * -(-num_tokens // size)]
     others = others.reshape(len(plain.spec.groups), -1)
     payload = rng.integers(0, 100, storage.block_pieces.layout.num_bytes(num_tokens)).astype(np.uint8)
-    storage.run_copies(_Plan(tables))
+    storage.run_copies(_plan_of(tables))
     first = size + 1
     storage.write_blocks(block_ids, payload, num_tokens)
     plain.write_blocks(others, payload, num_tokens)
@@ -75,15 +76,11 @@ def _whole(spec: KVSpec, tables: list[np.ndarray], num_tokens: int) -> list[tupl
     ]
 
 
-class _Plan:
+def _plan_of(tables: list[np.ndarray]) -> StepPlan:
     """Of one sequence: what `run_copies` needs."""
-
-    def __init__(self, tables: list[np.ndarray]) -> None:
-        self.num_groups = len(tables)
-        self._tables = tables
-
-    def group(self, index: int) -> Any:
-        return SimpleNamespace(block_tables=self._tables[index][None], copies=np.empty((0, 3), np.int32))
+    copies, nothing = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+    groups: list[Any] = [SimpleNamespace(block_tables=table[None], copies=copies) for table in tables]
+    return StepPlan(1, nothing, nothing, groups)
 
 
 def test_a_view_has_as_many_tokens_to_a_block_as_its_group() -> None:

@@ -38,13 +38,13 @@ def opened(name: str, spec: KVSpec, kv_memory: str, max_model_len: int = 1000, *
 
 
 def step(one: OpenStorage, sequences: list[Any], counts: list[int]) -> list[Any]:
-    """Reserve, prepare and commit; the placements."""
+    """Reserve, prepare and commit; the tables."""
     plan = one.cache.reserve(sequences, counts)
     assert plan is not None
-    placements = one.storage.prepare(plan, np.array([s.id for s in sequences]))
+    tables = one.storage.prepare(plan, np.array([s.id for s in sequences]))
     for sequence, length in zip(sequences, plan.context_lengths.tolist(), strict=True):
         one.cache.commit(sequence, length)
-    return placements
+    return tables
 
 
 def written(view: Any, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,10 +62,10 @@ def test_every_token_of_every_layer_has_bytes_of_its_own(name: str) -> None:
     expected: dict[tuple[int, int], list[torch.Tensor]] = {}
     for _ in range(60):
         counts = [s.num_tokens - s.num_computed_tokens for s in sequences]
-        placements = step(one, sequences, counts)
+        tables = step(one, sequences, counts)
         for layer in layers:
             view, shape = storage.view(layer), MIXED.layers[layer]
-            slots = placements[storage.table_of(layer)].slot_mapping
+            slots = tables[storage.table_of(layer)][1]
             for tensor, width, kind in ((view.k, shape.k_head_dim, 0), (view.v, shape.v_head_dim, 1)):
                 new = torch.randn(len(slots), shape.num_kv_heads, width, generator=random).half()
                 blocks = torch.from_numpy(slots // view.block_size)
@@ -77,9 +77,9 @@ def test_every_token_of_every_layer_has_bytes_of_its_own(name: str) -> None:
         for sequence in sequences:
             sequence.append(np.arange(3))
     # Once more, so that the tables are there to be read through.
-    placements = step(one, sequences, [3] * 3)
+    tables = step(one, sequences, [3] * 3)
     for layer in layers:
-        view, table = storage.view(layer), placements[storage.table_of(layer)].block_tables
+        view, table = storage.view(layer), tables[storage.table_of(layer)][0]
         for kind in (0, 1):
             for index, past in enumerate(expected[layer, kind]):
                 slots = int(table[index, 0]) * view.block_size + np.arange(len(past))
@@ -119,9 +119,9 @@ def test_spread_growth_peaks_far_below_together() -> None:
         for at in range(300):
             if at:
                 sequence.append([1])
-            placements = step(one, [sequence], [3000 if at == 0 else 1])
+            tables = step(one, [sequence], [3000 if at == 0 else 1])
             for layer in range(64):
-                view, slots = one.storage.view(layer), torch.from_numpy(placements[layer].slot_mapping)
+                view, slots = one.storage.view(layer), torch.from_numpy(tables[layer][1])
                 for tensor in (view.k, view.v):
                     tensor[slots // view.block_size, :, slots % view.block_size] = 1.0
             if at % 4 == 0 or any(sequence.num_tokens == length for length in (3073, 3129, 3130)):
@@ -140,9 +140,9 @@ def test_spread_growth_peaks_far_below_together() -> None:
 def test_what_a_sequence_leaves_goes_back_to_the_system() -> None:
     one = opened("growing", UNIFORM, "256MiB")
     sequences = [one.cache.open(np.arange(500)) for _ in range(4)]
-    placements = step(one, sequences, [500] * 4)
+    tables = step(one, sequences, [500] * 4)
     for layer in range(64):
-        view, slots = one.storage.view(layer), torch.from_numpy(placements[layer].slot_mapping)
+        view, slots = one.storage.view(layer), torch.from_numpy(tables[layer][1])
         view.k[slots // view.block_size, :, slots % view.block_size] = 1.0
         view.v[slots // view.block_size, :, slots % view.block_size] = 1.0
     token_bytes = UNIFORM.bytes_per_token

@@ -14,7 +14,7 @@ from support.sequences_case import NAN, Sequences
 from support.simulated_heap import SimulatedBackend
 
 from quire import Cache
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import VirtualStorage
 from quire.memory.placement import MappingBudget, MemfdBackend, why_not
@@ -184,11 +184,11 @@ def test_the_plain_tensor_of_a_row_serves_an_unmodified_kernel() -> None:
     storage.fill(NAN)
     sequence = cache.open(list(range(30)))
     plan = cache.reserve([sequence], [30])
-    (placement,) = storage.prepare(plan, np.array([sequence.id]))
+    ((block_tables, slot_mapping),) = storage.prepare(plan, np.array([sequence.id]))
     rng = torch.Generator().manual_seed(1)
     k, v, query = (torch.randn(30, heads, 128, generator=rng) for heads in (2, 2, 4))
     view = storage.view(2)
-    reference_attention.write(view, k, v, torch.from_numpy(placement.slot_mapping))
+    reference_attention.write(view, k, v, torch.from_numpy(slot_mapping))
     row = storage.row_of(sequence.id)
     keys, values = view.k[row, :, :30], view.v[row, :, :30]
     assert keys.transpose(0, 1).is_contiguous()
@@ -196,9 +196,7 @@ def test_the_plain_tensor_of_a_row_serves_an_unmodified_kernel() -> None:
     got = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys[None], values[None], is_causal=True, enable_gqa=True
     )
-    attention = AttentionPlan.build(
-        plan.query_start, plan.context_lengths, placement.block_tables, view.block_size
-    )
+    attention = attention_batch(plan.query_start, plan.context_lengths, block_tables, view.block_size)
     want = reference_attention.run(view, query, attention, AttentionOptions(scale=128**-0.5))
     torch.testing.assert_close(got[0].transpose(0, 1), want)
     storage.close()

@@ -12,7 +12,7 @@ from support.faulty_calls import FaultyCalls
 from support.sequences_case import NAN, Sequences
 
 from quire import Cache
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory import VirtualStorage
 from quire.memory.placement import MemfdBackend, why_not
@@ -123,11 +123,11 @@ def test_a_window_is_one_tensor_for_an_unmodified_kernel() -> None:
     for start in range(0, 180, 5):
         stop = start + 5
         plan = cache.reserve([sequence], [5])
-        (placement,) = storage.prepare(plan, np.array([sequence.id]))
+        ((block_tables, slot_mapping),) = storage.prepare(plan, np.array([sequence.id]))
         k, v, query = (torch.randn(5, heads, 128, generator=rng) for heads in (2, 2, 4))
-        reference_attention.write(view, k, v, torch.from_numpy(placement.slot_mapping))
+        reference_attention.write(view, k, v, torch.from_numpy(slot_mapping))
         first = max(0, start - 9)
-        entry = int(placement.block_tables[0, 0])
+        entry = int(block_tables[0, 0])
         laps.add(entry)
         keys, values = view.k[entry, :, first:stop], view.v[entry, :, first:stop]
         assert keys.transpose(0, 1).is_contiguous()
@@ -139,9 +139,7 @@ def test_a_window_is_one_tensor_for_an_unmodified_kernel() -> None:
             attn_mask=(columns <= rows) & (rows - columns < 10),
             enable_gqa=True,
         )
-        attention = AttentionPlan.build(
-            plan.query_start, plan.context_lengths, placement.block_tables, view.block_size
-        )
+        attention = attention_batch(plan.query_start, plan.context_lengths, block_tables, view.block_size)
         want = reference_attention.run(view, query, attention, AttentionOptions(scale=128**-0.5, window=10))
         torch.testing.assert_close(got[0].transpose(0, 1), want)
         cache.commit(sequence, stop)
@@ -153,8 +151,8 @@ def test_a_byte_is_reached_at_two_addresses() -> None:
     cache, storage = make(SLIDING, 16)
     (ring,) = rings(storage)
     sequence = cache.open([1, 2, 3])
-    (placement,) = storage.prepare(cache.reserve([sequence], [3]), np.array([sequence.id]))
-    keys = storage.view(0).k[int(placement.block_tables[0, 0])]
+    ((block_tables, _),) = storage.prepare(cache.reserve([sequence], [3]), np.array([sequence.id]))
+    keys = storage.view(0).k[int(block_tables[0, 0])]
     keys[1, 2, 7] = 1234.0
     assert float(keys[1, 2 + ring.ring_tokens, 7]) == 1234.0
     storage.close()

@@ -17,8 +17,9 @@ from support.state_layers import FAMILIES, fresh_states, tiny_model
 
 from quire.model import PreparedModel, load, row_invariant
 from quire.model.linear import pack_linears
-from quire.model.state import StateAdapter, StateStep, state_adapters
-from quire.recurrence import RecurrenceStep, backend
+from quire.model.state import StateAdapter, state_adapters
+from quire.recurrence import backend, recurrence_step
+from quire.step import RecurrenceStep
 
 pytest.importorskip("quire._native")
 from quire.model.fused.mixer import FusedMixer, mixer_candidates
@@ -53,7 +54,7 @@ WRONG = {
 class Source:
     """A `StateSource` over some slots."""
 
-    def __init__(self, states: dict[str, torch.Tensor], step: StateStep) -> None:
+    def __init__(self, states: dict[str, torch.Tensor], step: RecurrenceStep) -> None:
         self.states, self.state_step = states, step
 
     def state_of(self, layer_index: int) -> dict[str, torch.Tensor]:
@@ -76,9 +77,8 @@ def counts(model: Any) -> dict[str, int]:
 
 def step_of(
     starts: list[int], slots: list[int], checkpoints: list[tuple[int, int]] | None = None
-) -> StateStep:
-    step = RecurrenceStep(starts, slots, checkpoints or [])
-    return StateStep(step, torch.arange(step.num_rows))
+) -> RecurrenceStep:
+    return recurrence_step(starts, slots, checkpoints or [], positions=torch.arange(starts[-1]))
 
 
 def skip_where_written_otherwise(name: str) -> None:

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.errors import ArgumentError
 from quire.memory.paged import PagedStorage
-from quire.model import ForwardStep, PreparedModel, load
+from quire.model import PreparedModel, load
+from quire.step import ForwardStep
 
 _TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
                          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 128,
@@ -38,7 +39,7 @@ def _one_prompt(prepared: PreparedModel, tokens: torch.Tensor) -> torch.Tensor:
     prepared.attach(storage)
     length = tokens.numel()
     tables = torch.arange(-(-length // 4), dtype=torch.int32)[None]
-    plan = AttentionPlan.build([0, length], [length], tables, 4)
+    plan = attention_batch([0, length], [length], tables, 4)
     positions = torch.arange(length)
     logits = prepared.forward(ForwardStep(tokens, positions, (plan,), (positions,), positions))
     prepared.attach(None)
@@ -84,7 +85,7 @@ def test_a_step_needs_a_storage_and_its_own_spec() -> None:
     other = PagedStorage(load((_model(head_dim=16), None)).spec, 4, 4, max_blocks=4)
     with pytest.raises(ArgumentError, match="another spec"):
         prepared.attach(other)
-    plan = AttentionPlan.build([0, 1], [1], [[0]], 4)
+    plan = attention_batch([0, 1], [1], [[0]], 4)
     zero = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ArgumentError, match="expected a storage"):
         prepared.forward(ForwardStep(zero, zero, (plan,), (zero,), zero))

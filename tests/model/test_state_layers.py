@@ -21,10 +21,11 @@ from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
-from quire.model.state import StateAdapter, StateStep, adapter_of, install_states, state_adapters, state_proof
+from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters, state_proof
 from quire.model.state.state_proof import TOLERANCE, distance, is_as_good, prove_states
-from quire.recurrence import RecurrenceStep, backend
+from quire.recurrence import backend, recurrence_step
 from quire.spec.state_spec import state_specs
+from quire.step import RecurrenceStep
 
 REFERENCE = backend("python")
 
@@ -120,9 +121,10 @@ def test_sequences_in_chunks_beside_others_have_the_answers_of_each_alone(model:
         starts = [0]
         for _, start, stop in parts:
             starts.append(starts[-1] + stop - start)
-        step = StateStep(
-            RecurrenceStep(starts, [slots[index] for index, _, _ in parts]),
-            torch.cat([torch.arange(start, stop) for _, start, stop in parts]),
+        step = recurrence_step(
+            starts,
+            [slots[index] for index, _, _ in parts],
+            positions=torch.cat([torch.arange(start, stop) for _, start, stop in parts]),
         )
         rows = torch.cat([texts[index][start:stop] for index, start, stop in parts])
         got = adapter.forward(rows, states, step)
@@ -141,9 +143,9 @@ def test_sequences_in_chunks_beside_others_have_the_answers_of_each_alone(model:
 def test_a_checkpoint_goes_on_as_the_sequence_it_was_taken_of(model: Any) -> None:
     adapter = first(model)
     text, states = torch.randn(9, adapter.hidden_size), fresh_states(adapter, 4, [0])
-    step = StateStep(RecurrenceStep([0, 9], [0], [(5, 2)]), torch.arange(9))
+    step = recurrence_step([0, 9], [0], [(5, 2)], positions=torch.arange(9))
     whole = adapter.forward(text, states, step)
-    rest = adapter.forward(text[6:], states, StateStep(RecurrenceStep([0, 3], [2]), torch.arange(6, 9)))
+    rest = adapter.forward(text[6:], states, recurrence_step([0, 3], [2], positions=torch.arange(6, 9)))
     assert far(rest, whole[6:]) < TOLERANCE
     for state in states.values():
         assert far(state[2], state[0]) < 1e-4  # torch rounds projections of 9 and of 3 rows otherwise
@@ -152,7 +154,7 @@ def test_a_checkpoint_goes_on_as_the_sequence_it_was_taken_of(model: Any) -> Non
 class Given:
     """A `StateSource`, and nothing else of a cache."""
 
-    def __init__(self, adapter: StateAdapter, step: StateStep | None) -> None:
+    def __init__(self, adapter: StateAdapter, step: RecurrenceStep | None) -> None:
         self.states, self.state_step = fresh_states(adapter, 1, [0]), step
 
     def state_of(self, layer_index: int) -> dict[str, torch.Tensor]:
@@ -176,7 +178,7 @@ def test_a_mixer_serves_the_engine_s_cache_and_is_its_own_for_any_other_call(mod
     adapters = state_adapters(model, REFERENCE)
     layer, adapter = next(iter(adapters.items()))
     hidden, cls = torch.randn(6, adapter.hidden_size), type(adapter.module)
-    step = StateStep(RecurrenceStep([0, 6], [0]), torch.arange(6))
+    step = recurrence_step([0, 6], [0], positions=torch.arange(6))
     with torch.no_grad():
         own = call(adapter, hidden, None)
         undo = install_states({layer: adapter})
@@ -205,7 +207,7 @@ def test_a_whole_model_calls_its_mixers_with_the_engine_s_cache(model: Any) -> N
         undo = install_states(adapters)
         got: list[torch.Tensor] = []
         for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11)):
-            cache.state_step = StateStep(RecurrenceStep([0, stop - start], [0]), positions[0, start:stop])
+            cache.state_step = recurrence_step([0, stop - start], [0], positions=positions[0, start:stop])
             past: dict[str, Any] = {keyword: cache}
             got.append(model(tokens[:, start:stop], position_ids=positions[:, start:stop], **past).logits[0])
         undo()
@@ -218,7 +220,7 @@ def test_hooks_on_the_projections_are_obeyed(model: Any) -> None:
     adapter = first(model)
     hidden, step = (
         torch.randn(3, adapter.hidden_size),
-        StateStep(RecurrenceStep([0, 3], [0]), torch.arange(3)),
+        recurrence_step([0, 3], [0], positions=torch.arange(3)),
     )
     before = adapter.forward(hidden, fresh_states(adapter, 1, [0]), step)
     handle = adapter.first_projection.register_forward_hook(lambda module, args, answer: answer * 0.5)
@@ -240,7 +242,7 @@ def test_the_lowest_time_step_holds_for_every_row() -> None:
     with torch.no_grad():
         whole = adapter.own(hidden)
     rows = [
-        adapter.forward(hidden[at, None], states, StateStep(RecurrenceStep([0, 1], [0]), torch.tensor([at])))
+        adapter.forward(hidden[at, None], states, recurrence_step([0, 1], [0], positions=torch.tensor([at])))
         for at in range(8)
     ]
     assert far(torch.cat(rows), whole) < TOLERANCE
@@ -293,11 +295,11 @@ def test_two_mixers_in_one_layer_are_refused() -> None:
 
 def test_wrong_rows_and_states_are_refused_and_change_nothing() -> None:
     adapter = first(tiny_model("qwen3_next"))
-    step, states = StateStep(RecurrenceStep([0, 3], [0]), torch.arange(3)), fresh_states(adapter, 1, [0])
+    step, states = recurrence_step([0, 3], [0], positions=torch.arange(3)), fresh_states(adapter, 1, [0])
     with pytest.raises(ArgumentError, match=r"hidden as \[3, hidden_size\]"):
         adapter.forward(torch.zeros(2, adapter.hidden_size), states, step)
     with pytest.raises(ArgumentError, match="expected states"):
         adapter.forward(torch.zeros(3, adapter.hidden_size), {"recurrent": states["recurrent"]}, step)
     with pytest.raises(ArgumentError, match=r"positions as int64 \[3\]"):
-        StateStep(step.recurrence, torch.arange(2))
+        recurrence_step([0, 3], [0], positions=torch.arange(2))
     assert not any(bool(state.any()) for state in states.values())

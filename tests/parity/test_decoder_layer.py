@@ -9,7 +9,7 @@ import torch
 from support.variants import needs_emulated
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.attention.native_attention import handles
 from quire.memory.view import KVView
 from quire.model.linear import NativeWeight
@@ -155,7 +155,7 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
     )  # fmt: skip
     pool = torch.full((8, kv_heads, 4, width + v_width), float("nan"), dtype=dtype)
     view = KVView(pool[..., :width], pool[..., width:], 4)
-    plan = AttentionPlan.build([0, 4, tokens], [4, 3], torch.tensor([[5, -1], [2, -1]], dtype=torch.int32), 4)
+    plan = attention_batch([0, 4, tokens], [4, 3], torch.tensor([[5, -1], [2, -1]], dtype=torch.int32), 4)
     slots = torch.tensor([20, 21, 22, 23, 8, 9, 10])
     options = AttentionOptions(scale=width**-0.5)
     table_width = {"halves": 16, "halves_short_table": 12, "pairs": 24, "pairs_half_table": 16, "none": 16}[
@@ -247,7 +247,7 @@ def test_a_slot_outside_is_refused_before_anything_is_written() -> None:
     )
     pool = torch.full((2, 1, 2, 4, 8), float("nan"))
     view = KVView(pool[:, :, 0], pool[:, :, 1], 4)
-    plan = AttentionPlan.build([0, 2], [2], torch.tensor([[0]], dtype=torch.int32), 4)
+    plan = attention_batch([0, 2], [2], torch.tensor([[0]], dtype=torch.int32), 4)
     slots, x, out = torch.tensor([0, 8]), random(2, 8), torch.zeros(2, 8)
     arguments = (*handles(view, plan, AttentionOptions(scale=1.0)), slots, None, None, x)
     with pytest.raises(ValueError, match="expected slots of 0 to 7, got 8"):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.recurrence_case import KINDS, SLOTS, Case, make_case
 
-from quire.recurrence import RecurrenceStep, backend
+from quire.recurrence import backend, recurrence_step
+from quire.step import RecurrenceStep
 
 _native = pytest.importorskip("quire._native")
 
@@ -33,7 +34,7 @@ def step_for(isa: str, lengths: list[int], slots: list[int], checkpoints: tuple 
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    step = RecurrenceStep(starts, slots, checkpoints)
+    step = recurrence_step(starts, slots, checkpoints)
     rows, copies = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
     lists = (torch.tensor(one, dtype=torch.int64) for one in (starts, slots, rows, copies))
     step.native_handle = _native.RecurrenceStep(*lists, isa)
@@ -85,7 +86,7 @@ def test_threads_cuts_and_company_change_no_bit(kind: str, isa: str) -> None:
 def test_sizes_of_real_layers() -> None:
     torch.manual_seed(0)
     rows, compute = 40, [backend("native"), backend("python")]
-    step = RecurrenceStep([0, 37, 40], [1, 0])
+    step = recurrence_step([0, 37, 40], [1, 0])
     q, k, v = (torch.randn(rows, 2, 128) for _ in range(3))
     g, beta = -torch.rand(rows, 2) * 0.1, torch.rand(rows, 2)
     states = [torch.zeros(2, 2, 128, 128) for _ in compute]
@@ -105,7 +106,7 @@ def test_sizes_of_real_layers() -> None:
     assert error_of(*results) < 1e-5
     assert error_of(*states) < 1e-5
     x, dt, a = torch.randn(rows, 48), torch.rand(rows, 48) * 0.1, -torch.arange(1.0, 17.0).expand(48, 16)
-    step = RecurrenceStep([0, 1, 40], [1, 0])
+    step = recurrence_step([0, 1, 40], [1, 0])
     states = [torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(2)) for _ in compute]
     results = [
         one.mamba1(state, x, dt, a, b[:, 0, :16], c[:, 0, :16], torch.ones(48), step)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.paged_case import tolerance
 from support.prefix_tree_case import Tree, TreeCase, make_tree_case, trees
 
-from quire.attention import AttentionOptions, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 
 _native = pytest.importorskip("quire._native", reason="the native extension is not built")
 from quire.attention import native_attention  # noqa: E402 - it needs the extension
@@ -143,7 +143,7 @@ def test_rows_within_the_shared_blocks_see_no_more_than_they_may() -> None:
     case = make_tree_case(tree)
     table = case.plan.block_tables[3:4].expand(6, -1)
     contexts = [1000, 1000, 998, 64, 33, 32]
-    plan = type(case.plan).build(range(7), contexts, table, 16, 2)
+    plan = attention_batch(range(7), contexts, table, 16, 2)
     several = TreeCase(tree, case.query[:6].contiguous(), case.view, plan)
     assert traffic(several)[2] > 0
     assert_same_bits(several)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, AttentionPlan, register
+from quire.attention import AttentionOptions, register
 from quire.attention.reference_attention import ReferenceAttention
 from quire.errors import ArgumentError
 from quire.memory import KVView
+from quire.step import AttentionBatch
 
 
 class RowByRow(ReferenceAttention):
@@ -21,7 +22,7 @@ class RowByRow(ReferenceAttention):
         self,
         view: KVView,
         query: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,

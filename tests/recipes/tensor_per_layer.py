@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from quire import Cache
 from quire.config import EngineConfig
 from quire.engine.open_storage import num_blocks_within, register
-from quire.memory import Capabilities, KVView, Placement
+from quire.memory import Capabilities, KVView, TablePlan
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
 from quire.memory.device import HOST
 from quire.spec import KVGroup, KVSpec, format_of
+from quire.step import Int64Array, StepPlan
 
 NAME = "tensor-per-layer"
 
@@ -51,12 +50,11 @@ class TensorPerLayer(BlockStorage):
         k, v = self.pools[self.spec.stored_in(layer)]
         return KVView(k, v, k.shape[2])
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         self.run_copies(plan)
-        groups = map(plan.group, range(plan.num_groups))
-        return [Placement(group.block_tables, group.slot_mapping) for group in groups]
+        return [(group.block_tables, group.slot_mapping) for group in plan.groups]
 
-    def run_copies(self, plan: Any) -> None:
+    def run_copies(self, plan: StepPlan) -> None:
         for group in self.spec.groups:
             copies = np.asarray(plan.group(group.index).copies)
             for layer in group.layers if len(copies) else ():
@@ -70,7 +68,7 @@ class TensorPerLayer(BlockStorage):
         heads, tokens = ((k.stride(d) * k.itemsize, v.stride(d) * v.itemsize) for d in (1, 2))
         return BlockPlaces(addresses[:, :, None] + steps * block_ids, heads, tokens)
 
-    def forget(self, sequence_ids: Any) -> None: ...
+    def forget(self, sequence_ids: Int64Array) -> None: ...
 
     def fill(self, value: float) -> None:
         for pools in self.pools.values():

@@ -9,7 +9,7 @@ import torch
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionOptions, AttentionPlan, Device, backend, reference_attention
+from quire.attention import AttentionOptions, Device, attention_batch, backend, reference_attention
 from quire.attention.devices import register, unregister
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
@@ -35,7 +35,7 @@ def test_it_computes_what_the_reference_does(registered: Device) -> None:
     k, v = (torch.randn(17, 2, 8, generator=rng) for _ in range(2))
     registered.write(view, k, v, slots)
     query = torch.randn(8, 4, 8, generator=rng)
-    plan = AttentionPlan.build([0, 7, 8], [11, 5], [[0, 1, 2], [3, 4, -1]], 4)
+    plan = attention_batch([0, 7, 8], [11, 5], [[0, 1, 2], [3, 4, -1]], 4)
     options = AttentionOptions(0.3)
     torch.testing.assert_close(
         backend(registered.name).run(view, query, plan, options),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import Cache
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.cache.block_counts import num_blocks_for
 from quire.memory import PagedStorage
 from quire.spec import KINDS, KVSpec, LayerSpec, Span
@@ -50,7 +50,7 @@ def test_the_reference_reads_from_the_step_on(span: Span) -> None:
     k, v, q = (torch.randn(14, 1, 8, generator=torch_rng) for _ in range(3))
     view, slots = storage.view(0), torch.arange(14)
     reference_attention.write(view, k, v, slots)
-    plan = AttentionPlan.build([0, 14], [14], [[0, 1, 2, 3]], 4)
+    plan = attention_batch([0, 14], [14], [[0, 1, 2, 3]], 4)
     window, chunk = AttentionOptions.limits(span.window, span.step)
     out = reference_attention.run(view, q, plan, AttentionOptions(1.0, window=window, chunk=chunk))
     for position in range(14):

@@ -10,13 +10,13 @@ from support.recurrence_case import make_case, rates, time_steps
 from torch.nn import functional as F
 
 from quire.backends import native_module
-from quire.recurrence import RecurrenceStep, backend
+from quire.recurrence import backend, recurrence_step
 
 BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep") else [])]
 each_backend = pytest.mark.parametrize("name", BACKENDS)
 ROWS = 70
-ONE = RecurrenceStep([0, ROWS], [0])
-NEXT = RecurrenceStep([0, 1], [0])
+ONE = recurrence_step([0, ROWS], [0])
+NEXT = recurrence_step([0, 1], [0])
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -222,7 +222,7 @@ def test_the_short_convolution_is_that_of_transformers(name: str) -> None:
     "kind", ["mamba1", "mamba2", "delta_rule", "linear_attention", "rg_lru", "short_convolution"]
 )
 def test_sixteen_bits_are_widened_and_the_result_is_rounded_once(name: str, kind: str) -> None:
-    compute, step = backend(name), RecurrenceStep([0, 3, 7], [2, 5])
+    compute, step = backend(name), recurrence_step([0, 3, 7], [2, 5])
     for dtype in (torch.bfloat16, torch.float16):
         case = make_case(kind, 7, dtype, 40)
         state, wide = case.state.clone(), case.state.clone()

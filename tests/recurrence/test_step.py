@@ -11,8 +11,9 @@ from support.recurrence_case import KINDS, make_case
 from quire import backends
 from quire.backends import native_module
 from quire.errors import ArgumentError, BackendError
-from quire.recurrence import RecurrenceStep, backend, reference_recurrence, register
+from quire.recurrence import backend, recurrence_step, reference_recurrence, register
 from quire.recurrence.recurrence_backend import unregister
+from quire.step import RecurrenceStep
 
 BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep") else [])]
 
@@ -39,11 +40,11 @@ BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep")
 )
 def test_a_step_refuses(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        RecurrenceStep(*arguments)
+        recurrence_step(*arguments)
 
 
 def test_a_step_takes_lists_and_tensors() -> None:
-    step = RecurrenceStep(torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([7, 1]), [(2, 4), (0, 3)])
+    step = recurrence_step(torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([7, 1]), [(2, 4), (0, 3)])
     assert (step.starts, step.slots, step.checkpoints) == ((0, 2, 3), (7, 1), ((0, 3), (2, 4)))
     assert (step.num_rows, step.num_sequences) == (3, 2)
 
@@ -62,7 +63,7 @@ def spoiled(tensor: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_refuses_what_does_not_fit_and_changes_nothing(kind: str, name: str) -> None:
-    compute, step = backend(name), RecurrenceStep([0, 2, 5], [3, 1], [(4, 0)])
+    compute, step = backend(name), recurrence_step([0, 2, 5], [3, 1], [(4, 0)])
     case = make_case(kind, 5, torch.bfloat16, 50)
 
     def refuse(state: torch.Tensor, step: RecurrenceStep = step) -> None:
@@ -86,7 +87,7 @@ def test_a_call_refuses_what_does_not_fit_and_changes_nothing(kind: str, name: s
     if case.state.shape[1:-1].numel() > 1:
         refuse(torch.cat([case.state, case.state], dim=-1)[..., : case.state.shape[-1]])
     refuse(case.state[:3])  # a slot that is not there
-    refuse(case.state, RecurrenceStep([0, 2, 4], [3, 1]))  # other rows than there are
+    refuse(case.state, recurrence_step([0, 2, 4], [3, 1]))  # other rows than there are
     result = case.run(compute, case.state.clone(), step)
     for out in (result[:4], result.float(), result[None], torch.cat([result, result], dim=-1)[..., ::2]):
         case.options["out"] = out

@@ -19,9 +19,9 @@ from quire.cache.block_counts import num_blocks_for
 from quire.config import EngineConfig
 from quire.engine.open_storage import open_storage
 from quire.memory.paged import PagedStorage
-from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
+from quire.step import Batch
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Recording:
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.step_sizes: set[int] = set()  # rows a forward had
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch) -> torch.Tensor:
         logits = self._runner.run(step)
         self.step_sizes.add(len(step.input_ids))
         for sequence, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):

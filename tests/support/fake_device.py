@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, reference_attention
 from quire.attention.devices import register, unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
+from quire.step import AttentionBatch
 
 TOTAL_BYTES = 32 << 20
 
@@ -189,7 +190,7 @@ class FakeDevice:
         self,
         view: KVView,
         query: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,

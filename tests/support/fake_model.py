@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.cache.state_plan import StatePlan
-from quire.scheduler.step import ScheduledStep
+from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE
+from quire.step import Batch, StatePlan
 
 VOCAB = 97
 _POISON = -(10**9)
@@ -79,6 +79,35 @@ class FakeWriter:
         """Nowhere: its memory is no payload's."""
 
 
+def check_batch(batch: Batch[RequestSequence]) -> None:
+    """Proves that a batch says of its sequences what they are: none of it is left over from a step before."""
+    first = 0
+    sampled: list[tuple[RequestSequence, int]] = []
+    assert [sequence.cache_sequence.id for sequence in batch.sequences] == batch.sequence_ids.tolist()
+    for at, (sequence, count) in enumerate(zip(batch.sequences, batch.num_new_tokens.tolist(), strict=True)):
+        start, stop = sequence.num_computed, sequence.num_computed + count
+        rows = slice(first, first + count)
+        first += count
+        assert sequence.state is SequenceStatus.RUNNING
+        assert batch.positions[rows].tolist() == list(range(start, stop))
+        assert batch.input_ids[rows].tolist() == sequence.token_ids()[start:stop].tolist()
+        assert batch.plan.context_lengths[at] == stop
+        if stop == sequence.num_tokens:
+            sampled += [(one, first - 1) for one in (sequence, *sequence.unborn_siblings())]
+    assert first == len(batch.input_ids) == len(batch.positions)
+    drawn = zip(batch.sampled, batch.logit_rows[batch.draw_rows].tolist(), strict=True)
+    assert [(id(one), row) for one, row in drawn] == [(id(one), row) for one, row in sampled]
+    for array in (
+        batch.sequence_ids,
+        batch.num_new_tokens,
+        batch.input_ids,
+        batch.positions,
+        batch.draw_rows,
+    ):
+        assert array.dtype == np.int64
+        assert array.flags.c_contiguous
+
+
 class FakeStates:
     """State slots: in each are the tokens that its state was made of. Of a runner whose cache has states."""
 
@@ -102,7 +131,7 @@ class FakeStates:
         for slot in slots:
             self.tokens.pop(slot, None)
 
-    def run(self, step: ScheduledStep, states: StatePlan) -> None:
+    def run(self, step: Batch, states: StatePlan) -> None:
         self.apply(states.operations)
         kept, row = dict(states.checkpoints), 0
         for sequence, slot, num_new in zip(
@@ -135,14 +164,14 @@ class FakeRunner:
         self.slots = np.pad(self.slots, [(0, 0), (0, num_new)], constant_values=_POISON)
         self.slots.reshape(len(self.slots), -1, self.block_size)[:, given_up] = _POISON
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch) -> torch.Tensor:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
+        check_batch(step)
         self.num_computed_tokens += len(step.input_ids)
         self.batch_sizes.append(len(step.sequences))
-        if (states := getattr(step.plan, "states", None)) is not None:
+        if (states := step.plan.states) is not None:
             self.states.run(step, states)
         size = self.block_size
         for index in range(len(self.spec.groups)):
@@ -212,7 +241,7 @@ class FakeRunner:
         assert (blocks >= 0).all()
         return blocks * self.block_size + places % self.block_size
 
-    def _row(self, step: ScheduledStep, row: int) -> np.ndarray:
+    def _row(self, step: Batch, row: int) -> np.ndarray:
         position = int(step.positions[row])
         histories: list[tuple[np.ndarray, int]] = []
         for index, group in enumerate(self.spec.groups):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention import AttentionOptions, AttentionPlan, native_attention, reference_attention
+from quire.attention import AttentionOptions, attention_batch, native_attention, reference_attention
 from quire.memory import KVView
 from quire.memory.placement import PlacementHeap
 
@@ -58,7 +58,7 @@ class Guarded:
         rng = torch.Generator().manual_seed(1)
         written = [torch.randn(len(mapped), heads, dim, generator=rng).to(self.dtype) for dim in dims]
         native_attention.write(view, written[0], written[1], torch.from_numpy(mapped))
-        plan = AttentionPlan.build(
+        plan = attention_batch(
             np.cumsum([0, *(new for _, new in LENGTHS)]),
             np.array([context for context, _ in LENGTHS]),
             np.arange(len(LENGTHS))[:, None],

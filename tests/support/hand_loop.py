@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.memory.paged import PagedStorage
-from quire.model import ForwardStep, PreparedModel
+from quire.model import PreparedModel
+from quire.step import ForwardStep
 
 
 @dataclass
@@ -111,13 +112,13 @@ class Loop:
         for group, size in enumerate(self.sizes):
             widest = max(len(sequence.tables[group]) for sequence, _ in pieces)
             tables = [s.tables[group] + [-1] * (widest - len(s.tables[group])) for s, _ in pieces]
-            plans.append(AttentionPlan.build(starts, contexts, tables, size))
+            plans.append(attention_batch(starts, contexts, tables, size))
         logits = iter(
             self.prepared.forward(
                 ForwardStep(
                     input_ids=torch.tensor(ids),
                     position_ids=torch.tensor(positions),
-                    plans=tuple(plans),
+                    batches=tuple(plans),
                     slot_mappings=tuple(torch.tensor(group) for group in slots),
                     logits_rows=torch.tensor(rows, dtype=torch.int64),
                 )

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from quire.attention import AttentionOptions, AttentionPlan, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.kv_formats import PAIRS
+from quire.step import AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Case:
     v: list[torch.Tensor]
     query: torch.Tensor
     view: KVView
-    plan: AttentionPlan
+    plan: AttentionBatch
     options: AttentionOptions
 
 
@@ -86,7 +87,7 @@ def page(
     v: list[torch.Tensor],
     options: AttentionOptions,
     rng: torch.Generator,
-) -> tuple[KVView, AttentionPlan]:
+) -> tuple[KVView, AttentionBatch]:
     """Put the tokens into shuffled blocks of a poisoned storage."""
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
@@ -121,7 +122,7 @@ def page(
             reference_attention.write(view, k[s][begin:context], v[s][begin:context], slots)
     starts = torch.tensor([0] + [new for _, new in shape.lengths]).cumsum(0)
     contexts = [context for context, _ in shape.lengths]
-    return view, AttentionPlan.build(starts, contexts, tables, size, shape.num_threads)
+    return view, attention_batch(starts, contexts, tables, size, shape.num_threads)
 
 
 def repage(case: Case, **changes: object) -> Case:

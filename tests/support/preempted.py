@@ -22,7 +22,7 @@ def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParam
     has_kv, is_short = llm.spec.stores_kv, False
     while engine.has_work:
         if not is_short and num_steps >= num_prefills * has_kv + _DECODES_BEFORE:
-            states = getattr(llm.core.storage, "states", None)
+            states = llm.core.storage.states
             num_states = 0 if states is None else cache.num_state_slots_needed
             is_short = has_kv or num_states > 2
             if is_short:

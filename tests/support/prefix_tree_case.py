@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from quire.attention import AttentionOptions, AttentionPlan
+from quire.attention import AttentionOptions, attention_batch
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
+from quire.step import AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class TreeCase:
     tree: Tree
     query: torch.Tensor
     view: KVView
-    plan: AttentionPlan
+    plan: AttentionBatch
 
     def rows(self, sequence: int) -> slice:
         return slice(int(self.plan.query_start[sequence]), int(self.plan.query_start[sequence + 1]))
 
-    def alone(self, sequence: int) -> AttentionPlan:
+    def alone(self, sequence: int) -> AttentionBatch:
         """A batch of that sequence and no other."""
         rows = self.rows(sequence)
-        return AttentionPlan.build(
+        return attention_batch(
             [0, rows.stop - rows.start],
             self.plan.context_lengths[sequence : sequence + 1],
             self.plan.block_tables[sequence : sequence + 1],
@@ -94,7 +95,7 @@ def make_tree_case(tree: Tree) -> TreeCase:
     starts = torch.tensor([0, *news]).cumsum(0)
     heads = tree.num_kv_heads * tree.group
     query = 3 * torch.randn(int(starts[-1]), heads, tree.k_dim, generator=rng)
-    plan = AttentionPlan.build(starts, contexts, tables, size, tree.num_threads)
+    plan = attention_batch(starts, contexts, tables, size, tree.num_threads)
     return TreeCase(tree, query.to(tree.dtype), view, plan)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from quire.recurrence import RecurrenceBackend, RecurrenceStep
+from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["KINDS", "Case", "make_case"]
 

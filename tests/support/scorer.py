@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.memory.paged import PagedStorage
-from quire.model import ForwardStep, PreparedModel
+from quire.model import PreparedModel
 from quire.spec import KVSpec
+from quire.step import ForwardStep
 
 __all__ = ["model_logprobs", "paged_logprobs", "perplexity", "windows"]
 
@@ -103,14 +104,14 @@ def _score_chunk(
         first_block += -(-len(window) // size)
     tables = [list(range(block, block + -(-stop // size))) for block, size in zip(placed, sizes, strict=True)]
     plans = [
-        AttentionPlan.build([0, stop - start], [stop], [table], size)
+        attention_batch([0, stop - start], [stop], [table], size)
         for table, size in zip(tables, sizes, strict=True)
     ]
     logits = prepared.forward(
         ForwardStep(
             input_ids=torch.tensor(window[start:stop]),
             position_ids=torch.arange(start, stop),
-            plans=tuple(plans),
+            batches=tuple(plans),
             slot_mappings=tuple(
                 torch.arange(start, stop) + block * size for block, size in zip(placed, sizes, strict=True)
             ),

@@ -25,8 +25,8 @@ import torch
 from quire.cli.main import main
 from quire.engine import runner
 from quire.scheduler.request import Request
-from quire.scheduler.step import ScheduledStep
 from quire.server import run
+from quire.step import Batch
 
 LEAD = 50.0  # by which the due logit is beyond the others: nothing that a client asks for draws another
 
@@ -64,7 +64,7 @@ def runner_of(script: Script) -> type[runner.Runner]:
     """A runner whose logits follow the script."""
 
     class ScriptedRunner(runner.Runner):
-        def run(self, step: ScheduledStep) -> torch.Tensor:
+        def run(self, step: Batch) -> torch.Tensor:
             logits = super().run(step)
             for sequence, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
                 token = script.token(sequence.request, len(sequence.output_ids))

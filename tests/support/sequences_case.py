@@ -36,15 +36,15 @@ class Sequences:
         if plan is None:
             return False
         ids = np.array([sequence.id for sequence in sequences], np.int64)
-        placements = self.storage.prepare(plan, ids)
+        tables = self.storage.prepare(plan, ids)
         for index, sequence in enumerate(sequences):
-            self.entries[sequence.id] = [int(placement.block_tables[index, 0]) for placement in placements]
+            self.entries[sequence.id] = [int(entries[index, 0]) for entries, _ in tables]
             stop = int(plan.context_lengths[index])
             seeds = _seeds(sequence.tokens[:stop])[stop - num_new[index] :]
             rows = slice(int(plan.query_start[index]), int(plan.query_start[index + 1]))
             for layer in self._layers():
                 view = self.storage.view(layer)
-                slots = torch.from_numpy(placements[self.storage.table_of(layer)].slot_mapping[rows])
+                slots = torch.from_numpy(tables[self.storage.table_of(layer)][1][rows])
                 k, v = (
                     _values(seeds, layer, kind, view.num_kv_heads, dim, view.dtype)
                     for kind, dim in enumerate((view.k_head_dim, view.v_head_dim))

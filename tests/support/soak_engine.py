@@ -22,11 +22,11 @@ from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
 from quire.offload.tier_load import TierLoads
-from quire.scheduler.step import ScheduledStep
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
+from quire.step import Batch
 from quire.tiers.disk import DiskTier
 from quire.tiers.files import Files
 from quire.tiers.host import HostTier
@@ -75,12 +75,11 @@ class SoakRunner:
         first, last = self._storage.view(0).k, self._storage.view(len(self._storage.spec.layers) - 1).v
         return tuple(one[:, 0].view(torch.int64)[:, :, 0].numpy() for one in (first, last))  # type: ignore[return-value]
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch) -> torch.Tensor:
         self._storage.forget(step.closed_ids)
-        [placement] = self._storage.prepare(step.plan, step.sequence_ids)
+        [(entries, slots)] = self._storage.prepare(step.plan, step.sequence_ids)
         plan = step.plan.group(0)
         self._clock.now += self._cost.seconds(len(step.input_ids), int(plan.context_lengths.sum()))
-        slots = np.asarray(placement.slot_mapping)
         for part in (step.sequence_ids, step.num_new_tokens, slots, [s.key[1] for s in step.sequences]):
             self.digest.update(np.asarray(part, np.int64).tobytes())
         keys, values = self._numbers()
@@ -91,7 +90,7 @@ class SoakRunner:
         for at, row in enumerate(np.asarray(step.logit_rows).tolist()):
             places = np.arange(int(step.positions[row]) + 1)
             cache_sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
-            blocks = np.asarray(placement.block_tables)[cache_sequence][places // BLOCK].astype(np.int64)
+            blocks = entries[cache_sequence][places // BLOCK].astype(np.int64)
             read = keys[blocks, places % BLOCK]
             assert np.array_equal(values[blocks, places % BLOCK], -read), "keys and values were parted"
             logits[at, _token_of(int((read * _WEIGHTS[: len(places)] % _PRIME).sum()) % _PRIME)] = 1.0

@@ -169,8 +169,7 @@ class SoakLoad:
             self.counts["not pinned"] += 1
             return
         try:
-            for request in engine.scheduler.requests.values():
-                engine.scheduler.check_request(request)
+            engine.check_requests()
         except CapacityError:
             engine.pins.remove(pin)
             self.counts["not pinned"] += 1

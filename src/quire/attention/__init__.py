@@ -1,7 +1,7 @@
 """Attention over paged keys and values: write them to slots, read them through block tables.
 
 `backend()` is the way in, and finds whole devices (`Device`); `reference` is the definition in torch, `native` the
-kernels.
+kernels. `attention_batch` makes a batch of arrays that are not the engine's.
 
 Others may use the names below, and
     backends   the back ends by name; home of the names below
@@ -9,8 +9,8 @@ Others may use the names below, and
     native     the kernels
 """
 
+from quire.attention.attention_checks import attention_batch
 from quire.attention.attention_options import AttentionOptions
 from quire.attention.devices import AttentionBackend, Device, backend, register
-from quire.attention.plan import AttentionPlan
 
-__all__ = ["AttentionBackend", "AttentionOptions", "AttentionPlan", "Device", "backend", "register"]
+__all__ = ["AttentionBackend", "AttentionOptions", "Device", "attention_batch", "backend", "register"]

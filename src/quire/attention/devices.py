@@ -16,11 +16,11 @@ from typing import Protocol, cast
 import torch
 
 from quire.attention.attention_options import AttentionOptions
-from quire.attention.plan import AttentionPlan
 from quire.backends import choose_backend
 from quire.memory.device import DeviceMemory
 from quire.memory.view import KVView
 from quire.registry import Registry
+from quire.step import AttentionBatch
 
 __all__ = ["AttentionBackend", "Device", "PackedWeight", "backend", "register", "unregister"]
 
@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
         self,
         view: KVView,
         query: torch.Tensor,
-        plan: AttentionPlan,
+        batch: AttentionBatch,
         options: AttentionOptions,
         /,
         *,

@@ -3,7 +3,7 @@
 Not here: the arithmetic, and how a call is cut up for the threads.
 
 Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. What
-does not change between calls - a view, a plan, a layer's options - crosses once and is kept on the object it was made
+does not change between calls - a view, a batch, a layer's options - crosses once and is kept on the object it was made
 from.
 
 Cost: about 3 us a call beside the work, and 2 us for `out` where it is not given.
@@ -19,10 +19,10 @@ import torch
 from quire import _native
 from quire.attention.attention_checks import check_run, check_write
 from quire.attention.attention_options import AttentionOptions
-from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.device import HostMemory
 from quire.memory.view import KVView
+from quire.step import AttentionBatch
 
 __all__ = [
     "BACKEND",
@@ -39,18 +39,18 @@ __all__ = [
 _HANDLE = "_native_handle"
 
 
-def handles(view: KVView, plan: AttentionPlan, options: AttentionOptions) -> tuple[Any, Any, Any]:
+def handles(view: KVView, batch: AttentionBatch, options: AttentionOptions) -> tuple[Any, Any, Any]:
     """The three as the kernels take them, for a caller that has checked that they fit together."""
     return (
         view.__dict__.get(_HANDLE) or _view(view),
-        batch_handle(plan),
+        batch_handle(batch),
         options.__dict__.get(_HANDLE) or _settings(options),
     )
 
 
-def batch_handle(plan: AttentionPlan) -> Any:
-    """The plan as the kernels take it."""
-    return plan.__dict__.get(_HANDLE) or _batch(plan)
+def batch_handle(batch: AttentionBatch) -> Any:
+    """The batch as the kernels take it."""
+    return batch.native_handle or _batch(batch)
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
 def run(
     view: KVView,
     query: torch.Tensor,
-    plan: AttentionPlan,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     out: torch.Tensor | None = None,
@@ -91,21 +91,21 @@ def run(
     Returns:
         [T, num_q_heads, v_head_dim] in the dtype of `query`.
     """
-    handle, batch, settings = handles(view, plan, options)
+    handle, native_batch, settings = handles(view, batch, options)
     shape = query.shape
     heads, k_width, v_width = view.__dict__["_native_shape"]
     if (
         len(shape) != 3
-        or shape[0] != plan.num_tokens
+        or shape[0] != batch.num_tokens
         or shape[2] != k_width
         or shape[1] == 0
         or shape[1] % heads
-        or plan.block_size != view.block_size
+        or batch.block_size != view.block_size
         or (out is not None and (out.shape != (shape[0], shape[1], v_width) or out.dtype is not query.dtype))
         or (options.sinks is not None and options.sinks.numel() != shape[1])
         or (options.slopes is not None and options.slopes.numel() != shape[1])
     ):
-        check_run(view, query, plan, options, out)
+        check_run(view, query, batch, options, out)
     if query.dtype is not view.dtype:
         raise ArgumentError(
             f"expected a query of the dtype of the keys and values, {view.dtype}, got {query.dtype}"
@@ -119,7 +119,7 @@ def run(
     if target.stride()[2] != 1:
         raise ArgumentError(f"expected out with a dense last dimension, got strides {target.stride()}")
     try:
-        _native.attention_run(handle, query, target, batch, settings)
+        _native.attention_run(handle, query, target, native_batch, settings)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     return target
@@ -133,18 +133,18 @@ class Traffic(NamedTuple):
     num_shared_runs: int
 
 
-def traffic(view: KVView, num_q_heads: int, plan: AttentionPlan, options: AttentionOptions) -> Traffic:
+def traffic(view: KVView, num_q_heads: int, batch: AttentionBatch, options: AttentionOptions) -> Traffic:
     """What `run` with these arguments reads. Nothing is computed."""
-    handle, batch, settings = handles(view, plan, options)
+    handle, native_batch, settings = handles(view, batch, options)
     try:
-        return Traffic(*batch.traffic(handle, num_q_heads, settings))
+        return Traffic(*native_batch.traffic(handle, num_q_heads, settings))
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
 
-def unshared(plan: AttentionPlan) -> AttentionPlan:
-    """The plan, but tokens are read for each sequence alone: same bits, more bytes. For tests and benchmarks."""
-    alone = replace(plan)
+def unshared(batch: AttentionBatch) -> AttentionBatch:
+    """The batch, but tokens are read for each sequence alone: same bits, more bytes. For tests and benchmarks."""
+    alone = replace(batch)
     _batch(alone, share_prefixes=False)
     return alone
 
@@ -173,11 +173,11 @@ def _view(view: KVView) -> Any:
     return _keep(view, handle)
 
 
-def _batch(plan: AttentionPlan, *, share_prefixes: bool = True) -> Any:
-    batch = _native.AttentionBatch(
-        plan.query_start, plan.context_lengths, plan.block_tables, plan.num_threads, share_prefixes
+def _batch(batch: AttentionBatch, *, share_prefixes: bool = True) -> Any:
+    batch.native_handle = _native.AttentionBatch(
+        batch.query_start, batch.context_lengths, batch.block_tables, batch.num_threads, share_prefixes
     )
-    return _keep(plan, batch)
+    return batch.native_handle
 
 
 def _settings(options: AttentionOptions) -> Any:

@@ -15,10 +15,10 @@ import torch
 from quire.attention.attention_checks import check_run, check_write
 from quire.attention.attention_options import AttentionOptions
 from quire.attention.codecs import codec_of, turned, turned_query
-from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.device import HostMemory
 from quire.memory.view import KVView
+from quire.step import AttentionBatch
 
 __all__ = ["BACKEND", "ReferenceAttention", "run", "write"]
 
@@ -49,7 +49,7 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
 def run(
     view: KVView,
     query: torch.Tensor,
-    plan: AttentionPlan,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     out: torch.Tensor | None = None,
@@ -63,11 +63,11 @@ def run(
     Returns:
         [T, num_q_heads, v_head_dim] in the dtype of `query`.
     """
-    check_run(view, query, plan, options, out)
+    check_run(view, query, batch, options, out)
     if out is None:
-        out = query.new_empty(plan.num_tokens, query.shape[1], view.v_head_dim)
+        out = query.new_empty(batch.num_tokens, query.shape[1], view.v_head_dim)
     turns = view.k_scale is not None and codec_of(view.k_format).turns_keys
-    starts, contexts = plan.query_start.tolist(), plan.context_lengths.tolist()
+    starts, contexts = batch.query_start.tolist(), batch.context_lengths.tolist()
     for sequence, context in enumerate(contexts):
         end = starts[sequence + 1]
         for first in range(starts[sequence], end, _PIECE):
@@ -76,7 +76,7 @@ def run(
             position = context - (end - first)
             stop = position + last - first
             begin = options.first_visible(position)
-            k, v = _gather(view, plan.block_tables[sequence], begin, stop)
+            k, v = _gather(view, batch.block_tables[sequence], begin, stop)
             rows = query[first:last].float()
             rows = turned_query(rows) if turns else rows
             out[first:last] = _attend(rows, k, v, begin, position, options)

@@ -18,13 +18,13 @@ Cost: `prepare` O(new tokens); nothing is ever copied.
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.errors import ArgumentError
 from quire.memory.heap import Heap
-from quire.memory.storage import Capabilities, Placement
+from quire.memory.state_slots import StateSlots
+from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
 from quire.spec import KVSpec, format_of
+from quire.step import Int64Array, StepPlan
 
 __all__ = ["ContiguousStorage"]
 
@@ -38,6 +38,7 @@ class ContiguousStorage:
     """
 
     capabilities = Capabilities(shares_prefix=False, elastic=False)
+    states: StateSlots | None = None  # no model with state layers runs on it
     num_tables = 1
     generation = 0
 
@@ -93,11 +94,11 @@ class ContiguousStorage:
         ]
         return KVView.of_rows(rows, shape)
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """The plan's own table: memory comes as it is written."""
-        return [Placement(plan.block_tables, plan.slot_mapping)]
+        return [(plan.block_tables, plan.slot_mapping)]
 
-    def forget(self, sequence_ids: Any) -> None:
+    def forget(self, sequence_ids: Int64Array) -> None:
         """Nothing is kept for a sequence."""
 
     def fill(self, value: float) -> None:

@@ -21,15 +21,17 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from quire.baselines.row_plan import RowPlan
 from quire.errors import ArgumentError
 from quire.memory.heap import Heap
-from quire.memory.storage import Capabilities, Placement
+from quire.memory.state_slots import StateSlots
+from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
 from quire.spec import KVSpec, LayerSpec, format_of
+from quire.step import Int64Array, StepPlan
 
 __all__ = ["GrowingStorage", "granule"]
 
@@ -54,6 +56,7 @@ class GrowingStorage:
     """
 
     capabilities = Capabilities(shares_prefix=False, elastic=False)
+    states: StateSlots | None = None  # no model with state layers runs on it
     generation = 0
     block_bytes = mmap.PAGESIZE
 
@@ -115,20 +118,20 @@ class GrowingStorage:
         """The same bytes as blocks of one token: what a beam's table (`quire.memory.beam`) reads."""
         return self._view(layer, 1)
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """Give back what nobody reads any more, and copy the past of the buffers that this step replaces."""
-        self._tops = [max(pair) for pair in zip(self._tops, plan.tops.tolist(), strict=True)]
-        for table, start, stop in plan.released.tolist():
+        assert isinstance(plan, RowPlan)  # of the `RowCache` that is this storage's logical side
+        self._tops = [max(pair) for pair in zip(self._tops, plan.rows.tops.tolist(), strict=True)]
+        for table, start, stop in plan.rows.released.tolist():
             for first, last in self._byte_ranges(table, start, stop):
                 self._heap.release(first, last)
-        for table, source, destination, num_tokens in plan.all_copies.tolist():
+        for table, source, destination, num_tokens in plan.rows.all_copies.tolist():
             for lines in self._tensors(table):
                 lines[:, destination : destination + num_tokens] = lines[:, source : source + num_tokens]
                 self.copied_bytes += lines.shape[0] * num_tokens * lines.shape[2] * self.dtype.itemsize
-        tables = map(plan.group, range(plan.num_groups))
-        return [Placement(table.block_tables, table.slot_mapping) for table in tables]
+        return [(table.block_tables, table.slot_mapping) for table in plan.groups]
 
-    def forget(self, sequence_ids: Any) -> None:
+    def forget(self, sequence_ids: Int64Array) -> None:
         """Nothing is kept for a sequence: what it leaves comes with a plan."""
 
     def fill(self, value: float) -> None:

@@ -33,13 +33,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.baselines.row_plan import RowPlan
+from quire.baselines.row_plan import RowPlan, Rows
 from quire.baselines.row_space import Row, RowRanges, RowSpace
 from quire.cache import arguments
 from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
+from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
-from quire.cache.protocol import NORMAL, CacheSequence, Int64Array, KVCache
+from quire.cache.protocol import NORMAL, CacheSequence, Int32Array, Int64Array, KVCache
 from quire.cache.results import Dropped, Match, OwnerCounts
 from quire.errors import ArgumentError, InvariantError
 from quire.spec import KVSpec
@@ -58,6 +59,7 @@ class RowCache(KVCache):
     """
 
     can_fork = False
+    exchange: MemorySplit | None = None
     prefix_caching = False
     backend = "python"
 
@@ -200,8 +202,13 @@ class RowCache(KVCache):
     def reserve(
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
     ) -> RowPlan | None:
-        ids, counts, num_lookahead = arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
-        wanted = self._wanted(ids, counts, num_lookahead)
+        step = arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
+        return self.reserve_unchecked(*step)
+
+    def reserve_unchecked(
+        self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
+    ) -> RowPlan | None:
+        wanted = self._wanted(sequence_ids, num_new_tokens, num_lookahead_tokens)
         self._settle()
         found: list[tuple[Row, RowRanges]] = []
         for row, end in wanted:
@@ -228,7 +235,7 @@ class RowCache(KVCache):
             row.reserved = end
         self.num_moved_tokens += sum(copy[3] for copy in copies)
         self.most_blocks = max(self.most_blocks, self.num_held + self.num_in_flight)
-        return self._plan([row for row, _ in wanted], counts, num_lookahead, copies)
+        return self._plan([row for row, _ in wanted], num_new_tokens, num_lookahead_tokens, copies)
 
     def _wanted(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
@@ -275,7 +282,7 @@ class RowCache(KVCache):
             assert row.place is not None
             starts[:, index] = row.place.starts
         released, self._released = self._released, []
-        return RowPlan(
+        made = Rows(
             step=self.newest_step,
             query_start=query_start,
             context_lengths=(computed + counts).astype(np.int32),
@@ -288,6 +295,7 @@ class RowCache(KVCache):
             released=np.array(released, np.int64).reshape(-1, 3),
             tops=np.array(self.space.tops, np.int64),
         )
+        return RowPlan.of_rows(made)
 
     # Committing
 
@@ -312,12 +320,17 @@ class RowCache(KVCache):
         self._settle()
         row.num_computed = num_computed
 
-    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+    def advance(self, sequences: _Sequences, num_computed_tokens: _Counts, token_ids: Any) -> None:
         ids, counts, _ = arguments.step(sequences, self._id, num_computed_tokens, 0)
-        tokens = arguments.one_token_each(token_ids, len(ids))
-        for index, (sequence, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+        self.advance_unchecked(ids, counts, arguments.one_token_each(token_ids, len(ids)))
+
+    def advance_unchecked(
+        self, sequence_ids: Int64Array, num_computed_tokens: Int64Array, token_ids: Int32Array
+    ) -> None:
+        pairs = zip(sequence_ids.tolist(), num_computed_tokens.tolist(), strict=True)
+        for index, (sequence, count) in enumerate(pairs):
             self.commit(sequence, count)
-            self.rows[sequence].append(tokens[index : index + 1])
+            self.rows[sequence].append(token_ids[index : index + 1])
 
     def complete(self, step: int) -> None:
         step = arguments.count(step, "step", 1)

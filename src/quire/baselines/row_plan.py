@@ -1,13 +1,7 @@
 """The plan of a step where every sequence lies in one piece: a table has one entry, where the piece begins.
 
 A slot is `entry * row_tokens + position`. Tables lie one after another in one matrix; a table's part is made when it is
-asked for. See `protocol.StepPlan` for every field's shape and dtype. Immutable.
-
-Beyond a StepPlan:
-
-    released   int64 [r, 3], rows of (table, first token, end): ranges that nobody reads any more, since the plan
-               before; parts of them may be in this plan's tables again
-    tops       int64 [num_tables]: no entry ever handed out, with its tokens, reaches beyond
+asked for. See `step.GroupPlan` for every field's shape and dtype. Immutable.
 """
 
 from __future__ import annotations
@@ -16,60 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.protocol import GroupPlan, Int32Array, Int64Array, StepPlan, in_words_of
+from quire.cache.protocol import Int32Array, Int64Array, in_words_of
+from quire.step import GroupPlan, StepPlan
 
-__all__ = ["RowPlan", "RowTable"]
-
-
-@in_words_of(GroupPlan)
-@dataclass(frozen=True)
-class RowTable:
-    """One table's part of a step."""
-
-    plan: RowPlan
-    index: int
-
-    @property
-    def step(self) -> int:
-        return self.plan.step
-
-    @property
-    def query_start(self) -> Int32Array:
-        return self.plan.query_start
-
-    @property
-    def context_lengths(self) -> Int32Array:
-        return self.plan.context_lengths
-
-    @property
-    def block_tables(self) -> Int32Array:
-        return self.plan.starts[self.index].astype(np.int32)[:, None]
-
-    @property
-    def slot_mapping(self) -> Int64Array:
-        plan = self.plan
-        return plan.starts[self.index][plan.row_of_token] * plan.row_tokens + plan.positions
-
-    @property
-    def lookahead_slots(self) -> Int64Array:
-        plan = self.plan
-        ahead = np.arange(plan.num_lookahead, dtype=np.int64)
-        first = plan.starts[self.index] * plan.row_tokens + plan.context_lengths
-        return (first[:, None] + ahead[None, :]).ravel()
-
-    @property
-    def copies(self) -> Int32Array:
-        """Rows of (source entry, destination entry, tokens)."""
-        copies = self.plan.all_copies
-        return copies[copies[:, 0] == self.index, 1:].astype(np.int32)
+__all__ = ["RowPlan", "RowTable", "Rows"]
 
 
-@in_words_of(StepPlan)
-@dataclass(frozen=True)
-class RowPlan:
-    """What `reserve` decided.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Where the pieces of a step lie, and what becomes of others.
 
-    starts: int64 [num_tables, n]; all_copies: int64 [m, 4], rows of (table, from, to, tokens).
+    starts: int64 [num_tables, n]. row_of_token, positions: int64 [T]. all_copies: int64 [m, 4], rows of (table, from,
+    to, tokens). released: int64 [r, 3], rows of (table, first token, end): ranges that no sequence reads any more,
+    since the plan before; parts of them may be in this plan's tables again. tops: int64 [num_tables]: no entry ever
+    handed out, with its tokens, reaches beyond.
     """
 
     step: int
@@ -84,27 +38,57 @@ class RowPlan:
     released: Int64Array
     tops: Int64Array
 
-    @property
-    def num_groups(self) -> int:
-        return len(self.starts)
 
-    def group(self, index: int) -> RowTable:
-        if not 0 <= index < self.num_groups:
-            raise IndexError(f"expected a table of 0 .. {self.num_groups - 1}, got {index} in plan.group")
-        return RowTable(self, index)
+@in_words_of(GroupPlan)
+@dataclass(frozen=True)
+class RowTable:
+    """One table's part of a step."""
 
-    @property
-    def slot_mapping(self) -> Int64Array:
-        return self.group(0).slot_mapping
+    rows: Rows
+    index: int
 
     @property
-    def lookahead_slots(self) -> Int64Array:
-        return self.group(0).lookahead_slots
+    def step(self) -> int:
+        return self.rows.step
+
+    @property
+    def query_start(self) -> Int32Array:
+        return self.rows.query_start
+
+    @property
+    def context_lengths(self) -> Int32Array:
+        return self.rows.context_lengths
 
     @property
     def block_tables(self) -> Int32Array:
-        return self.group(0).block_tables
+        return self.rows.starts[self.index].astype(np.int32)[:, None]
+
+    @property
+    def slot_mapping(self) -> Int64Array:
+        rows = self.rows
+        return rows.starts[self.index][rows.row_of_token] * rows.row_tokens + rows.positions
+
+    @property
+    def lookahead_slots(self) -> Int64Array:
+        rows = self.rows
+        ahead = np.arange(rows.num_lookahead, dtype=np.int64)
+        first = rows.starts[self.index] * rows.row_tokens + rows.context_lengths
+        return (first[:, None] + ahead[None, :]).ravel()
 
     @property
     def copies(self) -> Int32Array:
-        return self.group(0).copies
+        """Rows of (source entry, destination entry, tokens)."""
+        copies = self.rows.all_copies
+        return copies[copies[:, 0] == self.index, 1:].astype(np.int32)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RowPlan(StepPlan):
+    """What `reserve` of a `RowCache` granted."""
+
+    rows: Rows
+
+    @classmethod
+    def of_rows(cls, rows: Rows) -> RowPlan:
+        tables = [RowTable(rows, index) for index in range(len(rows.starts))]
+        return cls(rows.step, rows.query_start, rows.context_lengths, tables, rows=rows)

@@ -2,9 +2,9 @@
 
 Others may use
     cache          `Cache`: the facade, with either block manager behind it
-    protocol       the contract: `KVCache`, `PrefixKVCache`, `CacheSequence`, `StepPlan`
+    protocol       the contract: `KVCache`, `PrefixKVCache`, `CacheSequence`
     prefix_key     whose content a prefix is
-    state_cache, checkpoints, state_plan   states of recurrent layers beside the blocks, and what a step does with them
+    state_cache, checkpoints   states of recurrent layers beside the blocks
     exchange       how many blocks and how many states one memory makes
     pins           what must stay, and of what priority
     answers, arguments, block_counts, block_hash, known_tokens   what implementations of the protocol share

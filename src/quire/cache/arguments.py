@@ -154,7 +154,7 @@ def prompt(
 
 
 def step(
-    sequences: Any, id_of: Callable[[Any], int], num_new_tokens: Any, num_lookahead_tokens: Any
+    sequences: object, id_of: Callable[[Any], int], num_new_tokens: Any, num_lookahead_tokens: Any
 ) -> tuple[Int64Array, Int64Array, int]:
     """(ids, counts, lookahead) of a step. id_of: checks a sequence or its id."""
     if isinstance(sequences, np.ndarray):
@@ -183,7 +183,7 @@ def one_token_each(token_ids: Any, num_sequences: int) -> Int32Array:
     return tokens
 
 
-def closed(sequence: Any, where: str) -> SequenceClosedError:
+def closed(sequence: object, where: str) -> SequenceClosedError:
     """The error for an id that no open sequence has."""
     return SequenceClosedError(
         f"expected an open sequence, got sequence {sequence}, which is closed or was never opened, in {where}"

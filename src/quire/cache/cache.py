@@ -23,16 +23,18 @@ from quire.cache.arguments import call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
 from quire.cache.events import CacheEvents
+from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.open_sequence import BlockManager, Sequence
 from quire.cache.pins import Pins
-from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
+from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.report import report
 from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
 from quire.cache.tree_view import TreeView
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError
 from quire.spec import KVSpec
+from quire.step import NativePlan, StepPlan
 
 __all__ = ["Cache", "Dropped", "Explanation", "Match", "OwnerCounts", "Sequence"]
 
@@ -65,6 +67,7 @@ class Cache(PrefixKVCache):
 
     block_name = "block"  # what messages call a block
     can_fork = True
+    exchange: MemorySplit | None = None
 
     def __init__(
         self,
@@ -231,8 +234,14 @@ class Cache(PrefixKVCache):
     def reserve(
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
-        step = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        return call_manager(self._manager.reserve, *step)
+        return self.reserve_unchecked(*self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens))
+
+    def reserve_unchecked(
+        self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
+    ) -> StepPlan | None:
+        return _plan_of(
+            call_manager(self._manager.reserve, sequence_ids, num_new_tokens, num_lookahead_tokens)
+        )
 
     def num_blocks_needed(
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
@@ -242,7 +251,7 @@ class Cache(PrefixKVCache):
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
-        return call_manager(self._manager.restore, self._id(sequence), num_computed)
+        return _plan_of(call_manager(self._manager.restore, self._id(sequence), num_computed))
 
     def num_blocks_to_restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> int:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
@@ -252,10 +261,14 @@ class Cache(PrefixKVCache):
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
         call_manager(self._manager.commit, self._id(sequence), num_computed)
 
-    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+    def advance(self, sequences: _Sequences, num_computed_tokens: _Counts, token_ids: Any) -> None:
         ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
-        tokens = arguments.one_token_each(token_ids, len(ids))
-        call_manager(self._manager.advance, ids, counts, tokens)
+        self.advance_unchecked(ids, counts, arguments.one_token_each(token_ids, len(ids)))
+
+    def advance_unchecked(
+        self, sequence_ids: Int64Array, num_computed_tokens: Int64Array, token_ids: Int32Array
+    ) -> None:
+        call_manager(self._manager.advance, sequence_ids, num_computed_tokens, token_ids)
 
     def complete(self, step: int) -> None:
         call_manager(self._manager.complete, arguments.count(step, "step", 1))
@@ -394,9 +407,14 @@ class Cache(PrefixKVCache):
         return arguments.count(sequence, "a sequence id", 0)
 
     def _step_arguments(
-        self, sequences: Any, num_new_tokens: Any, num_lookahead_tokens: int
+        self, sequences: _Sequences, num_new_tokens: _Counts, num_lookahead_tokens: int
     ) -> tuple[Int64Array, Int64Array, int]:
         return arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
+
+
+def _plan_of(plan: StepPlan | NativePlan | None) -> StepPlan | None:
+    """A manager's plan; the extension has a class of its own for it."""
+    return plan if plan is None or isinstance(plan, StepPlan) else StepPlan.of_native(plan)
 
 
 def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list[int]) -> BlockManager:

@@ -123,7 +123,7 @@ class Pins:
         self._pins: list[Pin] = []
         self._num_references: Counter[int] = Counter()
         self._by_owner: Counter[int] = Counter()
-        self._next_expiry: float | None = None
+        self.next_expiry: float | None = None
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Seconds by another clock from now on, while there are no pins."""
@@ -290,7 +290,7 @@ class Pins:
 
     def expire(self) -> None:
         """Ends the pins whose time is over."""
-        if self._next_expiry is None or (now := self.now()) < self._next_expiry:
+        if self.next_expiry is None or (now := self.now()) < self.next_expiry:
             return
         for pin in self:
             if pin.expires_at is not None and pin.expires_at <= now:
@@ -298,7 +298,7 @@ class Pins:
                 self.on_expired(pin)
 
     def _note_expiry(self) -> None:
-        self._next_expiry = min(
+        self.next_expiry = min(
             (pin.expires_at for pin in self._pins if pin.expires_at is not None), default=None
         )
 

@@ -64,10 +64,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.types import DISCARD, KEEP, MAX_OWNER, NORMAL, Int32Array, Int64Array
+from quire.step import StepPlan
 
 if TYPE_CHECKING:
     from quire.cache.block_map import BlockContent, BlockMap
     from quire.cache.events import CacheEvents
+    from quire.cache.memory_split import MemorySplit
     from quire.cache.memory_use import MemoryUse
     from quire.cache.pins import Pins
     from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
@@ -80,12 +82,10 @@ __all__ = [
     "MAX_OWNER",
     "NORMAL",
     "CacheSequence",
-    "GroupPlan",
     "Int32Array",
     "Int64Array",
     "KVCache",
     "PrefixKVCache",
-    "StepPlan",
     "in_words_of",
     "shares_prefixes",
 ]
@@ -104,61 +104,6 @@ def in_words_of(protocol: type) -> Callable[[type[Made]], type[Made]]:
         return made
 
     return decorate
-
-
-class GroupPlan(Protocol):
-    """One group's part of a step. Immutable: later calls on the cache do not show in it."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step: 1 for a cache's first successful `reserve`, then 2, ..."""
-        ...
-
-    @property
-    def query_start(self) -> Int32Array:
-        """int32 [n + 1]: the new tokens of sequence i are rows query_start[i] .. query_start[i + 1] - 1."""
-        ...
-
-    @property
-    def context_lengths(self) -> Int32Array:
-        """int32 [n]: each sequence's length once the step's new tokens are in; lookahead not counted."""
-        ...
-
-    @property
-    def slot_mapping(self) -> Int64Array:
-        """int64 [query_start[n]]: block * size + offset of each new token, sequences in order. -1 only in the
-        plan of a `restore`, which no step computes: behind a window."""
-        ...
-
-    @property
-    def lookahead_slots(self) -> Int64Array:
-        """int64 [n * num_lookahead]: block * size + offset of each lookahead position, which follow the
-        new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1."""
-        ...
-
-    @property
-    def block_tables(self) -> Int32Array:
-        """int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
-        size) entries, then -1; -1 also where a block behind a window has been given up."""
-        ...
-
-    @property
-    def copies(self) -> Int32Array:
-        """int32 [m, 3] (source block, destination block, tokens): to be done before the step writes."""
-        ...
-
-
-class StepPlan(GroupPlan, Protocol):
-    """What `reserve` decided. Its own arrays are group 0's."""
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of the cache, g."""
-        ...
-
-    def group(self, index: int) -> GroupPlan:
-        """The same arrays for group `index`; IndexError beyond the last group."""
-        ...
 
 
 class CacheSequence(Protocol):
@@ -215,6 +160,7 @@ class KVCache(Protocol):
     can_fork: whether its sequences share blocks: there is a `fork`, owners may have limits, it is a `PrefixKVCache`. A
     constant of the cache; `has_room_to_fork` says whether a fork would be refused now.
     prefix_caching: whether committed tokens are found by others. pins: what stays; nothing, where nothing is shared.
+    exchange: what has state slots and blocks exchange memory, where the cache keeps states and their numbers change.
     """
 
     spec: KVSpec
@@ -227,6 +173,7 @@ class KVCache(Protocol):
     can_fork: bool
     prefix_caching: bool
     pins: Pins
+    exchange: MemorySplit | None
 
     # Finding a prefix
 
@@ -325,6 +272,13 @@ class KVCache(Protocol):
         """
         ...
 
+    def reserve_unchecked(
+        self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
+    ) -> StepPlan | None:
+        """`reserve` for the scheduler, which makes these arrays itself: contiguous int64 [n] each. Their form is not
+        checked; what depends on the cache's state still is."""
+        ...
+
     def num_blocks_needed(
         self,
         sequences: SequenceOf[CacheSequence] | Int64Array,
@@ -360,12 +314,25 @@ class KVCache(Protocol):
         """
         ...
 
-    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+    def advance(
+        self,
+        sequences: SequenceOf[CacheSequence] | Int64Array,
+        num_computed_tokens: SequenceOf[int] | NDArray[np.integer],
+        token_ids: Any,
+    ) -> None:
         """The end of a decode step: `commit` of each sequence, then `append` of one token to it.
 
         Arrays of one length: sequences as in `reserve`, absolute numbers of computed tokens, token ids. Their form is
         checked before anything changes; a sequence that cannot be committed ends the call, those before it are done.
         """
+        ...
+
+    def advance_unchecked(
+        self, sequence_ids: Int64Array, num_computed_tokens: Int64Array, token_ids: Int32Array
+    ) -> None:
+        """`advance` for the scheduler, which makes these arrays itself: contiguous int64, int64 and int32 [n].
+
+        Their form is not checked; what depends on the cache's state still is."""
         ...
 
     def complete(self, step: int) -> None:

@@ -37,15 +37,17 @@ from quire.cache.checkpoints import Checkpoint, Checkpoints
 from quire.cache.manager.elements import ExtraKeys, encode
 from quire.cache.memory_split import MemorySplit
 from quire.cache.open_sequence import Sequence
-from quire.cache.protocol import CacheSequence, StepPlan
+from quire.cache.protocol import CacheSequence
 from quire.cache.results import Dropped, Match
-from quire.cache.state_plan import StatePlan, StepPlanWithStates
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError, InvariantError
 from quire.spec.state_spec import ZERO_STATE
+from quire.step import StatePlan, StepPlan
 
 __all__ = ["StateCache"]
 
+
+_NONE: Int64Array = np.empty(0, np.int64)
 
 # Tokens, namespace, positions of extra keys, the keys: what `arguments.prompt` makes.
 _Prompt: TypeAlias = tuple[Int32Array, bytes, Int64Array, list[bytes]]
@@ -252,10 +254,10 @@ class StateCache(Cache):
 
     # A step
 
-    def reserve(
-        self, sequences: Any, num_new_tokens: Any, *, num_lookahead_tokens: int = 0
+    def reserve_unchecked(
+        self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
-        ids, counts, _ = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        ids, counts = sequence_ids, num_new_tokens
         held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
@@ -266,9 +268,9 @@ class StateCache(Cache):
             self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
         if not self._slots_suffice(held):
             return None
-        plan = super().reserve(ids, counts, num_lookahead_tokens=num_lookahead_tokens)
+        plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         while plan is None and self._has_more_blocks(num_blocks(), ids, counts):
-            plan = super().reserve(ids, counts, num_lookahead_tokens=num_lookahead_tokens)
+            plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         if plan is None:
             return None
         for one in held:
@@ -293,7 +295,8 @@ class StateCache(Cache):
                         checkpoints.append((row + position - 1 - start, slot))
         operations, self._operations = tuple(self._operations), []
         slots = np.array([one.slot for one in held], np.int64)
-        return StepPlanWithStates(plan, StatePlan(slots, operations, tuple(checkpoints)))
+        plan.states = StatePlan(slots, operations, tuple(checkpoints))
+        return plan
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         """As `Cache.restore`: the plan's operations first, then the state goes to its slot, then `commit`."""
@@ -313,7 +316,8 @@ class StateCache(Cache):
         self._give_up_made(held)
         held.under_way = int(num_computed_tokens)
         operations, self._operations = tuple(self._operations), []
-        return StepPlanWithStates(plan, StatePlan(np.array([held.slot], np.int64), operations, ()))
+        plan.states = StatePlan(np.array([held.slot], np.int64), operations, ())
+        return plan
 
     def slots_to_load(self, sequence: CacheSequence | int) -> tuple[int, ...]:
         """What was reserved for the sequence is not computed: its state comes from elsewhere, and goes to these slots.
@@ -362,10 +366,11 @@ class StateCache(Cache):
         super().commit(sequence, num_computed_tokens)
         self._committed(self._id(sequence), int(num_computed_tokens))
 
-    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
-        ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
-        super().advance(ids, counts, token_ids)
-        for sequence_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+    def advance_unchecked(
+        self, sequence_ids: Int64Array, num_computed_tokens: Int64Array, token_ids: Int32Array
+    ) -> None:
+        super().advance_unchecked(sequence_ids, num_computed_tokens, token_ids)
+        for sequence_id, count in zip(sequence_ids.tolist(), num_computed_tokens.tolist(), strict=True):
             self._committed(sequence_id, count)
 
     def _committed(self, sequence_id: int, num_computed: int) -> None:
@@ -414,17 +419,19 @@ class StateCache(Cache):
             beside = num_slots - sum(one.slot is None for one in held)
             exchange.for_blocks(needed, self.num_state_slots_needed + beside)
 
-    def _has_more_blocks(self, num_blocks: int, *step: Any) -> bool:
+    def _has_more_blocks(self, num_blocks: int, *step: Int64Array) -> bool:
         """Whether slots have become blocks, as so many were refused. step: ids and numbers of new tokens."""
         if self.exchange is None or self._is_beyond_quota(*step):
             return False
         return self.exchange.for_more_blocks(num_blocks, 0)
 
-    def _is_beyond_quota(self, ids: Any = (), counts: Any = ()) -> bool:
+    def _is_beyond_quota(self, ids: Int64Array = _NONE, counts: Int64Array = _NONE) -> bool:
         """Whether it is for an owner's quota that there is no room, which more blocks do not change."""
         for owner_id, (_, quota) in self._limits.items():
             own = [
-                at for at, sequence_id in enumerate(ids) if self._held[int(sequence_id)].owner_id == owner_id
+                at
+                for at, sequence_id in enumerate(ids.tolist())
+                if self._held[sequence_id].owner_id == owner_id
             ]
             if quota >= 0 and own:
                 now = self.owner_counts(owner_id)

@@ -5,15 +5,10 @@ It imports nothing of the cache. Users find them in `protocol.py` as well, besid
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from quire.step import Int32Array, Int64Array
 
 __all__ = ["DISCARD", "KEEP", "MAX_OWNER", "NORMAL", "NO_LIMIT", "Int32Array", "Int64Array"]
 
-Int32Array: TypeAlias = NDArray[np.int32]
-Int64Array: TypeAlias = NDArray[np.int64]
 
 # How content is kept once nobody holds it (`cache_priority` of `KVCache.open`).
 DISCARD, NORMAL, KEEP = 0, 1, 2

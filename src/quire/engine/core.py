@@ -255,7 +255,7 @@ class EngineCore:
         """Memory that the cache has taken from the system; 0 once closed."""
         if self.storage is None:
             return 0
-        states = getattr(self.storage, "states", None)
+        states = self.storage.states
         return self.storage.bytes_committed + (0 if states is None else states.bytes_committed)
 
     @property

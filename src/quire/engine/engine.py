@@ -29,7 +29,7 @@ from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
 from quire.cache.results import Dropped
 from quire.engine.monitor import CacheMonitor
 from quire.engine.outputs import Outputs
-from quire.engine.profile import NoProfile, Profile
+from quire.engine.profile import Profile
 from quire.errors import ArgumentError, QuireError
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
@@ -40,12 +40,12 @@ from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
 from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
-from quire.scheduler.request import Request, RequestOutput, RequestSequence
+from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
 from quire.scheduler.request_validator import RequestValidator
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.step import ScheduledStep, StepRefusedError
 from quire.scheduler.tenants import Tenants
+from quire.step import Batch, StepRefusedError
 
 __all__ = ["Engine", "StepRunner"]
 
@@ -55,7 +55,7 @@ _WAIT_S = 0.05  # that a step waits for tiers at most, where nothing else is to 
 class StepRunner(Protocol):
     """What computes a step: `quire.engine.runner.Runner`, or a fake."""
 
-    def run(self, step: ScheduledStep) -> Any: ...
+    def run(self, step: Batch[RequestSequence], /) -> Any: ...
 
 
 class Engine:
@@ -93,14 +93,14 @@ class Engine:
         native: Any = None,
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
-        """Called when an idle engine is about to take a request; what it raises, the request's caller gets."""
+        """Called before an idle engine checks a request to take it; what it raises, the request's caller gets."""
         self._runner = runner
         self._speeds = speeds or Throughputs()
         self.swap = swap or Swap(cache)
         self._loads = loads
         self._stores = stores
         self._cache = cache
-        self._profile = profile or NoProfile()
+        self._profile = profile
         self._native = native
         self._clock = clock
         self.share = MemoryLimits(cache)
@@ -128,6 +128,8 @@ class Engine:
                     *self.tenants.namespaces_of(None),
                     self.tenants.public,
                 ]
+        # Told after each reservation and each step, where there is a monitor or a tier to tell.
+        self._told = None if monitor is None and stores is None else self.collect
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -136,10 +138,11 @@ class Engine:
             clock=clock,
             swap=self.swap,
             loads=loads,
-            on_reserved=self.collect,
+            on_reserved=self._told,
             share=self.share,
         )
-        self.swap.on_reserved = self.collect
+        if self._told is not None:
+            self.swap.on_reserved = self._told
         self._num_generated_tokens = 0
         self._busy_s = 0.0
         self._prefill, self._decode = _Speed(), _Speed()
@@ -188,6 +191,8 @@ class Engine:
         self, requests: Sequence[tuple[Prompt | Any, RequestOptions | SamplingParams | None]]
     ) -> list[str]:
         """Queues all or none of them; their ids. *raises:* as `submit`."""
+        if requests:
+            self._begin_work()
         made: list[Request] = []
         for number, (prompt, options) in enumerate(requests):
             try:
@@ -199,10 +204,17 @@ class Engine:
         self._queue(made)
         return [request.request_id for request in made]
 
-    def _queue(self, requests: Sequence[Request]) -> None:
-        """Queues what `RequestValidator.request` has made, all or none."""
-        if requests and not self.scheduler.has_work:
+    def _begin_work(self) -> None:
+        """Before a request is checked: `on_work` may let go of pins that its fit would count on."""
+        if not self.scheduler.has_work:
             self.on_work()
+
+    def check_requests(self) -> None:
+        """*raises:* CapacityError where a request that is here could not end any more, as limits or pins changed."""
+        self._validator.check_again(self.scheduler.requests.values())
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queues what `RequestValidator.request` has made since the last step, all or none."""
         taken = set(self.scheduler.requests)
         for request in requests:
             if request.request_id in taken:
@@ -210,7 +222,6 @@ class Engine:
                     f"expected a new request id, got {request.request_id!r}, which is still running"
                 )
             taken.add(request.request_id)
-            self.scheduler.check_request(request)  # `on_work` may have let go of pins that it counted on
         self._validator.arrived(len(requests))
         for request in requests:
             self.scheduler.add(request)
@@ -285,8 +296,10 @@ class Engine:
 
     def collect(self) -> None:
         """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
-        if self.monitor is not None:
-            self.monitor.collect()
+        monitor = self.monitor
+        if monitor is not None:
+            if monitor.cache.num_events or monitor.tier_events is not None:
+                monitor.collect()
         elif self._stores is not None:
             self._stores.collect()
 
@@ -296,15 +309,19 @@ class Engine:
         Where nothing can be computed until a load from a tier has ended, waits for that a moment instead.
         """
         started = self._clock()
-        scheduled: ScheduledStep | None = None
-        self.pins.expire()
-        self._profile.begin()
+        scheduled: Batch[RequestSequence] | None = None
+        profile = self._profile
+        if self.pins.next_expiry is not None:
+            self.pins.expire()
+        if profile is not None:
+            profile.begin()
         try:
             if self._loads is not None:
                 self._loads.changed.clear()  # before what it tells of is looked at
             scheduled = self.scheduler.schedule()
-            touched = self.scheduler.take_failed()
-            self._profile.lap("schedule")
+            touched = self.scheduler.take_failed() if self.scheduler.failed else []
+            if profile is not None:
+                profile.lap("schedule")
             if scheduled is not None:
                 touched += self._compute(scheduled)
                 seconds = self._clock() - started
@@ -315,25 +332,30 @@ class Engine:
                     self._decode.add(len(scheduled.sampled), seconds)
             elif self._loads is not None and self.scheduler.waits_for_tiers:
                 self._loads.changed.wait(_WAIT_S)
-            outputs = self._outputs_of(touched)
-            self._profile.lap("detokenize")
+            outputs = self._outputs_of(touched) if touched else []
+            if profile is not None:
+                profile.lap("detokenize")
             return outputs
         except BaseException:
             self.abort_all()  # E1: an interruption, or a bug; nobody is left to return the blocks
             raise
         finally:
-            self._profile.end(scheduled)
+            if profile is not None:
+                profile.end(scheduled)
             self._busy_s += self._clock() - started
 
-    def _compute(self, scheduled: ScheduledStep) -> list[RequestSequence]:
+    def _compute(self, scheduled: Batch[RequestSequence]) -> list[RequestSequence]:
         """Runs a step; the sequences that drew a token or ended."""
+        profile = self._profile
         try:
             logits = self._runner.run(scheduled)
-            self._profile.lap("forward")
+            if profile is not None:
+                profile.lap("forward")
             tokens = np.zeros(0, np.int64)
             if scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._native)
-            self._profile.lap("sampling")
+            if profile is not None:
+                profile.lap("sampling")
         except StepRefusedError as refused:  # E3
             return self.scheduler.refuse(scheduled, refused.__cause__)
         except Exception as error:  # E2: the step's requests end with it
@@ -342,13 +364,18 @@ class Engine:
                 self.scheduler.finish(sequence, "error", error)
             return ended
         self.scheduler.update(scheduled, tokens)
-        self.collect()
-        self._profile.lap("update")
+        if self._told is not None:
+            self._told()
+        if profile is not None:
+            profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
+        touched: list[RequestSequence] = []
         for sequence in scheduled.sampled:
             if sequence.detokenizer is not None:
                 self._read(sequence, sequence.detokenizer)
-        return [sequence for sequence in scheduled.sampled if sequence.request.stream or sequence.finished]
+            if sequence.request.stream or sequence.state is SequenceStatus.FINISHED:
+                touched.append(sequence)
+        return touched
 
     def _read(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
         """Turns a sequence's newest token into text and ends the sequence at a stop string."""

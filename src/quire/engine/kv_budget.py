@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cache.memory_split import MemorySplit
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
@@ -23,7 +22,6 @@ from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.memory.state_slots import StateSlots
 
 __all__ = ["KVBudget"]
 
@@ -42,13 +40,13 @@ class KVBudget:
         self._name = opened.name
         self._storage = opened.storage
         self._cache: Any = opened.cache
-        self._states: StateSlots | None = getattr(opened.storage, "states", None)
+        self._states = opened.storage.states
         self._engine = engine
         # "virtual" has blocks of its pieces.
         self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
         self._config = config
         self._max_model_len = max_model_len
-        self._exchange: MemorySplit | None = getattr(opened.cache, "exchange", None)
+        self._exchange = opened.cache.exchange
         self._resize_reason = "space"  # why content goes where blocks become fewer
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks

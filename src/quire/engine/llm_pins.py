@@ -149,7 +149,7 @@ class LLMPins:
         pins.check(tokens, ttl, **key.content)
         pin = pins.add(tokens, owner_id=key.owner_id, owner=owner, ttl_s=ttl, **key.content)
         try:
-            self._engine.scheduler.check_requests()
+            self._engine.check_requests()
         except CapacityError:
             pins.remove(pin)
             raise

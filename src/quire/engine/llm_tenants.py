@@ -40,7 +40,7 @@ class LLMTenants:
         """
         tenant = self._engine.tenants.add(name, quota=quota, floor=floor, priority=priority)
         try:
-            self._engine.scheduler.check_requests()
+            self._engine.check_requests()
         except CapacityError:
             self._engine.tenants.remove(name)
             raise

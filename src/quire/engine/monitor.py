@@ -40,6 +40,7 @@ class CacheMonitor:
         tier_events: TierEvents | None = None,
         mirror: TreeMirror | None = None,
     ) -> None:
+        self.cache = cache
         self.feed = feed
         self.clock = SteadyClock(clock)
         self.tier_events = tier_events

@@ -38,6 +38,8 @@ from quire.spec import KVSpec
 
 if TYPE_CHECKING:
     from quire.memory.device import DeviceMemory
+    from quire.memory.paged import PagedStorage
+    from quire.memory.virtual.virtual_storage import VirtualStorage
 
 __all__ = [
     "OpenStorage",
@@ -58,7 +60,7 @@ class OpenStorage:
     """A storage and its cache, with the same blocks."""
 
     name: str
-    storage: Any
+    storage: Any  # a `Storage`; what a kind of it can beside that is asked by its capabilities
     cache: KVCache
 
 
@@ -165,9 +167,10 @@ def exchange_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len:
     return state_budget(config, layout, max_model_len, free_bytes)
 
 
-def _exchange(storage: Any, cache: StateCache, fit: KVFit) -> MemorySplit:
+def _exchange(storage: PagedStorage | VirtualStorage, cache: StateCache, fit: KVFit) -> MemorySplit:
     """What has the blocks and the slots that there are at the start exchange their memory."""
     slots = storage.states
+    assert slots is not None  # as the cache has states
     return MemorySplit(
         cache,
         num_bytes=fit.exchange_bytes,
@@ -178,7 +181,7 @@ def _exchange(storage: Any, cache: StateCache, fit: KVFit) -> MemorySplit:
     )
 
 
-def _with_cache(config: EngineConfig, storage: Any, fit: KVFit) -> tuple[Any, Any]:
+def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fit: KVFit) -> tuple[Any, Any]:
     """`storage` and a `Cache` over its blocks."""
     options: dict[str, Any] = {
         "num_blocks": fit.num_blocks,

@@ -9,7 +9,7 @@ Invariants
     L1  the laps of a step follow each other without a gap from its begin to its end.
     L2  a record lies within its step's forward; no two overlap, but that a fused operator holds others.
 
-Cost: none without a profile (`NoProfile` does nothing); with one about 1 us a lap and 0.1 us a record. The sums grow
+Cost: none without a profile, which is not called then; with one about 1 us a lap and 0.1 us a record. The sums grow
 with nothing; the trace keeps the records of the last `MAX_TRACED_STEPS` steps, 24 bytes each.
 """
 
@@ -26,9 +26,9 @@ import numpy as np
 
 from quire.backends import extension
 from quire.errors import ArgumentError
-from quire.scheduler.step import ScheduledStep
+from quire.step import Batch
 
-__all__ = ["MAX_TRACED_STEPS", "PHASES", "NoProfile", "Profile", "check_trace_path"]
+__all__ = ["MAX_TRACED_STEPS", "PHASES", "Profile", "check_trace_path"]
 
 MAX_TRACED_STEPS = 10_000
 
@@ -48,16 +48,6 @@ PHASES = (
 _LAPS = ("schedule", "plan", "forward", "sampling", "update", "detokenize")
 _RECORDED = ("linears", "attention", "KV writes", "fused operators")  # by the first column of a record
 _FUSED = 3  # the one that holds others
-
-
-class NoProfile:
-    """The profile of an engine that keeps none."""
-
-    def begin(self) -> None: ...
-
-    def lap(self, name: str) -> None: ...
-
-    def end(self, step: ScheduledStep | None) -> None: ...
 
 
 @dataclass(eq=False)
@@ -84,7 +74,7 @@ class _Sums:
     phase_calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
 
-class Profile(NoProfile):
+class Profile:
     """The profile of the steps of one engine, whose back end `backend` is; the engine calls `begin`, `lap` and `end`.
 
     Prefill steps (any prompt among them) and decode steps are kept apart. Read it between two steps.
@@ -121,7 +111,7 @@ class Profile(NoProfile):
         """An operator that no native record tells of: 0 a linear layer, 1 attention, 2 a KV write."""
         self._recorded.append((kind, start_ns, duration_ns))
 
-    def end(self, step: ScheduledStep | None) -> None:
+    def end(self, step: Batch[Any] | None) -> None:
         """The step that began has ended; without a `step` nothing was computed and nothing is kept."""
         raw = b"" if self._native is None else self._native.take_records()
         if step is None:

@@ -17,17 +17,16 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import numpy as np
 
 from quire.cache.block_hash import root_key
-from quire.cache.protocol import CacheSequence, StepPlan
+from quire.cache.protocol import CacheSequence
 from quire.engine.llm import LLM
 from quire.errors import CapacityError
-from quire.memory.block_bytes import node_table
-from quire.scheduler.step import ScheduledStep
+from quire.memory.block_bytes import BlockStorage, node_table
 from quire.spec.payload import PayloadLayout
+from quire.step import Batch, StepPlan
 from quire.tiers.disk import DiskTier
 from quire.tiers.disk_index import StoredEntry
 from quire.tiers.segment import SegmentError, decode
@@ -125,8 +124,9 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     spec = cache.spec
     node_tokens = spec.tokens_per_node(cache.block_size)
     llm.driver.require_open()
-    storage: Any = llm.core.storage
-    llm.engine.scheduler.check_fits(len(tokens), f"a segment that ends at token {len(tokens)}")
+    storage = llm.core.storage
+    assert isinstance(storage, BlockStorage)  # else there are no segments
+    llm.engine.share.check_fits(0, len(tokens), 0, f"a segment that ends at token {len(tokens)}")
     payload = np.zeros(PayloadLayout.of(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
     cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
     first_node = start // node_tokens
@@ -160,14 +160,12 @@ def _reserved(llm: LLM, cache_sequence: CacheSequence, done: int, end: int) -> t
     raise CapacityError(f"expected room for token {done}, got none; raise kv_memory")
 
 
-def _step(
-    cache_sequence: CacheSequence, tokens: np.ndarray, start: int, stop: int, plan: StepPlan
-) -> ScheduledStep:
+def _step(cache_sequence: CacheSequence, tokens: np.ndarray, start: int, stop: int, plan: StepPlan) -> Batch:
     empty = np.zeros(0, np.int64)
-    return ScheduledStep(
+    return Batch(
         sequences=[],
         sequence_ids=np.array([cache_sequence.id], np.int64),
-        num_new_tokens=np.array([stop - start], np.int32),
+        num_new_tokens=np.array([stop - start], np.int64),
         input_ids=tokens[start:stop].astype(np.int64),
         positions=np.arange(start, stop, dtype=np.int64),
         logit_rows=empty,

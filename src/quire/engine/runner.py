@@ -1,7 +1,8 @@
-"""From a scheduled step to logits: has the storage prepared, builds the step's plans, runs the model.
+"""From a `Batch` to logits: has the storage prepared, makes the `ForwardStep`, runs the model.
 
-Not a scheduler: every decision is in the step.
-Cost: one attention plan per table of the storage and step, and the model's forward.
+Not a scheduler: every decision is in the batch. It checks nothing: the cache's plan holds, and the kernels' bindings
+check what they read.
+Cost: one attention batch per table of the storage and step, and the model's forward.
 """
 
 from __future__ import annotations
@@ -11,15 +12,10 @@ from typing import Any
 
 import torch
 
-from quire.attention import AttentionPlan
-from quire.cache.state_plan import StatePlan
-from quire.engine.profile import NoProfile, Profile
+from quire.engine.profile import Profile
 from quire.errors import CapacityError
 from quire.memory.storage import Storage
-from quire.model.state.step import StateStep
-from quire.model.step import ForwardStep
-from quire.recurrence import RecurrenceStep
-from quire.scheduler.step import ScheduledStep, StepRefusedError
+from quire.step import AttentionBatch, Batch, ForwardStep, RecurrenceStep, StepRefusedError
 
 __all__ = ["Runner"]
 
@@ -42,8 +38,7 @@ class Runner:
         self._prepared = prepared
         self._storage = storage
         self._num_threads = num_threads
-        self._states: Any = getattr(storage, "states", None)
-        self._profile = profile or NoProfile()
+        self._profile = profile
         self.prepare_seconds = 0.0  # spent in having the storage prepared so far
         # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
         # Where no layer attends, the one table leads nowhere, and blocks are the cache's.
@@ -55,46 +50,54 @@ class Runner:
         if profile is not None:
             prepared.watch(profile.record)
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
-        """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage.
+    def run(self, batch: Batch[Any], /) -> torch.Tensor:
+        """Computes the batch's tokens; [len(batch.logit_rows), vocab] in the model's dtype. *changes:* the storage.
 
         *raises:* StepRefusedError: the storage has no memory for it; nothing was written.
         """
-        plans: list[AttentionPlan] = []
-        slot_mappings: list[torch.Tensor] = []
+        plan, storage = batch.plan, self._storage
         began = time.perf_counter()
-        states: StatePlan | None = getattr(step.plan, "states", None)
-        if states is not None:
-            self._states.apply(states.operations)  # whatever becomes of the step
-        self._storage.forget(step.closed_ids)
+        if plan.states is not None and storage.states is not None:
+            storage.states.apply(plan.states.operations)  # whatever becomes of the step
+        if len(batch.closed_ids):
+            storage.forget(batch.closed_ids)
         try:
-            placements = self._storage.prepare(step.plan, step.sequence_ids)
+            tables = storage.prepare(plan, batch.sequence_ids)
         except CapacityError as error:
             raise StepRefusedError from error
         self.prepare_seconds += time.perf_counter() - began
-        for table, placement in enumerate(placements):
-            plans.append(
-                AttentionPlan.build(
-                    step.plan.query_start,
-                    step.plan.context_lengths,
-                    placement.block_tables,
-                    self._table_tokens[table],
-                    self._num_threads,
+        positions = torch.from_numpy(batch.positions)
+        states: RecurrenceStep | None = None
+        if plan.states is not None:
+            starts, slots = plan.query_start.tolist(), plan.states.slots.tolist()
+            states = RecurrenceStep(starts, slots, sorted(plan.states.checkpoints), positions)
+        query_start = torch.from_numpy(plan.query_start)
+        context_lengths = torch.from_numpy(plan.context_lengths)
+        num_threads = self._num_threads or torch.get_num_threads()
+        batches: list[AttentionBatch] = []
+        slot_mappings: list[torch.Tensor] = []
+        for (entries, slot_mapping), block_size in zip(tables, self._table_tokens, strict=True):
+            block_tables = torch.from_numpy(entries)
+            batches.append(
+                AttentionBatch(
+                    query_start,
+                    context_lengths,
+                    block_tables,
+                    block_size,
+                    num_threads,
+                    len(batch.sequence_ids),
+                    len(batch.positions),
                 )
             )
-            slot_mappings.append(torch.from_numpy(placement.slot_mapping))
-        forward_step = ForwardStep(
-            input_ids=torch.from_numpy(step.input_ids),
-            position_ids=torch.from_numpy(step.positions),
-            plans=tuple(plans),
+            slot_mappings.append(torch.from_numpy(slot_mapping))
+        step = ForwardStep(
+            input_ids=torch.from_numpy(batch.input_ids),
+            position_ids=positions,
+            batches=tuple(batches),
             slot_mappings=tuple(slot_mappings),
-            logits_rows=torch.from_numpy(step.logit_rows),
-            states=None if states is None else _state_step(step, states),
+            logits_rows=torch.from_numpy(batch.logit_rows),
+            states=states,
         )
-        self._profile.lap("plan")
-        return self._prepared.forward(forward_step)
-
-
-def _state_step(step: ScheduledStep, states: StatePlan) -> StateStep:
-    recurrence = RecurrenceStep(step.plan.query_start.tolist(), states.slots.tolist(), states.checkpoints)
-    return StateStep(recurrence, torch.from_numpy(step.positions))
+        if self._profile is not None:
+            self._profile.lap("plan")
+        return self._prepared.forward(step)

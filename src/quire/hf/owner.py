@@ -21,7 +21,7 @@ from quire.model.unsupported import attends_itself
 __all__ = ["calling_model", "wants_dense"]
 
 
-def calling_model(cache: Any) -> weakref.ref[PreTrainedModel] | None:
+def calling_model(cache: object) -> weakref.ref[PreTrainedModel] | None:
     """The outermost transformers model that is running now: whose keys are about to be stored in `cache`.
 
     *raises:* ArgumentError: it is generating with use_cache=False, which computes all tokens again in every step and

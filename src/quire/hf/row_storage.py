@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.errors import CapacityError
 from quire.hf.layer_rows import bytes_of_row
 from quire.hf.layers import RowLayer
@@ -32,8 +32,8 @@ from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import write
 from quire.memory.view import KVView
 from quire.model.paged_cache import PagedCache
-from quire.model.step import ForwardStep
 from quire.spec import KVSpec
+from quire.step import AttentionBatch, ForwardStep
 
 __all__ = ["RowStep", "RowStorage"]
 
@@ -205,7 +205,7 @@ class RowStorage:
 
         stop = length + num_new
         taking, counts, rows, columns = layout.taking, layout.counts, layout.rows, layout.columns
-        plans: list[AttentionPlan] = []
+        plans: list[AttentionBatch] = []
         slot_mappings: list[torch.Tensor] = []
         for layer in self._tables:
             stored, size = layer.rows[0], _block_size(layer)
@@ -213,14 +213,14 @@ class RowStorage:
             begins_at = taking * stored.row_tokens + bases[taking] - stored.origin
             contexts = stop - bases[taking]
             blocks = begins_at[:, None] + size * np.arange(-(-int(contexts.max()) // size))
-            plans.append(AttentionPlan.build(layout.query_start, contexts, blocks.astype(np.int32), size))
+            plans.append(attention_batch(layout.query_start, contexts, blocks.astype(np.int32), size))
             slots = (np.repeat(begins_at, counts) + length + columns - bases[rows]) * size
             slot_mappings.append(torch.from_numpy(slots.astype(np.int64)))
         ids, places = input_ids.reshape(-1), positions.reshape(-1)
         forward = ForwardStep(
             input_ids=ids if layout.flat is None else ids[layout.flat],
             position_ids=places if layout.flat is None else places[layout.flat],
-            plans=tuple(plans),
+            batches=tuple(plans),
             slot_mappings=tuple(slot_mappings),
             logits_rows=layout.wanted,
         )

@@ -14,8 +14,8 @@ Others may use the names below, and
 
 from quire.memory.heap import Heap
 from quire.memory.paged import PagedStorage
-from quire.memory.storage import Capabilities, Placement, Storage
+from quire.memory.storage import Capabilities, Storage, TablePlan
 from quire.memory.view import KVView
 from quire.memory.virtual.virtual_storage import VirtualStorage
 
-__all__ = ["Capabilities", "Heap", "KVView", "PagedStorage", "Placement", "Storage", "VirtualStorage"]
+__all__ = ["Capabilities", "Heap", "KVView", "PagedStorage", "Storage", "TablePlan", "VirtualStorage"]

@@ -24,6 +24,7 @@ from quire.memory.block_pieces import BlockPieces, BlockPlaces, at_places
 from quire.memory.device import DeviceMemory
 from quire.memory.state_slots import StateSlots
 from quire.spec import KVGroup, KVSpec
+from quire.step import StepPlan
 
 __all__ = ["BlockStorage", "BlockWriter", "node_table"]
 
@@ -56,7 +57,7 @@ class BlockStorage:
         if self.states is not None:
             self.states.close()
 
-    def run_copies(self, plan: Any) -> None:
+    def run_copies(self, plan: StepPlan) -> None:
         """Have memory behind the blocks of a plan, and its copies done, for somebody who writes their bytes himself.
 
         As `prepare`, but without tables, and without taking a place that only running sequences have.

@@ -34,6 +34,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.errors import ArgumentError, CapacityError
@@ -41,9 +42,10 @@ from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
 from quire.memory.device import HOST, DeviceMemory
 from quire.memory.heap import HUGE_PAGE_BYTES
-from quire.memory.storage import Capabilities, Placement
+from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec, format_of
+from quire.step import Int64Array, StepPlan
 
 __all__ = ["MAX_BLOCK_SIZE", "PagedStorage", "paged_block_bytes"]
 
@@ -114,6 +116,7 @@ class PagedStorage(BlockStorage):
         self.block_pieces = BlockPieces(spec)
         self._first_places: dict[int, tuple[BlockPlaces, np.ndarray]] = {}  # by group
         self.num_blocks = num_blocks
+        self.num_tables = len(spec.groups)
         self._committing = threading.Lock()  # held by whoever commits ahead, or gives memory back
         self._gave_back = False
         self.num_slots = _num_slots(spec)
@@ -147,10 +150,6 @@ class PagedStorage(BlockStorage):
         )
 
     @property
-    def num_tables(self) -> int:
-        return len(self.spec.groups)
-
-    @property
     def generation(self) -> int:
         """A view names the blocks there are: it changes with their number."""
         return self.num_blocks
@@ -158,21 +157,21 @@ class PagedStorage(BlockStorage):
     def table_of(self, layer: int) -> int:
         return self._home[layer][0].index
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """The plan's own tables, once its copies are done."""
-        placements: list[Placement] = []
-        self.run_copies(plan)
-        for index in range(plan.num_groups):
-            group = plan.group(index)
-            placements.append(Placement(group.block_tables, group.slot_mapping))
-        return placements
+        tables: list[TablePlan] = []
+        for index, group in enumerate(plan.groups):
+            if len(copies := group.copies):
+                self.copy(copies, index)
+            tables.append((group.block_tables, group.slot_mapping))
+        return tables
 
-    def run_copies(self, plan: Any) -> None:
+    def run_copies(self, plan: StepPlan) -> None:
         """See `BlockStorage.run_copies`: the plan's copies."""
-        for index in range(plan.num_groups):
-            self.copy(plan.group(index).copies, index)
+        for index, group in enumerate(plan.groups):
+            self.copy(group.copies, index)
 
-    def forget(self, sequence_ids: Any) -> None:
+    def forget(self, sequence_ids: Int64Array) -> None:
         """Nothing is kept for a sequence."""
 
     def view(self, layer: int) -> KVView:
@@ -206,7 +205,7 @@ class PagedStorage(BlockStorage):
         )
         return places, block_strides
 
-    def copy(self, copies: Any, group: int = 0) -> None:
+    def copy(self, copies: npt.ArrayLike, group: int = 0) -> None:
         """Copy the first tokens of blocks, in every layer of `group`, row after row.
 
         Args:

@@ -19,14 +19,16 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
+from quire.memory.state_slots import StateSlots
 from quire.memory.view import KVView
 from quire.spec import KVSpec
+from quire.step import Int32Array, Int64Array, StepPlan
 
-__all__ = ["Capabilities", "Placement", "Storage"]
+__all__ = ["Capabilities", "Storage", "TablePlan"]
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,18 @@ class Capabilities:
     elastic: bool
 
 
-class Placement(NamedTuple):
-    """A table's part of a step: int32 [n, widest] entries (-1 where none is), int64 [T] slots of the new tokens."""
-
-    block_tables: Any
-    slot_mapping: Any
+TablePlan: TypeAlias = tuple[Int32Array, Int64Array]
+"""A table's part of a step: int32 [n, widest] entries (-1 where none is), int64 [T] slots of the new tokens."""
 
 
 class Storage(Protocol):
-    """See the module's text, and each storage for what its calls cost."""
+    """See the module's text, and each storage for what its calls cost. states: of a model with state layers."""
 
     spec: KVSpec
     dtype: torch.dtype
     num_blocks: int
     capabilities: Capabilities
+    states: StateSlots | None
 
     @property
     def num_tables(self) -> int:
@@ -84,7 +84,7 @@ class Storage(Protocol):
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does)."""
         ...
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """Have everything in place that the step reads and writes: its copies done, its addresses backed by memory.
 
         Args:
@@ -92,14 +92,14 @@ class Storage(Protocol):
             sequence_ids: int64 [n], the plan's sequences in its order.
 
         Returns:
-            A placement for each table.
+            The entries and slots of each table.
 
         Raises:
             CapacityError: the operating system gives no memory or no mapping; nothing has changed then.
         """
         ...
 
-    def forget(self, sequence_ids: Any) -> None:
+    def forget(self, sequence_ids: Int64Array) -> None:
         """These sequences have ended: what only they were reached through may be given up. Unknown ids are ignored."""
         ...
 

@@ -6,7 +6,7 @@ Others may use the names below, and
     quantized                    modules that compute from codes
     linear, weight_rows          packed linear layers, and what weights take as they are held
     key_offsets                  what is taken off keys that are kept in codes
-    load, prepare, step          homes of the names below
+    load, prepare                homes of the names below
     huge_pages                   weights moved to huge pages
     plain_weights                the memory of weights that are held in another form
     own_forward                  a model prepared, by the fast path or by its own forward
@@ -14,12 +14,11 @@ Others may use the names below, and
     model_lock, overlay          one holder of a model, and forwards laid over its own
     rope                         rotary embeddings
     support                      how well a model type and forms of weights are proved
-    state, state.step            mixers of state layers: adapters, their proof and installation
+    state, state.source          mixers of state layers: adapters, their proof and installation
     prove.hooks, prove.stamp     whether a model is still what was proved
 """
 
 from quire.model.load import LoadedModel, load
 from quire.model.prepare import PreparedModel
-from quire.model.step import ForwardStep
 
-__all__ = ["ForwardStep", "LoadedModel", "PreparedModel", "load"]
+__all__ = ["LoadedModel", "PreparedModel", "load"]

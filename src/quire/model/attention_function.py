@@ -96,7 +96,7 @@ def attend(
         cache.attended[module] = (tag.layer, options)
     if cache.spec.layers[tag.layer].latent:
         return _of_latents(tag, module, query, options), None
-    out = cache.backend.run(cache.view(tag.layer), query[0].transpose(0, 1), cache.plan(tag.layer), options)
+    out = cache.backend.run(cache.view(tag.layer), query[0].transpose(0, 1), cache.batch(tag.layer), options)
     return out.unsqueeze(0), None
 
 

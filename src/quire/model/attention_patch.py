@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quire.attention import AttentionOptions, AttentionPlan, backend
+from quire.attention import AttentionOptions, attention_batch, backend
 from quire.memory.view import KVView
 from quire.model.attention_function import attend
 from quire.model.module_patch import below, install, own_class
@@ -287,7 +287,7 @@ def _attended(
 ) -> torch.Tensor:
     q, k, v = kind.heads(module, rows, call)
     count = rows.shape[1]
-    plan = AttentionPlan.build([0, count], [count], torch.zeros(1, 1, dtype=torch.int32), count)
+    plan = attention_batch([0, count], [count], torch.zeros(1, 1, dtype=torch.int32), count)
     options = AttentionOptions(scale=float(kind.scaling(module)), slopes=around.slopes)
     view = KVView(k.contiguous(), v.contiguous(), count)
     return kind.join(

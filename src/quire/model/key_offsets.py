@@ -17,17 +17,16 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.attention.codecs import codec_of, turned
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
 from quire.model.prepare import PreparedModel
 from quire.model.prove.recorded_calls import text_tokens
-from quire.model.state.step import StateStep
-from quire.model.step import ForwardStep
-from quire.recurrence import RecurrenceStep
+from quire.recurrence import recurrence_step
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
+from quire.step import ForwardStep
 
 __all__ = ["KeyOffsets", "key_offset", "measure_key_offsets", "sees_offsets"]
 
@@ -106,15 +105,15 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
     if spec.states:
         storage.states = StateSlots(spec, 1)
         storage.states.apply([(ZERO_STATE, 0)])
-        states = StateStep(RecurrenceStep([0, count], [0]), positions)
+        states = recurrence_step([0, count], [0], positions=positions)
     firsts = [group * each for group in range(len(spec.groups))]
     tables = [torch.arange(first, first + each, dtype=torch.int32)[None] for first in firsts]
     sizes = [group.tokens_per_block(_BLOCK_SIZE) for group in spec.groups]
     step = ForwardStep(
         input_ids=tokens,
         position_ids=positions,
-        plans=tuple(
-            AttentionPlan.build([0, count], [count], table, size)
+        batches=tuple(
+            attention_batch([0, count], [count], table, size)
             for table, size in zip(tables, sizes, strict=True)
         ),
         slot_mappings=tuple(first * size + positions for first, size in zip(firsts, sizes, strict=True)),

@@ -138,7 +138,7 @@ class LatentHeads:
         rows = query.new_empty(num_rows, query.shape[1], rank + query.shape[3] - self.kept)
         rows[..., rank:] = by_row[..., self.kept :]
         _multiply_each(self.into_latent, by_row[..., : self.kept], rows[..., :rank])
-        mixed = cache.backend.run(cache.view(layer), rows, cache.plan(layer), options)
+        mixed = cache.backend.run(cache.view(layer), rows, cache.batch(layer), options)
         out = query.new_empty(num_rows, query.shape[1], self.v_dim)
         _multiply_each(self.out_of_latent, mixed, out)
         return out

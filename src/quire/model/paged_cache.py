@@ -22,15 +22,14 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, Device
+from quire.attention import AttentionBackend, AttentionOptions, Device
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage
 from quire.memory.view import KVView
 from quire.model.own_cache import own_cache_class
-from quire.model.state.step import StateStep
-from quire.model.step import ForwardStep
 from quire.spec import KVSpec, LayerSpec
+from quire.step import AttentionBatch, ForwardStep, RecurrenceStep
 
 __all__ = ["KVTag", "PagedCache", "paged_cache_class", "rows_to_store", "tag_of"]
 
@@ -105,17 +104,17 @@ class PagedCache(Cache):
         self.key_offsets: Mapping[int, torch.Tensor] = {}  # by layer, of keys in codes: see `KVView.k_offset`
         self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
         self._views: dict[int, KVView] = {}  # by layer that attends
-        self._generation = -1
+        self.generation = -1  # another number whenever `view` answers with others than before
         self._step: ForwardStep | None = None
 
     def begin(self, step: ForwardStep) -> None:
-        """Take over the step's plans and slot mappings, one for each of the storage's tables."""
-        if len(step.plans) != self.storage.num_tables:
+        """Take over the step's batches and slot mappings, one for each of the storage's tables."""
+        if len(step.batches) != self.storage.num_tables:
             raise ArgumentError(
-                f"expected a plan for each of {self.storage.num_tables} tables, got {len(step.plans)}"
+                f"expected a batch for each of {self.storage.num_tables} tables, got {len(step.batches)}"
             )
-        if not self._views or self._generation != self.storage.generation:
-            self._generation = self.storage.generation
+        if not self._views or self.generation != self.storage.generation:
+            self.generation = self.storage.generation
             self._views = {
                 number: self._with_offset(self.storage.view(number), number)
                 for number, layer in enumerate(self.spec.layers)
@@ -133,34 +132,29 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Hold no memory of the storage any more, whoever still holds this."""
-        self._views, self._generation, self.compiled = {}, -1, None
+        self._views, self.generation, self.compiled = {}, -1, None
 
     def view(self, layer: int) -> KVView:
         return self._views[layer]
-
-    @property
-    def generation(self) -> int:
-        """Another number whenever `view` answers with others than before."""
-        return self._generation
 
     def table_of(self, layer: int) -> int:
         """Which of a step's tables leads to `layer`, one that stores KV."""
         return self._table_of[layer]
 
-    def plan(self, layer: int) -> AttentionPlan:
-        """The current step's plan for `layer`, a layer that stores KV."""
+    def batch(self, layer: int) -> AttentionBatch:
+        """What attention of the current step reads for `layer`, a layer that stores KV."""
         assert self._step is not None  # M1
-        return self._step.plans[self._table_of[layer]]
+        return self._step.batches[self._table_of[layer]]
 
     def slots(self, layer: int) -> torch.Tensor:
         """The current step's slots for `layer`, int64 [T]."""
         assert self._step is not None  # M1
         return self._step.slot_mappings[self._table_of[layer]]
 
-    # Of state layers, which find both here (`quire.model.state.step`).
+    # Of state layers, which find both here (`StateSource`).
 
     @property
-    def state_step(self) -> StateStep | None:
+    def state_step(self) -> RecurrenceStep | None:
         return None if self._step is None else self._step.states
 
     def state_of(self, layer_index: int) -> Mapping[str, torch.Tensor]:

@@ -62,12 +62,12 @@ from quire.model.saved_proof import SavedProof
 from quire.model.saved_weights import SavedWeights
 from quire.model.state import StateAdapter
 from quire.model.state.serve_states import find_states, serve_states
-from quire.model.step import ForwardStep, on_device
 from quire.model.torch_timing import Record, watch_attention, watch_linears
 from quire.model.unsupported import what_is_missing, why_not_called
 from quire.process import ForkSafeLock
 from quire.saved_folder import SavedFolder
 from quire.spec.model_config import longest_of
+from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -263,28 +263,25 @@ class PreparedModel:
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
         if not self.backend.is_host:
-            return self.backend.to_host(self._forward(on_device(step, self.backend.to_device), cache))
+            return self.backend.to_host(self._forward(step.on_device(self.backend.to_device), cache))
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         cache.begin(step)
         try:
-            with row_invariant.serving():
-                if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
-                    return logits
-                if self.fused is not None:
-                    self.fused.active = True
-                with (
-                    torch.inference_mode(),
-                    self._switched(),
-                    self._threads(),
-                    self._watch or nullcontext(),
-                ):
-                    return self._own_forward(step, cache)
+            if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
+                return logits
+            with (
+                row_invariant.serving(),
+                nullcontext() if self.fused is None else self.fused.serving(),
+                torch.inference_mode(),
+                self._switched(),
+                self._threads(),
+                self._watch or nullcontext(),
+            ):
+                return self._own_forward(step, cache)
         finally:
             cache.end()
-            if self.fused is not None:
-                self.fused.active = False
 
     def _own_forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         """The logits of a step by the model's own forward."""

@@ -22,14 +22,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quire.errors import UnsupportedModelError
+from quire.memory.storage import Storage
 from quire.model.cache_keyword import cache_keyword
 from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.model_probe import Probe, rehearse
-from quire.model.step import ForwardStep
 from quire.saved_folder import SavedFolder
+from quire.step import ForwardStep
 
 __all__ = ["RecurrentModel", "has_own_states"]
 
@@ -141,7 +142,7 @@ class RecurrentModel(PreparedModel):
         self._form = form(loaded.model)
         return frozenset(), ""
 
-    def cache_over(self, storage: Any) -> PagedCache:
+    def cache_over(self, storage: Storage) -> PagedCache:
         self.check_storage(storage)
         return PagedCache(self.spec, storage, self.backend, self.loaded.model_type, storage.states)
 
@@ -166,9 +167,9 @@ class RecurrentModel(PreparedModel):
         assert step.states is not None  # of a model with states
         model: Any = self._model
         wanted, found = step.logits_rows.tolist(), dict[int, torch.Tensor]()
-        recurrence = step.states.recurrence
-        for slot, rows in recurrence.sequences():
-            at_start = int(step.states.positions[rows.start]) == 0
+        begins_text = step.states.begins_text.tolist()
+        for slot, rows in step.states.sequences():
+            at_start = begins_text[rows.start]
             given = {} if at_start else self._form.given([
                 {name: states[slot] for name, states in cache.state_of(state.layer).items()}
                 for state in self.spec.states
@@ -178,7 +179,7 @@ class RecurrentModel(PreparedModel):
                 given = self._form.after(output)
                 if row in wanted:
                     found[row] = output.logits[0, -1].clone()
-                for target in recurrence.checkpoints_after(row):
+                for target in step.states.checkpoints_after(row):
                     self._write(cache, target, given)
             self._write(cache, slot, given)
         return torch.stack([found[row] for row in wanted]) if wanted else torch.empty(0, self.vocab_size)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -47,6 +47,7 @@ class SavedCheck:
         self, path: Path, header: bytes, pages: np.ndarray, sizes: Mapping[int, int], digest: bytes
     ) -> None:
         self.damage: str | None = None
+        self.on_damage: Callable[[str], None] = lambda damage: None  # called in the thread of the check
         self._thread = Thread(
             target=self._run,
             args=(path, header, pages, dict(sizes), digest),
@@ -72,23 +73,31 @@ class SavedCheck:
             return
         with contextlib.suppress(OSError):
             path.unlink()
-        self.damage = (
+        damage = (
             f"expected the packed weights that were written to {path}, got others: the file is damaged, and was "
             "removed; close this engine and open it again, which packs the weights anew"
         )
-        _log.error("%s", self.damage)
+        self.damage = damage
+        self.on_damage(damage)
+        _log.error("%s", damage)
 
 
 class SavedChecks:
-    """The checks of all the files that a model is read from, asked as one."""
+    """The checks of all the files that a model is read from, asked as one.
+
+    damage: what is wrong with one of them, None while nothing is known to be. Every step looks at it.
+    """
 
     def __init__(self, checks: Sequence[SavedCheck]) -> None:
         self._checks = tuple(checks)
+        self.damage: str | None = None
+        for check in self._checks:
+            check.on_damage = self._found
+            if check.damage is not None:  # before it knew whom to tell
+                self._found(check.damage)
 
-    @property
-    def damage(self) -> str | None:
-        """What is wrong with one of them, None while nothing is known to be."""
-        return next((check.damage for check in self._checks if check.damage is not None), None)
+    def _found(self, damage: str) -> None:
+        self.damage = self.damage or damage
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether all has been read."""

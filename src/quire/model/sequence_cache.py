@@ -41,9 +41,9 @@ class SequenceCache(PagedCache):
         """
         if self._step is None:
             raise ArgumentError("expected a step before SequenceCache.turns; begin one")
-        plan = self._step.plans[0]
-        starts = plan.query_start.tolist()
-        for sequence, length in enumerate(plan.context_lengths.tolist()):
+        batch = self._step.batches[0]
+        starts = batch.query_start.tolist()
+        for sequence, length in enumerate(batch.context_lengths.tolist()):
             first, stop = starts[sequence : sequence + 2]
             for row in range(first, stop) if by_token else (first,):
                 self._sequence, self._first_row = sequence, row
@@ -100,11 +100,11 @@ class SequenceCache(PagedCache):
     def _tokens(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
         """[1, heads, tokens, width] of pool [blocks, heads, block_size, width]: what the layer sees of the sequence,
         this forward's tokens with it; a view if one entry has all."""
-        plan = self.plan(layer)
+        batch = self.batch(layer)
         first, stop = self._first_seen(layer, self._num_past), self._num_past + self._num_rows
-        skipped = first // plan.block_size
-        entries = plan.block_tables[self._sequence, skipped : -(-stop // plan.block_size)].long()
-        first, stop = first - skipped * plan.block_size, stop - skipped * plan.block_size
+        skipped = first // batch.block_size
+        entries = batch.block_tables[self._sequence, skipped : -(-stop // batch.block_size)].long()
+        first, stop = first - skipped * batch.block_size, stop - skipped * batch.block_size
         if entries.numel() == 1:
             return pool[int(entries)][:, first:stop].unsqueeze(0)
         return pool.transpose(0, 1)[:, entries].flatten(1, 2)[:, first:stop].unsqueeze(0)

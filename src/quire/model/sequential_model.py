@@ -35,8 +35,8 @@ from quire.model.prove.indexer import choosing
 from quire.model.prove.model_probe import Probe, rehearse
 from quire.model.recurrent_model import RecurrentModel, has_own_states
 from quire.model.sequence_cache import SequenceCache
-from quire.model.step import ForwardStep
 from quire.saved_folder import SavedFolder
+from quire.step import ForwardStep
 
 __all__ = ["SequentialModel", "prepare"]
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, Device
+from quire.attention import AttentionBackend, AttentionOptions, Device
 from quire.memory.view import KVView
 from quire.model.linear import NativeWeight
 from quire.quantized import QuantizedPanels
+from quire.step import AttentionBatch
 
 __all__ = ["Record", "watch_attention", "watch_linears"]
 
@@ -45,7 +46,7 @@ class _TimedAttention:
         self,
         view: KVView,
         query: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
@@ -30,6 +30,8 @@ from quire.tiers.tier import Tier, TierError
 
 if TYPE_CHECKING:
     from quire.cache.event_dispatcher import EventDispatcher
+    from quire.memory.block_bytes import BlockStorage
+    from quire.memory.storage import Storage
     from quire.offload.offloaded_sequence import InEngine
     from quire.tiers.disk import DiskTier
     from quire.tiers.host import HostTier
@@ -128,7 +130,7 @@ class OpenTiers:
         self.stack.close()
 
 
-def swap_of(config: EngineConfig, cache: KVCache, storage: Any, speeds: Throughputs) -> Swap:
+def swap_of(config: EngineConfig, cache: KVCache, storage: Storage, speeds: Throughputs) -> Swap:
     """Of an engine over this cache and storage; one that swaps out nothing where the storage cannot."""
     if not storage.capabilities.shares_prefix:
         return Swap(cache, None, mode="recompute")
@@ -136,13 +138,15 @@ def swap_of(config: EngineConfig, cache: KVCache, storage: Any, speeds: Throughp
         max_bytes = cache.num_blocks * cache.block_bytes // _SWAP_SHARE
     else:
         max_bytes = parse_size(config.swap_memory)
-    return Swap(cache, storage, mode=config.preemption, max_bytes=max_bytes, speeds=speeds)
+    return Swap(
+        cache, cast("BlockStorage", storage), mode=config.preemption, max_bytes=max_bytes, speeds=speeds
+    )
 
 
 def open_tiers(
     config: EngineConfig,
     cache: PrefixKVCache,
-    storage: Any,
+    storage: BlockStorage,
     fingerprint: bytes,
     speeds: Throughputs,
     feed: EventDispatcher | None = None,
@@ -171,7 +175,9 @@ def open_tiers(
         server.allow(largest)
     _greet(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
-    states = StateStores(cache, storage.states, stack, fingerprint) if isinstance(cache, StateCache) else None
+    states = None
+    if isinstance(cache, StateCache) and storage.states is not None:
+        states = StateStores(cache, storage.states, stack, fingerprint)
     _log.info(
         "tiers %s: segments of %d tokens, %s each",
         ", ".join(stack.tier_names),

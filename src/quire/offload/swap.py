@@ -28,7 +28,6 @@ import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.cache.state_cache import StateCache
-from quire.cache.state_plan import StatePlan
 from quire.errors import CapacityError
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence
@@ -145,7 +144,7 @@ class Swap:
             return found
         self.on_reserved()
         began = self._clock()
-        states: StatePlan | None = getattr(plan, "states", None)
+        states = plan.states
         if states is not None and self._storage.states is not None:
             self._storage.states.apply(states.operations)
         try:

@@ -30,14 +30,14 @@ from typing import Any
 import numpy as np
 
 from quire.cache.block_hash import block_hashes, root_hash, root_key
-from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
+from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.state_cache import StateCache
-from quire.cache.state_plan import StatePlan
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence
 from quire.offload.states import StateStores, state_names
 from quire.offload.store import OnName
 from quire.offload.throughputs import Throughputs
+from quire.step import StepPlan
 from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 from quire.tiers.transfer import Load, Lookup
@@ -274,7 +274,7 @@ class TierLoads:
     ) -> None:
         """Starts to load up to `num_tokens` into the sequence, for which the plan has reserved them."""
         found = cache_sequence.num_computed_tokens
-        states: StatePlan | None = getattr(plan, "states", None)
+        states = plan.states
         if states is not None and self._states is not None:
             self._states.slots.apply(states.operations)
         self._storage.run_copies(plan)

@@ -26,7 +26,7 @@ from quire.recurrence.recurrence_checks import (
     check_rg_lru,
     check_short_convolution,
 )
-from quire.recurrence.step import RecurrenceStep
+from quire.step import RecurrenceStep
 
 __all__ = ["BACKEND", "NativeRecurrence", "handle_of"]
 

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 
 from quire.backends import choose_backend
-from quire.recurrence.step import RecurrenceStep
 from quire.registry import Registry
+from quire.step import RecurrenceStep
 
 __all__ = ["RecurrenceBackend", "backend", "register", "unregister"]
 

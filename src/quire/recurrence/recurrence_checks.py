@@ -1,16 +1,21 @@
 """What both back ends ask of the arguments before they touch memory: one clear error, and nothing changed.
 
-Not the step's own checks: those are made once, when it is built.
+A step's own rows, slots and checkpoints are checked once, by `recurrence_step`, where somebody calls recurrences by
+themselves; the engine's steps are made of plans that hold them already.
 
 Cost: some us of comparisons. The native back end comes here only when the extension has refused a call.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from itertools import pairwise
+
 import torch
 
 from quire.errors import ArgumentError
-from quire.recurrence.step import RecurrenceStep
+from quire.step import RecurrenceStep
 
 __all__ = [
     "FLOATS",
@@ -20,12 +25,72 @@ __all__ = [
     "check_mamba2",
     "check_rg_lru",
     "check_short_convolution",
+    "recurrence_step",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_WIDTH = 8  # of a short convolution
 
 Shape = tuple[int, ...]
+
+
+def recurrence_step(
+    starts: Iterable[int] | torch.Tensor,
+    slots: Iterable[int] | torch.Tensor,
+    checkpoints: Iterable[tuple[int, int]] = (),
+    *,
+    positions: torch.Tensor | None = None,
+) -> RecurrenceStep:
+    """A step for callers of recurrences or mixers by themselves; see `RecurrenceStep` for what each argument is.
+
+    Raises:
+        ArgumentError: rows that do not rise from 0, slots that are not distinct, a checkpoint at a row that is none, or
+            positions that are not one int64 for each row.
+    """
+    pairs = [_whole_numbers("a checkpoint", pair) for pair in checkpoints]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ArgumentError(f"expected checkpoints as pairs (row, slot), got {pairs}")
+    step = RecurrenceStep(
+        _whole_numbers("starts", starts),
+        _whole_numbers("slots", slots),
+        tuple(sorted((row, slot) for row, slot in pairs)),
+        positions,
+    )
+    _check_step(step)
+    return step
+
+
+def _check_step(step: RecurrenceStep) -> None:
+    starts, slots = step.starts, step.slots
+    if not slots or len(starts) != len(slots) + 1:
+        raise ArgumentError(
+            f"expected one sequence or more, with one start more than slots, got {len(starts)} starts and "
+            f"{len(slots)} slots"
+        )
+    if starts[0] != 0 or starts[-1] >= 1 << 63 or any(stop <= start for start, stop in pairwise(starts)):
+        raise ArgumentError(f"expected starts that rise from 0, a row or more a sequence, got {starts}")
+    written = step.written_slots
+    if min(written) < 0 or max(written) >= 1 << 63 or len(set(written)) != len(written):
+        raise ArgumentError(
+            f"expected slots of 0 to 2^63 - 1, all distinct, those of checkpoints included, got {slots} and "
+            f"checkpoints {step.checkpoints}"
+        )
+    rows = [row for row, _ in step.checkpoints]
+    if rows and (rows[0] < 0 or rows[-1] >= starts[-1]):
+        raise ArgumentError(f"expected checkpoints at rows of 0 to {starts[-1] - 1}, got {step.checkpoints}")
+    positions = step.positions
+    if positions is not None and (positions.shape != (step.num_rows,) or positions.dtype != torch.int64):
+        raise ArgumentError(
+            f"expected positions as int64 {[step.num_rows]}, got {positions.dtype} {list(positions.shape)}"
+        )
+
+
+def _whole_numbers(name: str, values: Iterable[int] | torch.Tensor) -> tuple[int, ...]:
+    try:
+        listed = values.tolist() if isinstance(values, torch.Tensor) else values
+        return tuple(operator.index(value) for value in listed)
+    except TypeError:
+        raise ArgumentError(f"expected {name} as a list of whole numbers, got {values!r}") from None
 
 
 def check_mamba1(

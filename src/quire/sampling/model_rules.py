@@ -301,11 +301,11 @@ def _decay(fields: Mapping[str, Any]) -> tuple[int, float] | None:
     return value[0], _penalty({name: value[1]}, name)
 
 
-def _sequences(name: str, sequences: Any, vocab_size: int) -> list[tuple[int, ...]]:
-    for ids in sequences:
+def _sequences(name: str, token_lists: Any, vocab_size: int) -> list[tuple[int, ...]]:
+    for ids in token_lists:
         if not isinstance(ids, (list, tuple)) or not ids or not all(map(_is_id, ids)) or min(ids) < 0:
             _refuse(name, "sequences of token ids", ids)
-    return [tuple(ids) for ids in sequences if max(ids) < vocab_size]
+    return [tuple(ids) for ids in token_lists if max(ids) < vocab_size]
 
 
 def _words(fields: Mapping[str, Any], vocab_size: int) -> list[tuple[int, ...]]:

@@ -85,11 +85,11 @@ def sample_tokens(
         for index in np.flatnonzero(~finite[rows]).tolist():
             _fail(sequences[index], "the model's logits hold a NaN or infinity")
     special = [index for index, sequence in enumerate(sequences) if not sequence.request.is_plain]
+    if not special:
+        return tokens
     others = [
         index for index in special if not _is_argmax(sequences[index]) and sequences[index].error is None
     ]
-    if not special:
-        return tokens
     with one_torch_thread():  # what is drawn must depend on no number of threads
         if others:
             tokens = tokens.copy()

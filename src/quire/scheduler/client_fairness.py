@@ -43,32 +43,26 @@ class ClientFairness:
     """Those of the requests that are here. live, in what follows: the sequences that run or load, sorted by key."""
 
     def __init__(self) -> None:
+        self.are_several = False
+        self.step = 0  # the number of the last one; the scheduler sets it
+        self.shared_until = 0  # a step's number, see the module's text
         self._num_requests: Counter[str | None] = Counter()
         self._joined: dict[
             str | None, int
         ] = {}  # a number that grows, the smallest first; also of some that left
         self._num_joined = 0
-        self._step = 0  # the number of the last one
-        self._shared_until = 0  # a step's number
-
-    @property
-    def are_several(self) -> bool:
-        return len(self._num_requests) > 1
-
-    @property
-    def _share_steps(self) -> bool:
-        """Whether there are several, or were a few steps ago."""
-        return self.are_several or self._step < self._shared_until
 
     def add(self, request: Request) -> None:
         self._num_requests[request.client] += 1
+        self.are_several = len(self._num_requests) > 1
 
     def remove(self, request: Request) -> None:
         if self.are_several:
-            self._shared_until = self._step + STEPS_BEHIND
+            self.shared_until = self.step + STEPS_BEHIND
         self._num_requests[request.client] -= 1
         if not self._num_requests[request.client]:
             del self._num_requests[request.client]
+            self.are_several = len(self._num_requests) > 1
 
     def joined(self, request: Request) -> None:
         """A sequence of it begins to run."""
@@ -83,7 +77,7 @@ class ClientFairness:
     ) -> Iterator[RequestSequence]:
         """Waiting sequences, sorted by key, in the order in which they are to join; who has joined by the time that the
         next one is asked for is RUNNING."""
-        if not self._share_steps:
+        if not (self.are_several or self.step < self.shared_until):
             yield from waiting
             return
         counts = _counts(live)
@@ -110,10 +104,9 @@ class ClientFairness:
             else:
                 heapq.heappop(heap)
 
-    def of_step(self, decoding: list[RequestSequence], number: int) -> list[RequestSequence]:
-        """Of the sequences that decode, sorted by key, those that step `number` takes."""
-        self._step = number
-        if not self._share_steps or len(decoding) <= MAX_ROWS:
+    def of_step(self, decoding: list[RequestSequence]) -> list[RequestSequence]:
+        """Of the sequences that decode, sorted by key, those that step `step` takes, where steps are shared."""
+        if len(decoding) <= MAX_ROWS:
             return decoding
         by_client: dict[str | None, list[RequestSequence]] = {}
         for sequence in decoding:
@@ -122,7 +115,7 @@ class ClientFairness:
         for sequences in by_client.values():
             num_others, num_taken = len(sequences) - 1, MAX_ROWS - 1  # beside the first
             for at in range(num_taken, num_others):
-                left_out.add(id(sequences[1 + (number * num_taken + at) % num_others]))
+                left_out.add(id(sequences[1 + (self.step * num_taken + at) % num_others]))
         return [sequence for sequence in decoding if id(sequence) not in left_out]
 
     def beyond_share(self, wanted: RequestSequence, live: Sequence[RequestSequence]) -> list[RequestSequence]:

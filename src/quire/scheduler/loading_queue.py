@@ -19,12 +19,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.cache.protocol import CacheSequence, KVCache, StepPlan
+from quire.cache.protocol import CacheSequence, KVCache
 from quire.errors import CapacityError
 from quire.offload.tier_load import TierLoads
 from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.scheduler.shared_prefills import SharedPrefills
+from quire.step import StepPlan
 
 __all__ = ["LoadingQueue"]
 
@@ -35,7 +36,7 @@ class LoadingQueue:
     """See the module's text. on_reserved: called when blocks have been handed out that nothing was written to yet."""
 
     def __init__(
-        self, cache: KVCache, loads: TierLoads, share: MemoryLimits, on_reserved: Callable[[], None]
+        self, cache: KVCache, loads: TierLoads, share: MemoryLimits, on_reserved: Callable[[], None] | None
     ) -> None:
         self._cache = cache
         self._share = share
@@ -139,7 +140,7 @@ class LoadingQueue:
     def _reserve(self, cache_sequence: CacheSequence, num_tokens: int) -> StepPlan | None:
         """The plan for so many tokens; None where there is no room."""
         plan = self._cache.reserve([cache_sequence], [num_tokens])
-        if plan is not None:
+        if plan is not None and self._on_reserved is not None:
             self._on_reserved()
         return plan
 

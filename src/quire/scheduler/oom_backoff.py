@@ -14,26 +14,22 @@ _LONGEST_WAIT = 64  # steps
 
 
 class OomBackoff:
-    """alone: the one sequence whose step, the last one, was refused while nobody else ran."""
+    """steps_to_wait: in which none joins those that run. alone: the one sequence whose step, the last one, was refused
+    while no other ran."""
 
     def __init__(self) -> None:
-        self._steps_to_wait, self._next_wait = 0, 1
+        self.steps_to_wait, self._next_wait = 0, 1
         self.alone: RequestSequence | None = None
-
-    @property
-    def nobody_joins(self) -> bool:
-        """Whether those that run go on among themselves."""
-        return self._steps_to_wait > 0
 
     def refused(self, alone: RequestSequence | None) -> None:
         """A step was. alone: who ran alone and is tried once more."""
-        self._steps_to_wait, self.alone = self._next_wait, alone
+        self.steps_to_wait, self.alone = self._next_wait, alone
         self._next_wait = min(2 * self._next_wait, _LONGEST_WAIT)
 
     def computed(self) -> None:
-        """A step was computed."""
-        self._steps_to_wait, self.alone = max(0, self._steps_to_wait - 1), None
+        """A step was computed. Nothing to do where `steps_to_wait` is 0 and `alone` None."""
+        self.steps_to_wait, self.alone = max(0, self.steps_to_wait - 1), None
 
     def ended(self) -> None:
         """Somebody who ran has ended: there is memory."""
-        self._steps_to_wait, self._next_wait = min(1, self._steps_to_wait), 1
+        self.steps_to_wait, self._next_wait = min(1, self.steps_to_wait), 1

@@ -8,7 +8,7 @@ Cost: O(prompt), and a grammar the first time it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,16 @@ class RequestValidator:
             f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}",
         )
         return max_tokens
+
+    def check_again(self, requests: Iterable[Request]) -> None:
+        """*raises:* CapacityError where one of these could not end any more, as limits or pins have changed."""
+        for request in requests:
+            tokens = request.prompt_token_ids
+            num_shared = self._pins.blocks_shared(tokens, **request.key.content)
+            num_tokens = len(tokens) + request.max_tokens - 1  # the last one is never computed
+            self._share.check_fits(
+                request.owner_id, num_tokens, num_shared, f"request {request.request_id!r}"
+            )
 
     def has_grammar(self, params: SamplingParams) -> bool:
         """Whether `compile_grammar` has nothing to build."""

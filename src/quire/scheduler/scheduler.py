@@ -22,7 +22,7 @@ Invariants
     R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; nobody is in two of them.
         Who waits is in `held` exactly while its request is paused.
     R3  progress: the first of those that run or load and are not paused is never preempted, and alone it always fits
-        (`check_fits`); a load ends by itself.
+        (`RequestValidator`); a load ends by itself.
 
 Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
 Cost: `schedule` O(running + sequences looked at + new tokens), `update` O(scheduled).
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -44,13 +44,14 @@ from quire.errors import CapacityError
 from quire.offload.swap import Swap
 from quire.offload.tier_load import TierLoads
 from quire.scheduler.admission import MAX_LOOKED_AT, Admission
+from quire.scheduler.batches import make_batch, next_decodes
 from quire.scheduler.client_fairness import ClientFairness
 from quire.scheduler.loading_queue import LoadingQueue
 from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
 from quire.scheduler.request import Request, RequestSequence, SequenceStatus
-from quire.scheduler.step import ScheduledStep
+from quire.step import Batch, Int64Array
 
 __all__ = ["Scheduler"]
 
@@ -78,7 +79,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         swap: Swap | None = None,
         loads: TierLoads | None = None,
-        on_reserved: Callable[[], None] = lambda: None,
+        on_reserved: Callable[[], None] | None = None,
         share: MemoryLimits | None = None,
     ) -> None:
         self._cache = cache
@@ -103,37 +104,21 @@ class Scheduler:
         self.token_gaps = Durations(
             _TOKEN_GAPS
         )  # between two tokens of a sequence, without pauses of its reader
-        self._failed: list[RequestSequence] = []
+        self.failed: list[RequestSequence] = []  # for `take_failed`
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
         self._refusals = OomBackoff()
+        # The last batch, of decodes that all run on, and the tokens that they drew: see `_steady_decodes`.
+        self._decodes: Batch[RequestSequence] | None = None
+        self._drawn: Int64Array = np.empty(0, np.int64)
+        self._pairs_of: list[RequestSequence] = []  # of which list of decodes `_pairs` are the pairs
+        self._pairs: list[tuple[RequestSequence, int]] = []
         self._clients = ClientFairness()
 
     # -- requests in and out ---------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int, what: str, *, owner_id: int = 0, num_shared: int = 0) -> None:
-        """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone.
-
-        owner: whose it is. num_shared: blocks that pins hold of it.
-        """
-        self._share.check_fits(owner_id, num_tokens, num_shared, what)
-
-    def check_request(self, request: Request) -> None:
-        """*raises:* CapacityError if the request can never fit, with the numbers."""
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
-        num_shared = self._cache.pins.blocks_shared(request.prompt_token_ids, **request.key.content)
-        self.check_fits(
-            num_tokens, f"request {request.request_id!r}", owner_id=request.owner_id, num_shared=num_shared
-        )
-
-    def check_requests(self) -> None:
-        """*raises:* CapacityError where a request that is here could not end any more."""
-        for request in self.requests.values():
-            self.check_request(request)
-
     def add(self, request: Request) -> None:
-        """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
-        self.check_request(request)
+        """Queues a request that `RequestValidator.request` made: one that fits alone."""
         self.requests[request.request_id] = request
         self._clients.add(request)
         self._wait(request.sequences[0])
@@ -150,7 +135,7 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self._run_beside(parent, sequence)
-        self._start([sequence])
+        self._start([(sequence, 0)])
         return True
 
     def abort(self, request_id: str) -> Request | None:
@@ -231,7 +216,7 @@ class Scheduler:
 
     def take_failed(self) -> list[RequestSequence]:
         """Sequences that `schedule` itself has ended, there being no room for them even alone."""
-        failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         return failed
 
     @property
@@ -261,14 +246,14 @@ class Scheduler:
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self) -> Batch[RequestSequence] | None:
         """The next step, its memory reserved; None if there is nothing to run."""
         self._chunk_limit = self.max_batch_tokens
         if self._loading is not None:
             for sequence in self._loading.land(self.max_num_seqs - len(self.running)):
                 sequence.state = SequenceStatus.RUNNING
                 insort(self.running, sequence, key=_key)
-                self._start([sequence])
+                self._start([(sequence, 0)])
             if self._loading.may_start(self.waiting):
                 running = [(sequence, 1) for sequence in self.running]
                 promised = self._admission.margin + self._admission.blocks_to_come(running)
@@ -278,91 +263,119 @@ class Scheduler:
                 )
         may_admit = True
         while self.running or self.waiting:
-            chosen, budget = self._continue_running()
-            admitted = self._admit(chosen, budget) if may_admit else []
-            if may_admit and (paused := self._in_the_way(chosen, admitted)):
-                self._start([sequence for sequence, _ in admitted])
+            steady = self._steady_decodes()
+            chosen, budget = self._continue_running(steady)
+            admitted: list[tuple[RequestSequence, int]] = []
+            if may_admit and self.waiting:
+                admitted = self._admit(chosen, budget)
+            elif may_admit:
+                self._admission.refused, self._admission.short_owners = None, set()
+            if may_admit and self._paused and (paused := self._in_the_way(chosen, admitted)):
+                self._start(admitted)
                 for sequence in paused:
                     self._preempt(sequence)
                 continue
-            if may_admit and (last := self._beyond_share(admitted)) is not None:
-                self._start([sequence for sequence, _ in admitted])
-                self._preempt(last)
-                continue
-            chosen += admitted
+            if may_admit and self._admission.refused is not None:
+                last = self._beyond_share(self._admission.refused, admitted)
+                if last is not None:
+                    self._start(admitted)
+                    self._preempt(last)
+                    continue
+            if admitted:
+                chosen += admitted
+                steady = None
             while chosen:
-                ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
-                num_new = np.array([n for _, n in chosen], np.int32)
-                plan = self._cache.reserve(ids, num_new)
+                if steady is not None:
+                    ids, num_new = steady.sequence_ids, steady.num_new_tokens
+                else:
+                    ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
+                    num_new = np.array([n for _, n in chosen], np.int64)
+                plan = self._cache.reserve_unchecked(ids, num_new)
                 if plan is not None:
-                    self._on_reserved()
-                    self._start([sequence for sequence, _ in admitted])
+                    if self._on_reserved is not None:
+                        self._on_reserved()
+                    if admitted:
+                        self._start(admitted)
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
                     closed, self._closed = np.array(self._closed, np.int64), []
-                    return ScheduledStep.build(chosen, ids, num_new, plan, closed)
+                    if steady is not None:
+                        return next_decodes(steady, self._drawn, plan, closed)
+                    return make_batch(chosen, ids, num_new, plan, closed)
                 if not admitted or len(chosen) == 1:
                     break
                 self._unadmit(admitted.pop()[0])
                 chosen.pop()
             # Who joined and is left runs from now on, though this attempt came to nothing.
-            self._start([sequence for sequence, _ in admitted])
+            self._start(admitted)
             if not self._make_room(chosen):
                 return None
             may_admit = not self.running
         return None
 
-    def update(self, step: ScheduledStep, tokens: Sequence[int] | np.ndarray) -> None:
+    def update(self, step: Batch[RequestSequence], tokens: Sequence[int] | np.ndarray) -> None:
         """Takes in a step that has been computed, with the token each of `step.sampled` drew.
 
         Commits what was computed, forks the sequences of new requests, appends the tokens and ends what is at
         its end. A sequence with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
-        self._refusals.computed()
-        # Nothing but decodes, as it mostly is: one call for all of them.
-        together = step.is_decode and all(s.state is SequenceStatus.RUNNING for s in step.sequences)
+        if self._refusals.steps_to_wait or self._refusals.alone is not None:
+            self._refusals.computed()
+        self._decodes = None
+        drawn = np.asarray(tokens, np.int64)
+        # Nothing but decodes, as it mostly is: one call for all of them. What ended since the step began was closed.
+        together = step.is_decode and (
+            not self._closed or all(s.state is SequenceStatus.RUNNING for s in step.sequences)
+        )
         if together:
-            cache.advance(step.sequence_ids, step.positions + 1, tokens)
-        for sequence, n in zip(step.sequences, step.num_new_tokens.tolist(), strict=True):
-            if sequence.state is SequenceStatus.RUNNING:
-                sequence.num_computed += n
-                if not together:
+            cache.advance_unchecked(step.sequence_ids, step.positions + 1, drawn.astype(np.int32))
+        else:
+            for sequence, n in zip(step.sequences, step.num_new_tokens.tolist(), strict=True):
+                if sequence.state is SequenceStatus.RUNNING:
+                    sequence.num_computed += n
                     cache.commit(sequence.cache_sequence, sequence.num_computed)
-        for sequence in step.sampled:
-            if sequence.state is SequenceStatus.UNBORN:
-                self._fork(sequence)
-        if isinstance(tokens, np.ndarray):
-            tokens = tokens.tolist()
-        num_since: dict[
-            float | None, int
-        ] = {}  # sequences by when their token before came: mostly all at once
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            if sequence.state is SequenceStatus.FINISHED:
+            for sequence in step.sampled:
+                if sequence.state is SequenceStatus.UNBORN:
+                    self._fork(sequence)
+        num_ended = 0
+        since, count = None, 0  # when the token before came, and of how many in a row: mostly all at once
+        for sequence, token in zip(step.sampled, drawn.tolist(), strict=True):
+            if together:
+                sequence.num_computed += 1
+            elif sequence.state is SequenceStatus.FINISHED:
                 continue
-            request = sequence.request
             if sequence.error is not None:
+                num_ended += 1
                 self.finish(sequence, "error")
                 continue
-            num_since[sequence.token_s] = num_since.get(sequence.token_s, 0) + 1
+            if sequence.token_s != since:
+                if count and since is not None:
+                    self.token_gaps.add(now - since, count)
+                since, count = sequence.token_s, 0
+            count += 1
+            request, output_ids = sequence.request, sequence.output_ids
             sequence.token_s = now
-            sequence.output_ids.append(token)
+            output_ids.append(token)
             sequence.last_token = token
             sequence.num_tokens += 1
             if request.first_token_s is None:
                 request.first_token_s = now
             if token in request.stop_ids:
+                num_ended += 1
                 sequence.stop_reason = None if token in request.end_ids else token
                 self.finish(sequence, "stop")
-            elif len(sequence.output_ids) >= request.max_tokens:
+            elif len(output_ids) >= request.max_tokens:
+                num_ended += 1
                 self.finish(sequence, "length")
-            elif sequence.cache_sequence is not None and not together:
+            elif not together and sequence.cache_sequence is not None:
                 sequence.cache_sequence.append([token])
-        for since, count in num_since.items():
-            if since is not None:
-                self.token_gaps.add(now - since, count)
+        if count and since is not None:
+            self.token_gaps.add(now - since, count)
+        if together and not num_ended:
+            self._decodes, self._drawn = step, drawn
 
-    def refuse(self, step: ScheduledStep, error: BaseException | None) -> list[RequestSequence]:
+    def refuse(self, step: Batch[RequestSequence], error: BaseException | None) -> list[RequestSequence]:
         """Takes back a step that the storage had no memory for, as if there had been too few blocks; who ends with it.
 
         Who was to be copied waits again, or else the last that runs; one that is alone is tried once more, then ends.
@@ -386,9 +399,31 @@ class Scheduler:
 
     # -- choosing --------------------------------------------------------------------------------------
 
-    def _continue_running(self) -> tuple[list[tuple[RequestSequence, int]], int]:
+    def _steady_decodes(self) -> Batch[RequestSequence] | None:
+        """The batch before, where all that it computed run on and nothing else does: what it has of them still holds.
+
+        It is forgotten when one of them ends or is closed (`_close`), so all that is to be seen is that none joined.
+        """
+        decodes, clients = self._decodes, self._clients
+        clients.step = self.num_steps
+        if decodes is None or self._paused or clients.are_several or clients.step < clients.shared_until:
+            return None
+        if decodes.sequences != self.running or len(self.running) > self.max_batch_tokens:
+            return None
+        return decodes
+
+    def _continue_running(
+        self, steady: Batch[RequestSequence] | None
+    ) -> tuple[list[tuple[RequestSequence, int]], int]:
         """What the running sequences compute, decodes first, and the token budget that is left."""
         budget = self.max_batch_tokens
+        if steady is not None:
+            if self._pairs_of is not steady.sequences:
+                self._pairs_of, self._pairs = (
+                    steady.sequences,
+                    [(sequence, 1) for sequence in steady.sequences],
+                )
+            return list(self._pairs), budget - len(self._pairs)
         chosen: list[tuple[RequestSequence, int]] = []
         prefills: list[RequestSequence] = []
         decodes: list[RequestSequence] = []
@@ -396,7 +431,10 @@ class Scheduler:
             if sequence.request.is_paused:
                 continue
             (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
-        for sequence in self._clients.of_step(decodes, self.num_steps)[:budget]:
+        clients = self._clients
+        if clients.are_several or clients.step < clients.shared_until:
+            decodes = clients.of_step(decodes)
+        for sequence in decodes[:budget]:
             chosen.append((sequence, 1))
             budget -= 1
         for sequence in prefills:
@@ -412,13 +450,11 @@ class Scheduler:
     ) -> list[tuple[RequestSequence, int]]:
         """Waiting sequences that join the step, opened and moved to `running`."""
         room = self.max_num_seqs - len(self.running)
-        if self._refusals.nobody_joins:
+        if self._refusals.steps_to_wait:
             room = 0 if self.running else 1
         return self._admission.admit(
             self.waiting,
-            self._clients.in_order(self.waiting[:MAX_LOOKED_AT], self.running + self.loading)
-            if self.waiting
-            else (),
+            self._clients.in_order(self.waiting[:MAX_LOOKED_AT], self.running + self.loading),
             self.running,
             chosen,
             is_first=not (self.running or self.loading),
@@ -431,7 +467,7 @@ class Scheduler:
         self, chosen: list[tuple[RequestSequence, int]], admitted: list[tuple[RequestSequence, int]]
     ) -> list[RequestSequence]:
         """The paused ones that run, where somebody still waits whom they may keep from a place, a load or memory."""
-        if not self._paused or not (self.waiting or self.loading):
+        if not (self.waiting or self.loading):
             return []
         if sum(n for _, n in chosen + admitted) >= self.max_batch_tokens:
             return []  # there is no room in this step whatever they hold
@@ -443,11 +479,12 @@ class Scheduler:
             return []
         return [sequence for sequence in self.running if sequence.request.is_paused]
 
-    def _beyond_share(self, admitted: list[tuple[RequestSequence, int]]) -> RequestSequence | None:
-        """Who gives way to the first that waits for room now, if its client has a claim to some, and enough would come
-        of it."""
-        wanted = self._admission.refused
-        if wanted is None or not self._clients.are_several or self._refusals.nobody_joins:
+    def _beyond_share(
+        self, wanted: RequestSequence, admitted: list[tuple[RequestSequence, int]]
+    ) -> RequestSequence | None:
+        """The sequence that gives way to the first that waits for room now, if its client has a claim to some, and
+        enough would come of it."""
+        if not self._clients.are_several or self._refusals.steps_to_wait:
             return None
         new = {id(sequence) for sequence, _ in admitted}
         live = [sequence for sequence in self._live() if id(sequence) not in new]
@@ -488,7 +525,7 @@ class Scheduler:
             f"request {sequence.request.request_id!r} at token {sequence.num_computed}"
         )
         for ended in (sequence, *sequence.unborn_siblings()):
-            self._failed.append(ended)
+            self.failed.append(ended)
             self.finish(ended, "error", error)
         return True
 
@@ -522,9 +559,9 @@ class Scheduler:
         self._swap.swap_out(sequence)
         self._unadmit(sequence)
 
-    def _start(self, admitted: list[RequestSequence]) -> None:
+    def _start(self, admitted: Iterable[tuple[RequestSequence, int]]) -> None:
         """Notes when a request began and what it found; what it finds after a preemption is its own work."""
-        for sequence in admitted:
+        for sequence, _ in admitted:
             self._swap.drop(sequence)
             sequence.search = None
             request = sequence.request
@@ -579,6 +616,7 @@ class Scheduler:
     def _close(self, sequence: RequestSequence) -> None:
         cache_sequence = sequence.cache_sequence
         sequence.cache_sequence = None  # type: ignore[assignment]
+        self._decodes = None
         self._cache.close(cache_sequence)
         self._closed.append(cache_sequence.id)
 

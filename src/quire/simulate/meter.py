@@ -18,8 +18,9 @@ import torch
 from quire.cache.memory_use import MemoryUse
 from quire.cache.protocol import KVCache
 from quire.errors import CapacityError
-from quire.scheduler.step import ScheduledStep, StepRefusedError
+from quire.memory.storage import Storage
 from quire.simulate.cost_line import CostLine
+from quire.step import Batch, StepRefusedError
 
 __all__ = ["Clock", "Figures", "Meter", "PreparingRunner", "SimulatedClock", "SimulatedRunner"]
 
@@ -29,7 +30,7 @@ class PreparingRunner(Protocol):
 
     prepare_seconds: float
 
-    def run(self, step: ScheduledStep) -> torch.Tensor: ...
+    def run(self, batch: Batch[Any], /) -> torch.Tensor: ...
 
 
 class Clock:
@@ -61,13 +62,13 @@ class SimulatedClock(Clock):
 class SimulatedRunner:
     """No model: the storage prepares every step for real, the clock moves along the cost line, every token is 0."""
 
-    def __init__(self, storage: Any, cost: CostLine, clock: SimulatedClock) -> None:
+    def __init__(self, storage: Storage, cost: CostLine, clock: SimulatedClock) -> None:
         self._storage = storage
         self._cost = cost
         self._clock = clock
         self.prepare_seconds = 0.0
 
-    def run(self, step: ScheduledStep) -> torch.Tensor:
+    def run(self, step: Batch[Any], /) -> torch.Tensor:
         began = time.perf_counter()
         self._storage.forget(step.closed_ids)
         try:

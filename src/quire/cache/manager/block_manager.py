@@ -38,10 +38,10 @@ from quire.cache.manager.owners import NOBODY
 from quire.cache.manager.refresh_hit import refresh_hit
 from quire.cache.manager.reserve import BlockRequest, Copy, blocks_by_owner, decide, make_plan
 from quire.cache.manager.sequence import ManagedSequence
-from quire.cache.manager.step_plan import PythonStepPlan
 from quire.cache.tree_view import TreeArrays
 from quire.cache.types import NO_LIMIT, NORMAL, Int32Array, Int64Array
 from quire.spec import Span
+from quire.step import StepPlan
 
 __all__ = ["PythonBlockManager"]
 
@@ -166,14 +166,14 @@ class PythonBlockManager:
 
     def reserve(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
-    ) -> PythonStepPlan | None:
+    ) -> StepPlan | None:
         return self._apply(self._decide(sequences, num_new_tokens, num_lookahead))
 
     def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int:
         requests = self._decide_to_restore(sequence, num_computed_tokens)
         return sum(blocks_by_owner(requests, self.shape).values())
 
-    def restore(self, sequence: int, num_computed_tokens: int) -> PythonStepPlan | None:
+    def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
         plan = self._apply(self._decide_to_restore(sequence, num_computed_tokens))
         if plan is not None:
             self.sequences[sequence].restored_to = num_computed_tokens
@@ -189,7 +189,7 @@ class PythonBlockManager:
         num_new = num_computed_tokens - state.num_computed
         return decide(self.blocks, [state], [num_new], 0, restores=True)
 
-    def _apply(self, requests: list[BlockRequest]) -> PythonStepPlan | None:
+    def _apply(self, requests: list[BlockRequest]) -> StepPlan | None:
         needs = blocks_by_owner(requests, self.shape)
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))

@@ -19,7 +19,8 @@ import numpy as np
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.sequence import ManagedSequence
-from quire.cache.manager.step_plan import PythonGroupPlan, PythonStepPlan
+from quire.cache.manager.step_plan import PythonGroupPlan
+from quire.step import StepPlan
 
 __all__ = ["BlockRequest", "Copy", "blocks_by_owner", "blocks_of", "decide", "make_plan"]
 
@@ -131,7 +132,7 @@ def blocks_of(request: BlockRequest, shape: NodeShape) -> int:
 
 def make_plan(
     requests: list[BlockRequest], copies: list[list[Copy]], step: int, shape: NodeShape
-) -> PythonStepPlan:
+) -> StepPlan:
     """The plan of a step whose blocks have been allocated; `copies` has one list per group."""
     query_start = np.zeros(len(requests) + 1, np.int32)
     np.cumsum([request.stop - request.start for request in requests], out=query_start[1:])
@@ -152,4 +153,4 @@ def make_plan(
             rows=tuple(r.sequence.tables[group].view(-(-r.end // tokens)) for r in requests),
         )
 
-    return PythonStepPlan([make_group(group) for group in range(len(copies))])
+    return StepPlan(step, query_start, context_lengths, [make_group(group) for group in range(len(copies))])

@@ -1,7 +1,7 @@
-"""What `reserve` hands out: where the step's tokens go and which blocks its attention reads.
+"""A group of what `reserve` hands out: where the step's tokens go and which blocks its attention reads.
 
 A plan holds arrays that nobody writes again, so it stays right while later calls change the cache. The padded
-block table is made when it is asked for. See `protocol.StepPlan` for every field's shape and dtype.
+block table is made when it is asked for. See `step.GroupPlan` for every field's shape and dtype.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.cache.protocol import GroupPlan, StepPlan, in_words_of
+from quire.cache.protocol import in_words_of
 from quire.cache.types import Int32Array, Int64Array
+from quire.step import GroupPlan
 
-__all__ = ["PythonGroupPlan", "PythonStepPlan"]
+__all__ = ["PythonGroupPlan"]
 
 
 @in_words_of(GroupPlan)
@@ -40,48 +41,3 @@ class PythonGroupPlan:
                 table[: len(row)] = row
             self._made.append(tables)
         return self._made[0]
-
-
-@in_words_of(StepPlan)
-class PythonStepPlan:
-    """What `reserve` decided: its groups, and group 0's arrays under their own names."""
-
-    def __init__(self, groups: list[PythonGroupPlan]) -> None:
-        self._groups = groups
-
-    @property
-    def num_groups(self) -> int:
-        return len(self._groups)
-
-    def group(self, index: int) -> PythonGroupPlan:
-        if not 0 <= index < len(self._groups):
-            raise IndexError(f"expected a group of 0 .. {len(self._groups) - 1}, got {index} in plan.group")
-        return self._groups[index]
-
-    @property
-    def step(self) -> int:
-        return self._groups[0].step
-
-    @property
-    def query_start(self) -> Int32Array:
-        return self._groups[0].query_start
-
-    @property
-    def context_lengths(self) -> Int32Array:
-        return self._groups[0].context_lengths
-
-    @property
-    def slot_mapping(self) -> Int64Array:
-        return self._groups[0].slot_mapping
-
-    @property
-    def lookahead_slots(self) -> Int64Array:
-        return self._groups[0].lookahead_slots
-
-    @property
-    def block_tables(self) -> Int32Array:
-        return self._groups[0].block_tables
-
-    @property
-    def copies(self) -> Int32Array:
-        return self._groups[0].copies

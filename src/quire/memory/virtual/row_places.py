@@ -8,16 +8,17 @@ Cost: numpy over the tables given.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.errors import ArgumentError
 from quire.memory.placement import PlacementHeap
-from quire.memory.storage import Placement
+from quire.memory.storage import TablePlan
 from quire.memory.view import KVView
 from quire.spec import KVGroup, Span
+from quire.step import StepPlan
 
 __all__ = ["RowPlaces", "RowShape", "placements"]
 
@@ -118,7 +119,7 @@ class RowPlaces:
         """Prove the invariants. *raises:* InvariantError."""
 
 
-def placements(plan: Any, entries: list[np.ndarray], row_tokens: int) -> list[Placement]:
+def placements(plan: StepPlan, entries: list[np.ndarray], row_tokens: int) -> list[TablePlan]:
     """A step's tables and slots, of rows that begin at these entries: an int64 [sequences] for each table."""
     contexts = plan.context_lengths.astype(np.int64)
     starts = plan.query_start
@@ -128,6 +129,4 @@ def placements(plan: Any, entries: list[np.ndarray], row_tokens: int) -> list[Pl
         lengths = np.diff(starts)
         positions = np.arange(starts[-1]) + np.repeat(contexts - lengths - starts[:-1], lengths)
         sequence = np.repeat(np.arange(len(contexts)), lengths)
-    return [
-        Placement(one.astype(np.int32)[:, None], one[sequence] * row_tokens + positions) for one in entries
-    ]
+    return [(one.astype(np.int32)[:, None], one[sequence] * row_tokens + positions) for one in entries]

@@ -26,6 +26,7 @@ about 10 us for each piece that is new, two pieces a layer (docs/virtual-memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from quire.memory.device import HOST, DeviceMemory
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
-from quire.memory.storage import Capabilities, Placement
+from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
 from quire.memory.virtual.page_sizes import (
     check_block_size,
@@ -51,6 +52,7 @@ from quire.memory.virtual.row_places import RowShape, placements
 from quire.memory.virtual.rows import Rows
 from quire.memory.virtual.window_ring import places_for
 from quire.spec import KVGroup, KVSpec, format_of
+from quire.step import GroupPlan, Int64Array, StepPlan
 
 __all__ = ["VirtualStorage", "virtual_block_size"]
 
@@ -211,17 +213,17 @@ class VirtualStorage(BlockStorage):
 
     # Steps
 
-    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+    def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """Map what the step's sequences need and do the plan's copies; see `Storage.prepare`."""
         ids = np.asarray(sequence_ids).tolist()
-        groups = [plan.group(index) for index in range(len(self._ranges))]
+        groups = plan.groups
         tables = [group.block_tables for group in groups]
         entries = self._entries_of_last(ids, tables)  # as in most steps
         if entries is None or any(len(group.copies) for group in groups):
             entries = self._find_entries(ids, tables, groups)
         return placements(plan, entries, self.row_tokens)
 
-    def run_copies(self, plan: Any) -> None:
+    def run_copies(self, plan: StepPlan) -> None:
         """See `BlockStorage.run_copies`: the blocks held, with memory behind all of each, and the plan's copies."""
         for index, address_range in enumerate(self._ranges):
             group = plan.group(index)
@@ -245,7 +247,7 @@ class VirtualStorage(BlockStorage):
         )
         return BlockPlaces(addresses, sizes, tuple(group.num_kv_heads * size for size in sizes))
 
-    def forget(self, sequence_ids: Any) -> None:
+    def forget(self, sequence_ids: Int64Array) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""
         self._park([sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows.of])
 
@@ -325,7 +327,9 @@ class VirtualStorage(BlockStorage):
         same = all(np.array_equal(table, last) for table, last in zip(tables, self._last[1], strict=True))
         return self._last[2] if same else None
 
-    def _find_entries(self, ids: list[int], tables: list[np.ndarray], groups: list[Any]) -> list[np.ndarray]:
+    def _find_entries(
+        self, ids: list[int], tables: list[np.ndarray], groups: Sequence[GroupPlan]
+    ) -> list[np.ndarray]:
         """Have the rows of these sequences lead to the blocks of their tables, and copy what is to be copied."""
         self._last = None
         adopted = self._rows.adopt(ids, tables, self._places)
@@ -346,7 +350,7 @@ class VirtualStorage(BlockStorage):
             self._last = None
         self._rows.park(sequences)
 
-    def _copy(self, copies: Any, index: int) -> None:
+    def _copy(self, copies: np.ndarray, index: int) -> None:
         """Rows of source block, target block, tokens: in every layer of the group."""
         if len(copies):
             tokens = self._places[index].block_size

@@ -137,7 +137,7 @@ class FusedAttention:
         """hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
         layer, settings = self.place
         out = torch.empty_like(hidden)
-        view, batch, options = handles(cache.view(layer), cache.plan(layer), settings)
+        view, batch, options = handles(cache.view(layer), cache.batch(layer), settings)
         block.run(view, batch, options, cache.slots(layer), *table, hidden, out)
         cache.num_attended += 1
         return out

@@ -20,6 +20,7 @@ from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention.native_attention import batch_handle, handles
+from quire.model import row_invariant
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.fused.attention import FusedAttention
 from quire.model.fused.fuse import Fused
@@ -29,7 +30,7 @@ from quire.model.fused.rotary import RotaryRows
 from quire.model.fused.structure import PackedLayer, forward_names, native_weight, packed_layer
 from quire.model.linear import PackedEmbedding
 from quire.model.paged_cache import PagedCache
-from quire.model.step import ForwardStep
+from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
 
 __all__ = ["FusedDecoder", "match_decoder"]
@@ -82,7 +83,7 @@ class FusedDecoder:
         hidden = None if self._packed_embedding is not None else self._embed(ids)
         logits = torch.empty((logits_rows.numel(), self._head.num_outputs), dtype=self._norm.dtype)
         self._over_views(cache).run(
-            [batch_handle(plan) for plan in step.plans],
+            [batch.native_handle or batch_handle(batch) for batch in step.batches],
             step.slot_mappings,
             ids,
             hidden,
@@ -97,7 +98,7 @@ class FusedDecoder:
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own embedding of ids [T]: [T, width], which the layers write over."""
-        with torch.inference_mode(), one_torch_thread():
+        with row_invariant.serving(), torch.inference_mode(), one_torch_thread():
             return self._embedding(ids).contiguous()
 
     def _over_views(self, cache: PagedCache) -> Any:
@@ -107,7 +108,7 @@ class FusedDecoder:
             views, options, tables = [], [], []
             for attention in self._layers:
                 layer, settings = attention.place
-                view, _, option = handles(cache.view(layer), cache.plan(layer), settings)
+                view, _, option = handles(cache.view(layer), cache.batch(layer), settings)
                 views.append(view)
                 options.append(option)
                 tables.append(cache.table_of(layer))

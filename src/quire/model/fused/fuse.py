@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,15 @@ class Fused:
     @active.setter
     def active(self, value: bool) -> None:
         self._here.active = value
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Inside, in this thread, the fused forwards serve."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
 
     @property
     def counts(self) -> dict[str, int]:

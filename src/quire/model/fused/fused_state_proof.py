@@ -24,8 +24,9 @@ from quire.model.prove.error_bounds import NUM_ROWS, decide, parts_of, within_bo
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.recorded_calls import Calls
 from quire.model.prove.upcast import packed_as, upcast_to
-from quire.model.state import StateAdapter, StateStep
-from quire.recurrence import RecurrenceStep
+from quire.model.state import StateAdapter
+from quire.recurrence import recurrence_step
+from quire.step import RecurrenceStep
 
 __all__ = ["StateProof"]
 
@@ -37,7 +38,7 @@ class _Fresh:
 
     def __init__(self, adapter: StateAdapter) -> None:
         self._states = {name: torch.zeros(1, *shape) for name, shape in adapter.fields.items()}
-        self.state_step: StateStep | None = None
+        self.state_step: RecurrenceStep | None = None
 
     def state_of(self, layer_index: int) -> Mapping[str, torch.Tensor]:
         return self._states
@@ -45,7 +46,7 @@ class _Fresh:
     def begin(self, where: slice) -> None:
         """The rows `where` of the sequence come now."""
         positions = torch.arange(where.start, where.stop)
-        self.state_step = StateStep(RecurrenceStep([0, positions.numel()], [0]), positions)
+        self.state_step = recurrence_step([0, positions.numel()], [0], positions=positions)
 
 
 class StateProof:

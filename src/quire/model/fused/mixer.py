@@ -15,7 +15,7 @@ import torch
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.attention import RotaryTable
 from quire.model.fused.structure import PackedLayer, go_together, packed_layer
-from quire.model.state import StateAdapter, state_source
+from quire.model.state import StateAdapter, StateSource, state_source
 from quire.model.state.adapter import CONVOLUTION, RECURRENT
 from quire.model.state.parts import MixerParts
 from quire.recurrence.native_recurrence import handle_of
@@ -79,15 +79,18 @@ class FusedMixer:
             and hidden.is_contiguous()
         )
 
-    def run(self, block: Any, hidden: torch.Tensor, cache: Any, table: RotaryTable) -> torch.Tensor:
+    def run(self, block: Any, hidden: torch.Tensor, cache: StateSource, table: RotaryTable) -> torch.Tensor:
         """hidden [1, T, width], contiguous, through `block`; the states are those after it."""
         states = cache.state_of(self.layer)
         out = torch.empty_like(hidden)
-        handle = handle_of(cache.state_step.recurrence)
+        assert cache.state_step is not None  # within a step
+        handle = handle_of(cache.state_step)
         block.run(handle, states[CONVOLUTION], states.get(RECURRENT), hidden, out)
         return out
 
-    def __call__(self, hidden: torch.Tensor, cache: Any, table: RotaryTable = (None, None)) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, cache: StateSource, table: RotaryTable = (None, None)
+    ) -> torch.Tensor:
         """The mixer's answer [1, T, width] to rows of a `StateSource`'s step."""
         if self._alone is None:
             self._alone = self.block(_native.Surroundings(None, None, None))

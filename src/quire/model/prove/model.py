@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from quire.attention import AttentionOptions, Device
 from quire.memory.storage import Storage
 from quire.model.load import LoadedModel
-from quire.model.step import ForwardStep
 from quire.spec import KVSpec
+from quire.step import ForwardStep
 
 __all__ = ["ModelToProve"]
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quire.attention import AttentionOptions, AttentionPlan
+from quire.attention import AttentionOptions, attention_batch
 from quire.errors import UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
@@ -27,10 +27,9 @@ from quire.model.own_cache import own_cache
 from quire.model.prove.error_bounds import rows_agree
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.upcast import upcast_to
-from quire.model.state.step import StateStep
-from quire.model.step import ForwardStep
-from quire.recurrence import RecurrenceStep
+from quire.recurrence import recurrence_step
 from quire.spec.state_spec import ZERO_STATE
+from quire.step import ForwardStep, RecurrenceStep
 
 __all__ = ["Probe", "rehearse"]
 
@@ -200,12 +199,12 @@ def _step(
             tables[row, : len(blocks)] = blocks
             positions = torch.arange(start, stop)
             slots.append(blocks[positions // size] * size + positions % size)
-        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, size))
+        plans.append(attention_batch(query_start, [stop for _, _, stop in pieces], tables, size))
         slot_mappings.append(torch.cat(slots))
     return ForwardStep(
         input_ids=torch.cat([sequences[sequence][start:stop] for sequence, start, stop in pieces]),
         position_ids=position_ids,
-        plans=tuple(plans),
+        batches=tuple(plans),
         slot_mappings=tuple(slot_mappings),
         logits_rows=torch.arange(position_ids.numel()),
         states=_state_step(query_start, pieces, position_ids) if prepared.spec.states else None,
@@ -214,6 +213,6 @@ def _step(
 
 def _state_step(
     query_start: list[int], pieces: tuple[tuple[int, int, int], ...], position_ids: torch.Tensor
-) -> StateStep:
+) -> RecurrenceStep:
     slots = [_STATE_SLOTS[sequence] for sequence, _, _ in pieces]
-    return StateStep(RecurrenceStep(query_start, slots), position_ids)
+    return recurrence_step(query_start, slots, positions=position_ids)

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
-from quire.attention import AttentionPlan
+from quire.attention import attention_batch
 from quire.attention import backend as attention_backend
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
@@ -32,8 +32,8 @@ from quire.model.paged_cache import PagedCache, rows_to_store
 from quire.model.prove.error_bounds import NUM_ROWS, parts_of
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
-from quire.model.step import ForwardStep
 from quire.spec import KVSpec, LayerSpec
+from quire.step import ForwardStep
 
 __all__ = ["Call", "Calls", "PagedCall", "own", "record", "text_tokens"]
 
@@ -137,7 +137,7 @@ class PagedCall:
         """The rows of the call, part by part; in each the cache stands in that step."""
         for part in self._call.parts:
             positions = self._call.start + torch.arange(part.start, part.stop)
-            plan = AttentionPlan.build(
+            plan = attention_batch(
                 [0, positions.numel()], [int(positions[-1]) + 1], self._blocks[None], _BLOCK_SIZE
             )
             nothing = torch.zeros_like(positions)
@@ -249,7 +249,9 @@ class _CallRecorder:
             raise _StopForward
 
 
-def _forward(prepared: ModelToProve, ids: torch.Tensor, start: int, cache: Any, until: _CallRecorder) -> None:
+def _forward(
+    prepared: ModelToProve, ids: torch.Tensor, start: int, cache: Cache, until: _CallRecorder
+) -> None:
     positions = torch.arange(start, start + ids.numel())
     with until:
         prepared.own_logits(ids, positions, cache, eager=True)

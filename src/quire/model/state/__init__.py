@@ -2,19 +2,18 @@
 
 `state_adapters` finds the mixers of a model, `prove_states` asks each whether it is what it looks like, and
 `install_states` has them serve the engine's calls. The engine's cache is a `StateSource`: it says the step
-(`StateStep`) and the states of a layer. `quire.spec.state_spec` tells the same fields from a config alone.
+(`RecurrenceStep`) and the states of a layer. `quire.spec.state_spec` tells the same fields from a config alone.
 """
 
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.mixer_registry import adapter_of, state_adapters
+from quire.model.state.source import StateSource, state_source
 from quire.model.state.state_proof import prove_states
-from quire.model.state.step import StateSource, StateStep, state_source
 
 __all__ = [
     "StateAdapter",
     "StateSource",
-    "StateStep",
     "adapter_of",
     "install_states",
     "prove_states",

@@ -26,8 +26,8 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.model.state.parts import MixerParts
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["CONVOLUTION", "RECURRENT", "StateAdapter", "convolution_field", "has_parts", "is_silu"]
 
@@ -56,12 +56,14 @@ class StateAdapter(ABC):
         """Whether `module` is a mixer of this kind."""
 
     @abstractmethod
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         """`forward` after its checks."""
 
     @torch.no_grad()
     def forward(
-        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
         """What the mixer answers for each row.
 
@@ -76,9 +78,9 @@ class StateAdapter(ABC):
         Raises:
             ArgumentError: other rows than the step's, or other states than the fields; nothing was changed.
         """
-        if hidden.dim() != 2 or hidden.shape[0] != step.recurrence.num_rows:
+        if hidden.dim() != 2 or hidden.shape[0] != step.num_rows:
             raise ArgumentError(
-                f"expected hidden as [{step.recurrence.num_rows}, hidden_size], the rows of the step, got "
+                f"expected hidden as [{step.num_rows}, hidden_size], the rows of the step, got "
                 f"{list(hidden.shape)}"
             )
         given = {name: tuple(state.shape[1:]) for name, state in states.items()}
@@ -124,13 +126,13 @@ class StateAdapter(ABC):
         conv: Any,
         x: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        step: StateStep,
+        step: RecurrenceStep,
         *,
         silu: bool,
     ) -> torch.Tensor:
         """The causal convolution `conv` (a depthwise nn.Conv1d) over rows `x` [num_rows, channels]."""
         return self.recurrence.short_convolution(
-            states[CONVOLUTION], x.contiguous(), conv.weight[:, 0], conv.bias, step.recurrence, silu=silu
+            states[CONVOLUTION], x.contiguous(), conv.weight[:, 0], conv.bias, step, silu=silu
         )
 
 

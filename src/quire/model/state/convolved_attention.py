@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import CONVOLUTION, MOST_WIDTH, StateAdapter, has_parts
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["ConvolvedAttention"]
 
@@ -69,7 +69,9 @@ class ConvolvedAttention(StateAdapter):
     def first_projection(self) -> Any:
         return self.module.q_proj
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows, kv_heads = self.module, hidden.shape[0], self.num_kv_heads
         q, k = own.q_proj(hidden), own.k_proj(hidden)
         mixed = self._convolved(torch.cat([q, k], dim=-1), states, step)
@@ -83,12 +85,12 @@ class ConvolvedAttention(StateAdapter):
         return torch.cat([mixed + beside, own.v_proj_current(hidden), before], dim=-1)
 
     def _convolved(
-        self, qk: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep
+        self, qk: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
         """The two convolutions of q and k, [num_rows, channels]."""
         first, second = self.module.conv_qk_depthwise, self.module.conv_qk_grouped
         one = self.recurrence.short_convolution(
-            states[CONVOLUTION], qk.contiguous(), first.weight[:, 0], first.bias, step.recurrence, silu=False
+            states[CONVOLUTION], qk.contiguous(), first.weight[:, 0], first.bias, step, silu=False
         )
         groups = second.groups
         weight = second.weight.view(groups, -1, *second.weight.shape[1:])  # [heads, out, in, 2]
@@ -102,17 +104,15 @@ class ConvolvedAttention(StateAdapter):
         return two.transpose(0, 1).reshape(one.shape)
 
     def _before(
-        self, x: torch.Tensor, state: torch.Tensor, step: StateStep, at_first: torch.Tensor | None
+        self, x: torch.Tensor, state: torch.Tensor, step: RecurrenceStep, at_first: torch.Tensor | None
     ) -> torch.Tensor:
         """Of each row of x the one of the token before; `at_first` (zeros if None) where there is none."""
         weight = x.new_zeros(x.shape[-1], 2)
         weight[:, 0] = 1
-        moved = self.recurrence.short_convolution(
-            state, x.contiguous(), weight, None, step.recurrence, silu=False
-        )
+        moved = self.recurrence.short_convolution(state, x.contiguous(), weight, None, step, silu=False)
         if at_first is None:
             return moved
-        return torch.where((step.positions == 0)[:, None], at_first.to(moved.dtype), moved)
+        return torch.where(step.begins_text[:, None], at_first.to(moved.dtype), moved)
 
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[0].flatten(1) for part in self.module(hidden[None], None)], dim=-1)

@@ -26,8 +26,8 @@ from quire.model.state.adapter import (
     is_silu,
 )
 from quire.model.state.parts import Columns, MixerParts, widths_in_turn
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["GatedDeltaNet", "KimiDeltaAttention"]
 
@@ -136,7 +136,9 @@ class GatedDeltaNet(StateAdapter):
         q, k, v, z, b, a = (tuple(piece for one in each for piece in one) for each in (*qkvz, *ba))
         return (own.in_proj_qkvz, own.in_proj_ba), ((*q, *k, *v), z, a, b)
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows = self.module, hidden.shape[0]
         qkv, gate, b, a = self._project(hidden)
         qkv = self.convolve(own.conv1d, qkv, states, step, silu=True)
@@ -153,7 +155,7 @@ class GatedDeltaNet(StateAdapter):
             v.reshape(num_rows, own.num_v_heads, own.head_v_dim),
             g,
             beta,
-            step.recurrence,
+            step,
             scale=own.head_k_dim**-0.5,
             normalize=True,
         )
@@ -209,7 +211,9 @@ class KimiDeltaAttention(StateAdapter):
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         return _token_by_token(self.module, hidden)
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows = self.module, hidden.shape[0]
         per_head = (num_rows, own.num_heads, own.head_dim)
         qkv = torch.cat([own.q_proj(hidden), own.k_proj(hidden), own.v_proj(hidden)], dim=-1)
@@ -223,7 +227,7 @@ class KimiDeltaAttention(StateAdapter):
             v,
             g.reshape(per_head).contiguous(),
             on_whole_vectors(torch.sigmoid, own.b_proj(hidden).float()),
-            step.recurrence,
+            step,
             scale=own.head_dim**-0.5,
             normalize=True,
         )

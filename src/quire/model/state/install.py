@@ -14,7 +14,7 @@ from quire.errors import ArgumentError
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.module_patch import below, install
 from quire.model.state.adapter import StateAdapter
-from quire.model.state.step import state_source
+from quire.model.state.source import state_source
 
 __all__ = ["install_states"]
 

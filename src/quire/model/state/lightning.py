@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import RECURRENT, StateAdapter, has_parts
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["LightningAttention"]
 
@@ -38,12 +38,14 @@ class LightningAttention(StateAdapter):
     def first_projection(self) -> Any:
         return self.module.qkv_proj
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows = self.module, hidden.shape[0]
         qkv = own.act_fn(own.qkv_proj(hidden)).view(num_rows, own.num_attention_heads, 3 * own.head_dim)
         q, k, v = (part.contiguous() for part in qkv.split(own.head_dim, dim=-1))
         slopes = own.slope_rate.float().reshape(-1)
-        y = self.recurrence.linear_attention(states[RECURRENT], q, k, v, -slopes, step.recurrence)
+        y = self.recurrence.linear_attention(states[RECURRENT], q, k, v, -slopes, step)
         y = own.norm(y.reshape(num_rows, -1))
         return own.out_proj(torch.sigmoid(own.output_gate(hidden)) * y)
 

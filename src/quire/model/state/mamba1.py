@@ -22,8 +22,8 @@ from quire.model.state.adapter import (
     has_parts,
     is_silu,
 )
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["Mamba1", "ZambaHeads"]
 
@@ -62,7 +62,9 @@ class Mamba1(_Scan):
     def first_projection(self) -> Any:
         return self.module.in_proj
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own = self.module
         x, gate = own.in_proj(hidden).chunk(2, dim=-1)
         x = self.convolve(own.conv1d, x, states, step, silu=True)
@@ -81,7 +83,7 @@ class Mamba1(_Scan):
             b.float().contiguous(),
             c.float().contiguous(),
             own.D.float(),
-            step.recurrence,
+            step,
         )
         return own.out_proj((y * silu(gate.float())).to(hidden.dtype))
 
@@ -108,7 +110,9 @@ class ZambaHeads(_Scan):
     def first_projection(self) -> Any:
         return self.module.in_proj
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows, size = self.module, hidden.shape[0], self.module.mamba_head_dim
         # The projection gives x and gate of the first channel, then of the second, and so on.
         x, gate = own.in_proj(hidden).view(num_rows, -1, 2).unbind(dim=-1)
@@ -128,7 +132,7 @@ class ZambaHeads(_Scan):
                 b.float().contiguous(),
                 c.float().contiguous(),
                 own.D[head].float(),
-                step.recurrence,
+                step,
             )
             parts.append(y)
         y = torch.cat(parts, dim=-1) * silu(gate.float())

@@ -26,8 +26,8 @@ from quire.model.state.adapter import (
     is_silu,
 )
 from quire.model.state.parts import MixerParts, widths_in_turn
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["Mamba2"]
 
@@ -94,7 +94,9 @@ class Mamba2(StateAdapter):
             limits=(float(own.time_step_limit[0]), float(own.time_step_limit[1])),
         )
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size
         if hasattr(own, "ssm_in_multiplier"):  # Falcon H1
             projected = own.in_proj(hidden * own.ssm_in_multiplier) * own.mup_vector[0]
@@ -113,7 +115,7 @@ class Mamba2(StateAdapter):
             b.reshape(num_rows, own.n_groups, own.ssm_state_size),
             c.reshape(num_rows, own.n_groups, own.ssm_state_size),
             own.D.float(),
-            step.recurrence,
+            step,
         ).view(num_rows, width)
         y = own.norm(y, gate) if getattr(own, "mamba_rms_norm", True) else y * silu(gate.float())
         return own.out_proj(y.to(hidden.dtype))

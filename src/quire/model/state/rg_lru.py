@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from quire.model.state.adapter import CONVOLUTION, RECURRENT, StateAdapter, convolution_field, has_parts
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["RecurrentBlock"]
 
@@ -51,16 +51,16 @@ class RecurrentBlock(StateAdapter):
     def first_projection(self) -> Any:
         return self.module.linear_x
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         own, unit = self.module, self.module.rg_lru
         y_branch = own.act_fn(own.linear_y(hidden))
         x = self.convolve(own.conv_1d, own.linear_x(hidden), states, step, silu=False)
         input_gate = _gate(x, unit.input_gate_weight, unit.input_gate_bias)
         recurrent_gate = _gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
         log_a = -8.0 * recurrent_gate.float() * softplus(unit.recurrent_param.float())
-        h = self.recurrence.rg_lru(
-            states[RECURRENT], x * input_gate, log_a, step.recurrence, first=step.positions == 0
-        )
+        h = self.recurrence.rg_lru(states[RECURRENT], x * input_gate, log_a, step, first=step.begins_text)
         return own.linear_out(h * y_branch)
 
     def own(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from torch import nn
 
 from quire.model.state.adapter import CONVOLUTION, StateAdapter, convolution_field, has_parts
 from quire.model.state.parts import MixerParts, widths_in_turn
-from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
+from quire.step import RecurrenceStep
 
 __all__ = ["ShortConvolution"]
 
@@ -52,6 +52,8 @@ class ShortConvolution(StateAdapter):
             output=own.out_proj,
         )
 
-    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
+    ) -> torch.Tensor:
         b, c, x = self.module.in_proj(hidden).chunk(3, dim=-1)
         return self.module.out_proj(c * self.convolve(self.module.conv, b * x, states, step, silu=False))

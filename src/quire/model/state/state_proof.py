@@ -24,8 +24,7 @@ from quire.errors import UnsupportedModelError
 from quire.model.prove.equal_modules import kind_of
 from quire.model.prove.error_bounds import NUM_ROWS, parts_of, within_bounds
 from quire.model.state.adapter import StateAdapter
-from quire.model.state.step import StateStep
-from quire.recurrence import RecurrenceStep
+from quire.recurrence import recurrence_step
 
 __all__ = ["TOLERANCE", "distance", "is_as_good", "prove_states"]
 
@@ -70,7 +69,7 @@ def _in_parts(adapter: StateAdapter, hidden: torch.Tensor, parts: Iterable[slice
     states = {name: torch.zeros(1, *shape) for name, shape in adapter.fields.items()}
     steps = [torch.arange(part.start, part.stop) for part in parts]
     return torch.cat([
-        adapter.forward(hidden[rows], states, StateStep(RecurrenceStep([0, len(rows)], [0]), rows))
+        adapter.forward(hidden[rows], states, recurrence_step([0, len(rows)], [0], positions=rows))
         for rows in steps
     ])  # fmt: skip
 

@@ -1,0 +1,94 @@
+"""From chosen sequences and the cache's plan to a `Batch`.
+
+Cost: O(sequences), and a copy of the tokens of prompt chunks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.scheduler.request import RequestSequence
+from quire.step import Batch, Int64Array, StepPlan
+
+__all__ = ["make_batch"]
+
+
+def make_batch(
+    chosen: list[tuple[RequestSequence, int]],
+    sequence_ids: Int64Array,
+    num_new_tokens: Int64Array,
+    plan: StepPlan,
+    closed_ids: Int64Array,
+) -> Batch[RequestSequence]:
+    """chosen: each sequence and the number of tokens it computes, in the order of the plan."""
+    sequences: list[RequestSequence] = []
+    starts: list[int] = []
+    logit_rows: list[int] = []
+    draw_rows: list[int] = []
+    sampled: list[RequestSequence] = []
+    is_decode, last = True, -1
+    for sequence, n in chosen:
+        start = sequence.num_computed
+        sequences.append(sequence)
+        starts.append(start)
+        last += n
+        if start + n < sequence.num_tokens:
+            is_decode = False
+            continue  # a chunk of a prompt that goes on
+        sampled.append(sequence)
+        draw_rows.append(len(logit_rows))
+        if n > 1:
+            is_decode = False
+        if sequence.request.params.n > 1 and (siblings := sequence.unborn_siblings()):
+            is_decode = False
+            sampled += siblings
+            draw_rows += [len(logit_rows)] * len(siblings)
+        logit_rows.append(last)
+    positions = np.array(starts, np.int64)
+    if last + 1 == len(sequences):  # a token each
+        input_ids = np.array([_token_at(sequence, sequence.num_computed) for sequence in sequences], np.int64)
+    else:
+        first = np.cumsum(num_new_tokens) - num_new_tokens
+        positions = np.arange(last + 1, dtype=np.int64) + np.repeat(positions - first, num_new_tokens)
+        input_ids = np.empty(last + 1, np.int64)
+        for (sequence, n), row, start in zip(chosen, first.tolist(), starts, strict=True):
+            if n == 1:
+                input_ids[row] = _token_at(sequence, start)
+            else:
+                input_ids[row : row + n] = sequence.token_ids()[start : start + n]
+    return Batch(
+        sequences=sequences,
+        sequence_ids=sequence_ids,
+        num_new_tokens=num_new_tokens,
+        input_ids=input_ids,
+        positions=positions,
+        logit_rows=np.array(logit_rows, np.int64),
+        sampled=sequences if is_decode else sampled,
+        draw_rows=np.array(draw_rows, np.int64),
+        plan=plan,
+        closed_ids=closed_ids,
+    )
+
+
+def next_decodes(
+    batch: Batch[RequestSequence], tokens: Int64Array, plan: StepPlan, closed_ids: Int64Array
+) -> Batch[RequestSequence]:
+    """The batch in which the sequences of a batch of decodes each compute the token that they drew in it."""
+    return Batch(
+        sequences=batch.sequences,
+        sequence_ids=batch.sequence_ids,
+        num_new_tokens=batch.num_new_tokens,
+        input_ids=tokens,
+        positions=batch.positions + 1,
+        logit_rows=batch.logit_rows,
+        sampled=batch.sequences,
+        draw_rows=batch.draw_rows,
+        plan=plan,
+        closed_ids=closed_ids,
+    )
+
+
+def _token_at(sequence: RequestSequence, position: int) -> int:
+    if position + 1 == sequence.num_tokens:
+        return sequence.last_token
+    return int(sequence.token_ids()[position])
