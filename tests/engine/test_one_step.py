@@ -139,18 +139,11 @@ def annotated_any() -> list[str]:
     found: list[str] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            pairs: list[tuple[str, ast.expr | None]] = []
-            if isinstance(node, ast.arg):
-                pairs = [(node.arg, node.annotation)]
-            elif isinstance(node, ast.AnnAssign):
-                pairs = [(ast.unparse(node.target).split(".")[-1], node.annotation)]
-            for name, annotation in pairs:
-                if (
-                    name.lstrip("_") in CARRIERS
-                    and annotation is not None
-                    and ast.unparse(annotation) == "Any"
-                ):
-                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {name}")
+            if not isinstance(node, ast.arg | ast.AnnAssign) or node.annotation is None:
+                continue
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target).split(".")[-1]
+            if name.lstrip("_") in CARRIERS and ast.unparse(node.annotation) == "Any":
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {name}")
     return found
 
 
