@@ -24,7 +24,6 @@ import inspect
 import math
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, field, fields, replace
 from dataclasses import dataclass as plain_dataclass
@@ -36,7 +35,6 @@ from pydantic_core import ArgsKwargs
 
 from quire.errors import ArgumentError
 from quire.registry import Registry
-from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.kv_dtype import kv_dtype_text
@@ -452,11 +450,7 @@ class EngineConfig:
     @model_validator(mode="before")
     @classmethod
     def _split_storage(cls, given: ArgsKwargs) -> ArgsKwargs:
-        options = with_new_names(given.kwargs or {}, {"park_memory": "swap_memory"}, stacklevel=5)
-        if options.get("preemption") == "park":
-            warnings.warn('preemption "park" is called "swap" now', DeprecationWarning, stacklevel=4)
-            options["preemption"] = "swap"
-        return ArgsKwargs(given.args, spelled_out(options))
+        return ArgsKwargs(given.args, spelled_out(given.kwargs or {}))
 
     @model_validator(mode="after")
     def _check_partners(self) -> EngineConfig:

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from quire.renamed import renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
@@ -52,7 +51,6 @@ class AsyncConversation(ConversationCore):
         self._engine = engine
         self._answer: list[int] = []  # of the turn under way, so far
 
-    @renamed(retention="cache_priority")
     async def generate(
         self,
         params: SamplingParams | None = None,

@@ -28,7 +28,6 @@ from quire.engine.driver import Answer, FlowControl
 from quire.engine.llm import LLM
 from quire.engine.llm_pins import COMPUTE_PROMPT
 from quire.errors import ArgumentError, CancelledError
-from quire.renamed import renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt, encode
 from quire.scheduler.request import RequestOutput
@@ -165,7 +164,6 @@ class AsyncEngine:
         """What the last step failed with, until one succeeds."""
         return self._driver.failure
 
-    @renamed(retention="cache_priority")
     def generate(
         self,
         prompt: Any,

@@ -23,7 +23,6 @@ from quire.engine.llm_pins import LLMPins
 from quire.engine.llm_tenants import LLMTenants
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
-from quire.renamed import moved, renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt, paired
 from quire.scheduler.request import RequestOutput
@@ -124,7 +123,6 @@ class LLM:
 
     # -- generating ------------------------------------------------------------------------------------
 
-    @renamed(retention="cache_priority")
     def generate(
         self,
         prompts: Any,
@@ -153,7 +151,6 @@ class LLM:
                 _log.error("request %s failed: %s", output.request_id, output.error)
         return finished
 
-    @renamed(retention="cache_priority")
     def stream(
         self,
         prompt: Any,
@@ -299,13 +296,3 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # Names of an earlier release.
-    pin, unpin = moved("pin", "pins.add"), moved("unpin", "pins.remove")
-    publish, keep_for = moved("publish", "pins.publish"), moved("keep_for", "pins.keep_for")
-    check_pin = moved("check_pin", "pins.check")
-    add_tenant, remove_tenant = moved("add_tenant", "tenants.add"), moved("remove_tenant", "tenants.remove")
-    explain, report = moved("explain", "monitor.explain"), moved("report", "monitor.report")
-    subscribe = moved("subscribe", "monitor.subscribe")
-    publish_events = moved("publish_events", "monitor.publish_events")
-    tier_counts = moved("tier_counts", "monitor.tier_counts")

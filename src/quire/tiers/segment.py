@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -186,11 +185,3 @@ def _check_payload(header: dict[str, Any], num_bytes: int, digest: int) -> None:
 
 def _token_digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "SegmentShape":
-        text = "quire.tiers.segment.SegmentShape is called quire.spec.payload.PayloadLayout now"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return PayloadLayout
-    raise AttributeError(f"module 'quire.tiers.segment' has no attribute {name!r}")

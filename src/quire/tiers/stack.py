@@ -41,12 +41,11 @@ import numpy as np
 
 from quire.errors import ArgumentError
 from quire.spec.payload import PayloadLayout
-from quire.tiers.outgoing import Outgoing
 from quire.tiers.segment import Layout, Segment, encode
 from quire.tiers.segment_key import SegmentKey
 from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
 from quire.tiers.tier_changes import TierChanges
-from quire.tiers.tier_worker import Fetched, TierCounts, TierWorker
+from quire.tiers.tier_worker import Fetched, OutgoingSegment, TierCounts, TierWorker
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
@@ -146,7 +145,7 @@ class TierStack:
         """
         num_queued = 0
         for name, payload in segments:
-            outgoing = Outgoing(
+            outgoing = OutgoingSegment(
                 name,
                 name.info(cache_priority=cache_priority, owner=owner),
                 payload,
@@ -374,7 +373,7 @@ class TierStack:
                 tier.loaded(num_bytes, (self._clock() - started) / self._num_batches(load))
             for name, fetched in zip(names, found, strict=False):
                 info = name.info(cache_priority=cache_priority, owner=owner)
-                outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
+                outgoing = OutgoingSegment(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                 for one in above:
                     one.store(outgoing, promoted=True)
             indices = indices[count:]

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from quire.tiers.check_finite import is_payload_finite
-from quire.tiers.outgoing import Outgoing
 from quire.tiers.segment import Layout, SegmentError, check_parts, decode
 from quire.tiers.segment_key import SegmentKey
 from quire.tiers.throughput import Throughput
@@ -38,7 +37,7 @@ from quire.tiers.tier import (
 from quire.tiers.tier_changes import TierChanges
 from quire.tiers.workers import Workers
 
-__all__ = ["Fetched", "TierCounts", "TierWorker"]
+__all__ = ["Fetched", "OutgoingSegment", "TierCounts", "TierWorker"]
 
 _log = logging.getLogger("quire")
 _NICE = 5  # storing can wait, a step should not
@@ -55,6 +54,37 @@ class Fetched:
     num_bytes: int
     make: Callable[[], list[memoryview]]
     was_queued: bool = False
+
+
+class OutgoingSegment:
+    """A segment on its way into tiers. Its value is made once for all of them, when the first tier needs it.
+
+    payload: uint8, the content of the value. num_bytes: bytes that the queue counts for it; None: those of the payload.
+    """
+
+    def __init__(
+        self,
+        name: SegmentKey,
+        info: SegmentInfo,
+        payload: np.ndarray,
+        encode: Callable[[], list[memoryview]],
+        num_bytes: int | None = None,
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.payload = payload.view()
+        self.payload.flags.writeable = False
+        self.num_bytes = payload.nbytes if num_bytes is None else num_bytes
+        self._encode = encode
+        self._parts: list[memoryview] | None = None
+        self._lock = threading.Lock()
+
+    def parts(self) -> list[memoryview]:
+        """The value, as parts to write one after the other. *raises:* SegmentError: a payload of the wrong size."""
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._encode()
+            return self._parts
 
 
 @dataclass(frozen=True)
@@ -117,7 +147,7 @@ class TierWorker:
             Throughput(),
         )  # each; of a byte, checks and delivery included
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
-        self._waiting: dict[bytes, Outgoing] = {}  # what is queued
+        self._waiting: dict[bytes, OutgoingSegment] = {}  # what is queued
         self._refused: bytes | None = None  # the last one the tier said no to
         self._logged: set[tuple[str, ...]] = set()
 
@@ -295,7 +325,7 @@ class TierWorker:
         with self._lock:
             self._loading.add(seconds, num_bytes)
 
-    def store(self, outgoing: Outgoing, *, promoted: bool = False) -> bool:
+    def store(self, outgoing: OutgoingSegment, *, promoted: bool = False) -> bool:
         """Queues it; whether it is queued, now or already. A full queue drops it."""
         key, cache_priority = outgoing.name.key, outgoing.info.cache_priority
         with self._lock:
@@ -313,7 +343,7 @@ class TierWorker:
         self.count("dropped")
         return False
 
-    def _store_now(self, outgoing: Outgoing, promoted: bool) -> None:
+    def _store_now(self, outgoing: OutgoingSegment, promoted: bool) -> None:
         key = outgoing.name.key
         seen = self._notices.mark()
         try:
