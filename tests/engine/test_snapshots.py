@@ -460,21 +460,21 @@ def test_snapshots_count_in_the_disk_caches_cap_and_take_half_of_it(tmp_path: Pa
         conversation.generate(GREEDY)
         conversation.snapshot("a")
         size = SnapshotFiles(tmp_path).num_bytes()
-        assert disk.use().beside == size > 4 * len(conversation.token_ids)
+        assert disk.usage().other == size > 4 * len(conversation.token_ids)
         large = tmp_path / "quire-cache.snapshot-0123456789abcdef-large"
         large.write_bytes(bytes(8 << 20))
         with pytest.raises(TierError, match="half of the disk cache"):
             conversation.snapshot("b")
         assert [one.name for one in llm.snapshots()] == ["a"]
-        assert disk.use().beside == size + (8 << 20)
+        assert disk.usage().other == size + (8 << 20)
         os.truncate(large, (8 << 20) - size - 40)  # its time may be written with some digits more
         conversation.snapshot("a", overwrite=True)  # what is overwritten does not count
         size = SnapshotFiles(tmp_path).num_bytes()
-        assert disk.use().beside == size <= 8 << 20
+        assert disk.usage().other == size <= 8 << 20
     with opened(tmp_path, disk_cache_size="16MiB") as llm:
         assert llm.tiers is not None
         assert llm.tiers.disk is not None
-        assert llm.tiers.disk.use().beside == size
+        assert llm.tiers.disk.usage().other == size
 
 
 def test_nothing_is_kept_of_what_is_not_known_to_be_right(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
 
     tier = DiskTier(folder, None)
     try:
-        roots, use, cap = tier.roots(), tier.use(), tier.max_bytes()
+        roots, use, cap = tier.roots(), tier.usage(), tier.max_bytes()
         num_snapshots, snapshot_bytes = count_snapshots(tier.path), SnapshotFiles(tier.path).num_bytes()
     finally:
         tier.close()
@@ -237,10 +237,10 @@ def prune(
     to_bytes = parse_size(to, where="--to")
     tier = DiskTier(folder, None)
     try:
-        tier.count_beside(SnapshotFiles(tier.path).num_bytes())
-        before = tier.use().total
+        tier.count_other_files(SnapshotFiles(tier.path).num_bytes())
+        before = tier.usage().total
         removed = tier.prune(to_bytes)
-        after, left = tier.use().total, tier.stats().num_values
+        after, left = tier.usage().total, tier.stats().num_values
     finally:
         tier.close()
     print(

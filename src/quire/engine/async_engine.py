@@ -155,7 +155,7 @@ class AsyncEngine:
         self._closing = False
         if self.llm.tiers is not None and (monitor := self._engine.monitor) is not None:
             # Tiers go on after the last step, and who follows them is to hear of it.
-            self.llm.tiers.stack.notices.on_first = lambda: self._driver.post(monitor.collect)
+            self.llm.tiers.stack.changes.on_first = lambda: self._driver.post(monitor.collect)
         # One: however many new grammars are asked for, they take one core, and no thread that others wait for.
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
 

@@ -35,7 +35,7 @@ from quire.engine.serving_plan import refuse_if_none_fits, require_room
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.device import HOST
 from quire.offload.offloaded_sequence import InEngine
-from quire.offload.open_tiers import OpenTiers, open_tiers, swap_of
+from quire.offload.open_tiers import OpenTiers, open_tiers, open_swap
 from quire.offload.throughputs import Throughputs
 from quire.saved_folder import SavedFolder
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
@@ -185,14 +185,16 @@ class EngineCore:
                 self.prepared, opened.storage, num_threads=config.num_threads, profile=self.profile
             )
             speeds = Throughputs()
-            swap = swap_of(config, opened.cache, opened.storage, speeds)
+            swap = open_swap(config, opened.cache, opened.storage, speeds)
             if shares_prefixes(opened.cache) and opened.cache.prefix_caching:
-                feed = EventDispatcher(opened.cache)
+                dispatcher = EventDispatcher(opened.cache)
                 if config.has_tiers:
-                    self.tiers = open_tiers(config, opened.cache, opened.storage, fingerprint, speeds, feed)
-                tier_events = None if self.tiers is None else self.tiers.events()
+                    self.tiers = open_tiers(
+                        config, opened.cache, opened.storage, fingerprint, speeds, dispatcher
+                    )
+                tier_events = None if self.tiers is None else self.tiers.open_events()
                 mirror = None if self.tiers is None else self.tiers.stores.mirror
-                self.monitor = CacheMonitor(opened.cache, feed, mirror=mirror, tier_events=tier_events)
+                self.monitor = CacheMonitor(opened.cache, dispatcher, mirror=mirror, tier_events=tier_events)
             self.engine = Engine(
                 self.runner,
                 opened.cache,

@@ -309,7 +309,7 @@ class Engine:
                 touched += self._compute(scheduled)
                 seconds = self._clock() - started
                 if scheduled.is_prompt:
-                    self._speeds.computed(len(scheduled.input_ids), seconds)
+                    self._speeds.add_computation(len(scheduled.input_ids), seconds)
                     self._prefill.add(len(scheduled.input_ids), seconds)
                 else:
                     self._decode.add(len(scheduled.sampled), seconds)

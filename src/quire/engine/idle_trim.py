@@ -56,9 +56,9 @@ class IdleTrim:
     def _give_back(self, num_bytes: int) -> None:
         tiers = self._tiers
         if tiers is not None and tiers.host is not None:
-            num_bytes -= tiers.host.give_back(num_bytes)
+            num_bytes -= tiers.host.evict_bytes(num_bytes)
             give_back_freed()
         if num_bytes > 0 and self._budget.cached_bytes:
-            with nullcontext() if tiers is None else tiers.stores.sparing("host"):
+            with nullcontext() if tiers is None else tiers.stores.excluding("host"):
                 self._budget.give_back_cached(num_bytes)
             self._given_back_at = self._budget.use

@@ -86,7 +86,7 @@ class ModelChanges:
             if self._tiers is not None:
                 found = engine_fingerprint(loaded, self._backend)
                 offsets = self._prepared.key_offsets
-                self._tiers.renew(stored_fingerprint(found, self._storage.spec, offsets))
+                self._tiers.set_fingerprint(stored_fingerprint(found, self._storage.spec, offsets))
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error

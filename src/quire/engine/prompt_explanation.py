@@ -184,13 +184,13 @@ def explain(
             return question, None
         return question, loads.look_up(question.tokens, key.namespace, key.extra_keys)
 
-    before = {} if loads is None else loads.unanswered()
+    before = {} if loads is None else loads.num_unanswered()
     question, search = in_engine(begin)
     silent: tuple[str, ...] = ()
     if loads is not None and search is not None:
         search.ended.wait(_TIERS_S)
-        waited_for = loads.waited_for(search)
-        after = loads.unanswered()
+        waited_for = loads.pending_tiers(search)
+        after = loads.num_unanswered()
         silent = tuple(name for name in after if name in waited_for or after[name] > before[name])
     found = in_engine(lambda: _in_memory(cache, monitor, tenants, question, loads, search, silent))
     if isinstance(found, PromptExplanation):
@@ -280,7 +280,7 @@ def _in_tiers(search: Search, found: int) -> dict[str, int]:
     """Tokens beyond `found` that could be loaded, by tier."""
     by_tier: dict[str, int] = {}
     last = search.num_tokens(found) if search.done else found
-    for name, tier in search.beyond(found) if search.done else []:
+    for name, tier in search.chain_behind(found) if search.done else []:
         stop = min(name.end, last)
         if stop > found:
             by_tier[tier] = by_tier.get(tier, 0) + stop - found

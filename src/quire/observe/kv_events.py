@@ -64,12 +64,12 @@ class TierSource(Protocol):
 
     def stop(self) -> None: ...
 
-    def take(self) -> list[KVEvent]:
+    def pop_events(self) -> list[KVEvent]:
         """What has happened since the last call."""
         ...
 
     def snapshot(self) -> list[KVEvent]:
-        """What tiers have now, as far as `take` has told it."""
+        """What tiers have now, as far as `pop_events` has told it."""
         ...
 
 
@@ -105,7 +105,7 @@ class KVEventSubscribers:
             raise
         if not self._callbacks:
             self._known = known
-            self._mirror.listeners.append(self._tell_changes)
+            self._mirror.listeners.append(self._send_changes)
         self._callbacks.append(callback)
         return lambda: self._remove(callback)
 
@@ -113,22 +113,22 @@ class KVEventSubscribers:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
             if not self._callbacks:
-                self._mirror.listeners.remove(self._tell_changes)
+                self._mirror.listeners.remove(self._send_changes)
                 self._known = KnownParents()
                 if self._tiers is not None:
                     self._tiers.stop()
 
     def collect(self) -> None:
         """Tells what tiers have done since the last call."""
-        if self._callbacks and self._tiers is not None and (events := self._tiers.take()):
-            self._tell(events)
+        if self._callbacks and self._tiers is not None and (events := self._tiers.pop_events()):
+            self._send(events)
 
-    def _tell_changes(self, changes: list[Change]) -> None:
+    def _send_changes(self, changes: list[Change]) -> None:
         # Where there are tiers memory is not all there is.
         cleared = AllBlocksCleared(None if self._tiers is None else MEDIUM)
-        self._tell(_events(changes, self._mirror.block_size, cleared))
+        self._send(_events(changes, self._mirror.block_size, cleared))
 
-    def _tell(self, events: list[KVEvent]) -> None:
+    def _send(self, events: list[KVEvent]) -> None:
         told = self._known.pass_on(events)
         if not told:
             return

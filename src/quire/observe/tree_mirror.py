@@ -85,20 +85,20 @@ class Change:
 class BlockRecorder(Protocol):
     """Who keeps something of its own for each block, and acts while the bytes of what goes are still there."""
 
-    def block_stored(self, block: Block, event: CacheEvent) -> None:
+    def record_stored(self, block: Block, event: CacheEvent) -> None:
         """The block is new, or has blocks that it had not; they stand in it already."""
         ...
 
-    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
+    def record_loss(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
         """Some of its blocks are given up: they stand in it still, and their bytes where they were
         (`EventDispatcher`)."""
         ...
 
-    def block_gone(self, block: Block) -> None:
+    def record_removed(self, block: Block) -> None:
         """It has no blocks any more, and is not in the mirror."""
         ...
 
-    def all_gone(self) -> None:
+    def record_cleared(self) -> None:
         """The mirror is empty."""
         ...
 
@@ -106,7 +106,7 @@ class BlockRecorder(Protocol):
 class TreeMirror:
     """See the module's text. `apply` is an `EventDispatcher`'s listener.
 
-    watchers: called with each block as it comes and goes. listeners: take every change in order, those of several
+    recorders: called with each block as it comes and goes. listeners: take every change in order, those of several
     events together.
     """
 
@@ -124,7 +124,7 @@ class TreeMirror:
         self.roots: dict[bytes, dict[int, Block]] = {}
         # Gone, with a block behind them still, which a floor keeps: the tree's node is there, and may be filled again.
         self._hollow: dict[int, Block] = {}
-        self.watchers: list[BlockRecorder] = []
+        self.recorders: list[BlockRecorder] = []
         self.listeners: list[Callable[[list[Change]], None]] = []
 
     def apply(self, events: list[CacheEvent], forgotten: Forgotten = DROPPED) -> None:
@@ -139,8 +139,8 @@ class TreeMirror:
             gone = [block for block in self.by_id.values() if block.is_there]
             for table in (self.by_id, self.by_hash, self.roots, self._hollow):
                 table.clear()
-            for watcher in self.watchers:
-                watcher.all_gone()
+            for recorder in self.recorders:
+                recorder.record_cleared()
             for block in gone:
                 block.is_there = False
                 yield Change("removed", block, "cleared", cause="dropped")
@@ -155,16 +155,16 @@ class TreeMirror:
             for column, block_id in enumerate(event.block_ids):
                 if block_id >= 0:
                     block.block_ids[column] = block_id
-            for watcher in self.watchers:
-                watcher.block_stored(block, event)
+            for recorder in self.recorders:
+                recorder.record_stored(block, event)
             if self._is_whole(block) and not block.is_there:
                 block.is_there, block.made_at, block.owner_id = True, now, event.owner_id
                 yield Change("stored", block)
             return
         if block is None:
             return
-        for watcher in self.watchers:
-            watcher.block_going(block, event, forgotten)
+        for recorder in self.recorders:
+            recorder.record_loss(block, event, forgotten)
         for column, block_id in enumerate(event.block_ids):
             if block_id >= 0:
                 block.block_ids[column] = -1
@@ -175,8 +175,8 @@ class TreeMirror:
             yield Change("removed", block, reason, event.owner_id, cause, event.cache_priority)
         if max(block.block_ids) < 0:
             self._remove(block)
-            for watcher in self.watchers:
-                watcher.block_gone(block)
+            for recorder in self.recorders:
+                recorder.record_removed(block)
 
     def _is_whole(self, block: Block) -> bool:
         if self._needed:

@@ -112,7 +112,7 @@ class Swap:
         else:
             payload = np.empty(0, np.uint8)
         state = None if states is None or slot is None else states.read(slot)
-        self._speeds.copied(num_bytes, self._clock() - began)
+        self._speeds.add_copy(num_bytes, self._clock() - began)
         sequence.swapped = Swapped(sequence.num_computed, origins, payload, state)
         self.num_bytes += num_bytes
         self.num_swapped += 1
@@ -163,7 +163,7 @@ class Swap:
         num_restored = swapped.num_tokens - found
         num_bytes = self._layout.num_bytes(swapped.num_tokens, [max(found, origin) for origin in origins])
         num_bytes += 0 if swapped.state is None else swapped.state.nbytes
-        self._speeds.copied(num_bytes, self._clock() - began)
+        self._speeds.add_copy(num_bytes, self._clock() - began)
         self._cache.commit(cache_sequence, swapped.num_tokens)
         self.num_restored_tokens += num_restored
         return swapped.num_tokens

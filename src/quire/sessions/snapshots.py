@@ -13,7 +13,7 @@ Invariants
     O2  segments are kept while some snapshot of their namespace needs them. Where the disk refuses to let them go, what
         was set aside stays until it does (`settle`): tried by every call here, and once by an engine that starts.
 
-    O3  the files count in the disk cache's cap (`DiskTier.count_beside`), and take at most half of it.
+    O3  the files count in the disk cache's cap (`DiskTier.count_other_files`), and take at most half of it.
 
 Cost of `save`: two syncs, and for each segment the disk lacks a copy of its bytes in the engine's thread (0.5 to 2 MiB)
 and a store in the caller's; O(blocks known to memory) once.
@@ -41,7 +41,7 @@ from quire.sessions.snapshot_files import (
 )
 from quire.sessions.transcript import Transcript
 from quire.tiers.segment import Layout, Segment, encode
-from quire.tiers.segment_key import SegmentKey, chain_names
+from quire.tiers.segment_key import SegmentKey, chain_keys
 from quire.tiers.tier import TierError
 
 __all__ = ["Snapshot", "SnapshotLimits", "Snapshots"]
@@ -198,7 +198,7 @@ class Snapshots:
     def count_files(self) -> None:
         """O3. What fails is said in the log."""
         try:
-            self._disk.count_beside(self._files.num_bytes())
+            self._disk.count_other_files(self._files.num_bytes())
         except TierError as error:
             _log.warning("the disk cache may take more than its cap, by its snapshots: %s", error)
 
@@ -215,7 +215,7 @@ class Snapshots:
 
     def _chain(self, record: SnapshotRecord, namespace: bytes) -> list[SegmentKey]:
         tiers = self._tiers
-        return chain_names(
+        return chain_keys(
             root_key(tiers.fingerprint, namespace),
             record.token_ids,
             tiers.segment_tokens,
@@ -229,45 +229,45 @@ class Snapshots:
         if not stores.is_trusted(_FLUSH_S):
             raise TierError("the model's kept weights are not verified yet")
         self._tiers.stack.flush(_FLUSH_S)  # what memory has just given up may be on its way
-        names = self._chain(record, namespace)
+        keys = self._chain(record, namespace)
         blocks = in_engine(
             lambda: stores.path(namespace, record.token_ids, tuple(sorted(record.extra_keys.items())))
         )
-        notices = self._tiers.stack.notices  # of what goes past the stack
-        seen = notices.mark()
-        there = self._disk.contains([name.key for name in names])
+        changes = self._tiers.stack.changes  # of what goes past the stack
+        seen = changes.mark()
+        there = self._disk.contains([key.hash for key in keys])
         reach = 0
-        for name, is_there in zip(names, there, strict=True):
+        for key, is_there in zip(keys, there, strict=True):
             if is_there:
-                notices.held(self._disk.name, name, seen)
-                reach = name.end
+                changes.add_stored(self._disk.name, key, seen)
+                reach = key.end
                 continue
-            own = blocks[name.start // size : name.end // size]
+            own = blocks[key.start // size : key.end // size]
             payload = None
-            if len(own) * size == len(name.tokens):
-                payload = in_engine(lambda own=own, name=name: stores.payload(own, len(name.tokens)))
-            seen = notices.mark()
-            if payload is None or not self._store(name, payload):
+            if len(own) * size == len(key.tokens):
+                payload = in_engine(lambda own=own, key=key: stores.payload(own, len(key.tokens)))
+            seen = changes.mark()
+            if payload is None or not self._store(key, payload):
                 break
-            notices.held(self._disk.name, name, seen)
-            reach = name.end
-        kept = [*names, *self._keep_state(record, namespace, reach, in_engine)]
-        self._disk.set_cache_priority([name.key for name in kept], _KEEP)
+            changes.add_stored(self._disk.name, key, seen)
+            reach = key.end
+        kept = [*keys, *self._keep_state(record, namespace, reach, in_engine)]
+        self._disk.set_cache_priority([key.hash for key in kept], _KEEP)
 
     def _keep_state(
         self, record: SnapshotRecord, namespace: bytes, reach: int, in_engine: InEngine
     ) -> list[SegmentKey]:
         """The state that the first turn will go on from, stored if the disk lacks it; none of a model without."""
-        states, names = self._tiers.stores.states, self._states(record, namespace, reach)
-        if states is None or not names:
+        states, keys = self._tiers.stores.states, self._states(record, namespace, reach)
+        if states is None or not keys:
             return []
-        on_disk = self._deepest_on_disk(names)
-        keys = tuple(sorted(record.extra_keys.items()))
-        found = in_engine(lambda: states.deepest(namespace, record.token_ids, keys, names[-1].end))
+        on_disk = self._deepest_on_disk(keys)
+        extra_keys = tuple(sorted(record.extra_keys.items()))
+        found = in_engine(lambda: states.deepest_state(namespace, record.token_ids, extra_keys, keys[-1].end))
         if found is not None and (on_disk is None or found[0] > on_disk.end):
-            name = next(name for name in names if name.end == found[0])
-            if self._store(name, found[1], states.layout):
-                return [name]
+            key = next(key for key in keys if key.end == found[0])
+            if self._store(key, found[1], states.layout):
+                return [key]
         return [] if on_disk is None else [on_disk]
 
     def _states(self, record: SnapshotRecord, namespace: bytes, reach: int | None = None) -> list[SegmentKey]:
@@ -276,17 +276,17 @@ class Snapshots:
         if states is None:
             return []
         most = len(record.token_ids) if reach is None else min(reach, len(record.token_ids))
-        keys = tuple(sorted(record.extra_keys.items()))
-        return states.names(namespace, record.token_ids[:most], keys)
+        extra_keys = tuple(sorted(record.extra_keys.items()))
+        return states.keys(namespace, record.token_ids[:most], extra_keys)
 
-    def _deepest_on_disk(self, names: list[SegmentKey]) -> SegmentKey | None:
-        there = self._disk.contains([name.key for name in names])
-        return next((name for name, is_there in zip(names[::-1], there[::-1], strict=True) if is_there), None)
+    def _deepest_on_disk(self, keys: list[SegmentKey]) -> SegmentKey | None:
+        there = self._disk.contains([key.hash for key in keys])
+        return next((key for key, is_there in zip(keys[::-1], there[::-1], strict=True) if is_there), None)
 
-    def _store(self, name: SegmentKey, payload: np.ndarray, layout: Layout | None = None) -> bool:
-        segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
+    def _store(self, key: SegmentKey, payload: np.ndarray, layout: Layout | None = None) -> bool:
+        segment = Segment(key.hash, key.parent, key.start, key.tokens, payload)
         value = encode(segment, layout or self._tiers.stack.layout, made_at=self._clock())
-        return self._disk.store(name.key, value, name.info(cache_priority=_KEEP))
+        return self._disk.store(key.hash, value, key.info(cache_priority=_KEEP))
 
     def _let_go_or_remember(self, record: SnapshotRecord, namespace: bytes) -> None:
         """Of a snapshot that is in no file any more: set aside again where the disk does not let its segments go."""
@@ -306,11 +306,11 @@ class Snapshots:
         """O2: what no other snapshot needs is evicted like everything else from now on."""
         if record.fingerprint != self._tiers.fingerprint:
             return
-        keys = {name.key for name in self._chain(record, namespace) + self._states(record, namespace)}
+        keys = {key.hash for key in self._chain(record, namespace) + self._states(record, namespace)}
         for name in self._files.names(namespace):
             other = self._record(name, namespace)
             if other is not None and other.fingerprint == self._tiers.fingerprint:
-                keys -= {name.key for name in self._chain(other, namespace) + self._states(other, namespace)}
+                keys -= {key.hash for key in self._chain(other, namespace) + self._states(other, namespace)}
         self._disk.set_cache_priority(list(keys), _NORMAL)
 
     def _record(self, name: str, namespace: bytes) -> SnapshotRecord | None:
@@ -324,11 +324,11 @@ class Snapshots:
         is_usable = record.fingerprint == self._tiers.fingerprint
         num_stored = 0
         if is_usable:
-            names = self._chain(record, namespace)
-            for name, is_there in zip(names, self._disk.contains([name.key for name in names]), strict=True):
+            keys = self._chain(record, namespace)
+            for key, is_there in zip(keys, self._disk.contains([key.hash for key in keys]), strict=True):
                 if not is_there:
                     break
-                num_stored = name.end
+                num_stored = key.end
             if self._tiers.stores.states is not None:
                 state = self._deepest_on_disk(self._states(record, namespace, num_stored))
                 num_stored = 0 if state is None else state.end
