@@ -312,7 +312,9 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
             patch.setattr(llm.tiers.disk, "set_cache_priority", refuse)
             llm.remove_snapshot("a")
             assert llm.snapshots() == []
-        assert "what removed snapshots have kept goes last still: the disk is full" in caplog.text
+        assert (
+            "the keys and values of removed snapshots are still evicted last: the disk is full" in caplog.text
+        )
         with monkeypatch.context() as patch:
             patch.setattr("quire.tiers.files.Files.names", gone)
             with pytest.raises(TierError, match=r"the snapshots could not be listed in .*: No such file or"):

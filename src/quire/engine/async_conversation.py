@@ -93,7 +93,7 @@ class AsyncConversation(ConversationCore):
         self, options: RequestOptions, outputs: Outputs
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of what was `asked`, appended when they end. *raises:* ArgumentError: a turn is under way."""
-        self._require_rest()
+        self._require_idle()
         self._turn, self._answer = options.request_id, []
         try:
             async with aclosing(outputs):
@@ -118,7 +118,7 @@ class AsyncConversation(ConversationCore):
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
-        self._require_rest()
+        self._require_idle()
         transcript, core = self._transcript.rewound(position), self._engine.core
         found = await self._engine.between_steps(
             lambda: num_found(transcript, core.engine.tenants, core.cache)
@@ -133,7 +133,7 @@ class AsyncConversation(ConversationCore):
 
         *raises:* SnapshotsFullError: beyond them.
         """
-        self._require_rest()
+        self._require_idle()
         save, engine = self._engine.core.save_snapshot, self._engine
         return await asyncio.to_thread(
             save,

@@ -376,7 +376,7 @@ class AsyncEngine:
 
     def conversation(self, prompt: Any = None, **key: Unpack[PrefixKeywords]) -> AsyncConversation:
         """See `LLM.conversation`."""
-        return AsyncConversation(self, Transcript.begun(self.core.reader, PrefixKey.of(**key), prompt))
+        return AsyncConversation(self, Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt))
 
     async def resume(
         self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]

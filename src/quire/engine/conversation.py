@@ -95,7 +95,7 @@ class Conversation(ConversationCore):
         That is fewer than `position` where memory has given some up, and behind a sliding window: a tier may still have
         them, else they are computed by the next turn.
         """
-        self._require_rest()
+        self._require_idle()
         transcript, core = self._transcript.rewound(position), self._core
         found = self.driver.call_open(lambda: num_found(transcript, core.engine.tenants, core.cache))
         self._transcript = transcript
@@ -103,7 +103,7 @@ class Conversation(ConversationCore):
 
     def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
         """Keeps the conversation under a name in the disk cache, its keys and values too; see `LLM.snapshots`."""
-        self._require_rest()
+        self._require_idle()
         self.driver.require_open()
         return self._core.save_snapshot(name, self._transcript, self.driver.call_open, overwrite=overwrite)
 

@@ -58,7 +58,7 @@ class LLM:
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
     @shows_options
     def __init__(self, model: Any = None, **options: Any) -> None:
-        config = EngineConfig.of(model, options)
+        config = EngineConfig.from_arguments(model, options)
         self.core = core = EngineCore(config)
         self.name, self.tokenizer, self.spec = core.name, core.tokenizer, core.spec
         self.vocab_size, self.max_model_len = core.vocab_size, core.max_model_len
@@ -203,7 +203,7 @@ class LLM:
         key: whose content it is, see `PrefixKey`. *raises:* PromptError.
         """
         self.driver.require_open()
-        first = Transcript.begun(self.core.reader, PrefixKey.of(**key), prompt)
+        first = Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt)
         return Conversation(self.core, self.driver, first)
 
     def resume(self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]) -> Conversation:

@@ -188,7 +188,7 @@ def plan(
         ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
         UnsupportedModelError: the model, as far as its config and headers tell.
     """
-    config = EngineConfig.of(model, options)
+    config = EngineConfig.from_arguments(model, options)
     forms = {"kv_dtype": kv_dtype, "weights": weights}
     config = replace(config, **{name: value for name, value in forms.items() if value is not None})
     for name, value, least in (

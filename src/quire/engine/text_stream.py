@@ -56,7 +56,7 @@ class TextStream:
         try:
             if self._mailbox.is_empty:
                 self._driver.want(self.request_id)
-            answer = self._mailbox.take()[self.request_id]
+            answer = self._mailbox.pop_all()[self.request_id]
             if isinstance(answer, BaseException):
                 raise answer
             return answer
