@@ -18,7 +18,6 @@ ORDER = [
     "sizes",
     "kept_folder",
     "secret_text",
-    "renamed",
     "spec",
     "config",
     "process",

@@ -51,7 +51,7 @@ class Followed:
         assert loads is not None
         self.tiers = tiers
         self.events = TierEvents(stack, stores, loads, b"a model", 4, max_segments=max_segments)
-        self.monitor = CacheMonitor(self.engine.cache, stores.feed, tier_events=self.events)
+        self.monitor = CacheMonitor(self.engine.cache, stores.dispatcher, tier_events=self.events)
         self.engine.engine.monitor = self.monitor
         self.stores = stores
         self.follower = Follower()

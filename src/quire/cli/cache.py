@@ -20,7 +20,7 @@ from quire.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-    from quire.engine.recompute import Compared
+    from quire.engine.recompute import SegmentComparison
 
 __all__ = ["cache"]
 
@@ -139,7 +139,7 @@ def verify(
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []
-    compared: list[Compared] | None = None
+    compared: list[SegmentComparison] | None = None
     try:
         tier.check()
         for damage in find_damage(tier):
@@ -193,7 +193,7 @@ def verify(
     return 1 if damaged or differs else 0
 
 
-def _recomputed_json(compared: list[Compared]) -> dict[str, Any]:
+def _recomputed_json(compared: list[SegmentComparison]) -> dict[str, Any]:
     reasons = Counter(one.reason for one in compared if one.reason)
     return {
         "equal": sum(not one.reason and not one.difference for one in compared),
@@ -212,7 +212,7 @@ def _recomputed_json(compared: list[Compared]) -> dict[str, Any]:
     }
 
 
-def _print_recomputed(compared: list[Compared]) -> None:
+def _print_recomputed(compared: list[SegmentComparison]) -> None:
     found = _recomputed_json(compared)
     for one in found["different"]:
         where = f": layer {one['layer']}, first at token {one['token']}" if one["layer"] >= 0 else ""

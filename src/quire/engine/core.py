@@ -82,8 +82,8 @@ def _check_formats(spec: KVSpec, name: str | None) -> None:
         if kv_format not in device.kv_formats:
             raise ArgumentError(
                 f"expected a format of K and V that backend {device.name!r} attends to, "
-                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {kv_format} - in `kv_dtype`; take auto, "
-                'or backend="python", slow, which has them all'
+                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {kv_format} - in `kv_dtype`; take "
+                'auto, or backend="python", slow, which has them all'
             )
 
 

@@ -34,14 +34,14 @@ class IdleTrim:
         self.shortage = shortage or MemoryShortage()
         self._budget = budget
         self._tiers = tiers
-        self._trimmed_use: object = None  # the budget's `use` at the last return of unused memory
+        self._trimmed_use: object = None  # the budget's `usage` at the last return of unused memory
 
     def __call__(self) -> bool:
         """Trims; True if content is left, so that another call may be of use before the next step."""
         budget = self._budget
-        if self._trimmed_use != budget.use:
-            budget.give_back_unused()
-            self._trimmed_use = budget.use
+        if self._trimmed_use != budget.usage:
+            budget.release_unused()
+            self._trimmed_use = budget.usage
         if not self._can_trim:
             return False
         if missing := self.shortage.missing_bytes():
@@ -60,5 +60,5 @@ class IdleTrim:
             give_back_freed()
         if num_bytes > 0 and self._budget.cached_bytes:
             with nullcontext() if tiers is None else tiers.stores.excluding("host"):
-                self._budget.give_back_cached(num_bytes)
-            self._trimmed_use = self._budget.use
+                self._budget.evict_cached(num_bytes)
+            self._trimmed_use = self._budget.usage
