@@ -342,7 +342,7 @@ class AsyncEngine:
         owner: str | None = None,
         **key: Unpack[PrefixKeywords],
     ) -> Pin:
-        """`llm.pins.add()`. What memory lacks of the prompt is computed by a request among the others."""
+        """`llm.pins.add()`. A request of its own computes the part of the prompt that memory lacks."""
         tokens = encode(prompt, self.tokenizer).token_ids
         await self.between_steps(lambda: self.pins.check(tokens, ttl=ttl, **key))
         return await self._pinned(

@@ -34,7 +34,7 @@ from quire.engine.serving_plan import refuse_if_none_fits, require_room
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.device import HOST
 from quire.offload.offloaded_sequence import InEngine
-from quire.offload.open_tiers import OpenTiers, open_tiers, open_swap
+from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
 from quire.saved_folder import SavedFolder
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots

@@ -45,8 +45,8 @@ class Runner:
         self._states: Any = getattr(storage, "states", None)
         self._profile = profile or NoProfile()
         self.prepare_seconds = 0.0  # spent in having the storage prepared so far
-        # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
-        # Where no layer attends, the one table leads nowhere, and blocks are the cache's.
+        # Tokens of an entry of each table: constant, like a view's shape except its number of blocks. If no layer
+        # attends, the only table is unused, and blocks are the cache's.
         self._table_tokens = [getattr(storage, "block_size", 1)] * storage.num_tables
         for group in storage.spec.groups:
             for layer in group.layers:
@@ -65,7 +65,7 @@ class Runner:
         began = time.perf_counter()
         states: StatePlan | None = getattr(step.plan, "states", None)
         if states is not None:
-            self._states.apply(states.operations)  # whatever becomes of the step
+            self._states.apply(states.operations)  # also if the step is refused
         self._storage.forget(step.closed_ids)
         try:
             placements = self._storage.prepare(step.plan, step.sequence_ids)

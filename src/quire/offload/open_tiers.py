@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quire.tiers.remote import RemoteTier
     from quire.tiers.stack import TierStack
 
-__all__ = ["OpenTiers", "fingerprint_tag", "open_tiers", "open_swap"]
+__all__ = ["OpenTiers", "fingerprint_tag", "open_swap", "open_tiers"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
 _HEADER_BYTES = 1 << 20  # more than a value's header and signature take

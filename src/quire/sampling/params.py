@@ -1,4 +1,4 @@
-"""What a user asks of the sampler: one immutable record per request.
+"""`SamplingParams`: the sampling options of one request, immutable.
 
 `None` means "not asked for": `resolved` fills it from the model's generation defaults and then from the
 neutral value, so that what the user wrote always wins. Values out of range are refused at construction.
@@ -41,7 +41,7 @@ class SamplingParams:
         end it.
     include_stop_str_in_output: the text includes the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared.
-    seed: the same seed gives the same tokens whatever else runs; None: derived from the engine's seed.
+    seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).

@@ -1,9 +1,9 @@
 """`keep_top_p`: the tokens left by top_p, found among the likeliest few instead of by sorting the vocabulary.
 
-The same set, token by token, as transformers' `TopPLogitsWarper`, which defines it: from the least likely on, it removes
-tokens that together have at most 1 - p. The mass outside of the likeliest k tokens tells how many stay, if fewer than k
-do. The row is sorted if that is not certain: a sum is so near to 1 - p that rounding decides, or tokens with equal
-scores would be separated.
+The same set, token by token, as transformers' `TopPLogitsWarper`, which defines it: from the least likely on, it
+removes tokens that together have at most 1 - p. The mass outside of the likeliest k tokens tells how many stay, if
+fewer than k do. The row is sorted if that is not certain: a sum is so near to 1 - p that rounding decides, or tokens
+with equal scores would be separated.
 
 Each row is computed by itself: its result depends on no other row.
 

@@ -20,7 +20,7 @@ from quire.tiers.tier import Reason, SegmentInfo, TierError
 __all__ = ["LOG_SHARE", "MIN_CAP", "DiskWriter", "StoreCall"]
 
 MIN_CAP = 16 << 20
-# Of the cap, for SQLite's log and its shared memory.
+# The part of the cap for SQLite's log and its shared memory.
 LOG_SHARE = 4 << 20
 _SLAB = 64 << 20
 _MAX_REMOVED = 256  # in one transaction, which keeps the log short
