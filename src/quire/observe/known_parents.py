@@ -97,7 +97,7 @@ class KnownParents:
         for number in event.block_hashes:
             held = self._held.get(number)
             if held is not None and not held.media:
-                self._forget(number, held.block.parent_block_hash)
+                self._forget(number, held.event.parent_block_hash)
 
     def _unreachable(self, known: tuple[int, ...]) -> list[int]:
         """Blocks to report as removed because some of `known` have left their last medium: these and their
