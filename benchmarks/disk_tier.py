@@ -77,7 +77,7 @@ def opening(base: Path, count: int, repetitions: int) -> None:
     value = [memoryview(b"x" * 1000)]  # opening reads none: their size does not matter
     tier = DiskTier(folder, 4 << 30)
     seconds = timed(in_threads, 64, range(count), lambda i: tier.store(keys[i], value, infos[i]))
-    use = tier.use()
+    use = tier.usage()
     for asked in (16, 256):
         some = keys[:: max(1, count // asked)][:asked]
         times = sorted(timed(tier.contains, some) for _ in range(200))

@@ -129,15 +129,15 @@ def reading(llm: LLM, prompt: list[int]) -> float:
     size = loads._segment_tokens
     root, tokens = root_key(loads._fingerprint, b""), np.array(prompt)
     whole = len(tokens) // size * size
-    names = segment_keys(root, tokens[:whole], size)
-    if len(tokens) - whole >= llm.block_size:  # a prefix that ends within a segment is kept block by block
+    keys = segment_keys(root, tokens[:whole], size)
+    if len(tokens) - whole >= llm.block_size:  # what ends within a segment is kept block by block
         blocks = tokens[whole : len(tokens) // llm.block_size * llm.block_size]
-        behind = names[-1].key if names else None
-        names += segment_keys(root, blocks, llm.block_size, start=whole, parent=behind)
+        parent = keys[-1].hash if keys else None
+        keys += segment_keys(root, blocks, llm.block_size, start=whole, parent=parent)
     took = []
     for _ in range(3):
         began = time.perf_counter()
-        load = stack.load(names, into=lambda _, payload: None)
+        load = stack.load(keys, into=lambda _, payload: None)
         load.wait(60)
         took.append(time.perf_counter() - began)
         assert load.outcome == "complete", load.outcome

@@ -18,7 +18,7 @@ from quire import LLM, AsyncEngine, config
 from quire.config import EngineConfig, spelled_out, with_flags
 from quire.errors import ArgumentError
 from quire.server.settings import load_config
-from quire.tiers.by_url import tier_of
+from quire.tiers.by_url import tier_from_url
 
 # Run with the source of quire/config.py in which one line was added.
 ADDED = """
@@ -233,7 +233,7 @@ def test_a_url_with_a_password_is_not_shown_and_may_be_a_variables(monkeypatch: 
     assert named.remote_cache == "env:QUIRE_TEST_URL"  # read where it is used, and nowhere kept
     seen: list[str] = []
     monkeypatch.setattr("quire.tiers.by_url._MAKERS", {"redis": seen.append})
-    tier_of("env:QUIRE_TEST_URL")
+    tier_from_url("env:QUIRE_TEST_URL")
     assert seen == [url]
     monkeypatch.delenv("QUIRE_TEST_URL")
     with pytest.raises(ArgumentError, match="QUIRE_TEST_URL, got none - in `remote_cache`"):

@@ -19,7 +19,6 @@ ORDER = [
     "sizes",
     "saved_folder",
     "secret_text",
-    "renamed",
     "spec",
     "config",
     "process",

@@ -1,18 +1,20 @@
 """`EngineConfig`: every option of an engine, in one class, checked before anything is loaded.
 
-    a keyword of `quire.LLM` and `quire.AsyncEngine`
-    a flag of the verbs that open an engine (`quire.cli.options`)
-    a key of the [model] table of a server's file (`quire.server.settings`)
-    an input of what reckons what fits (`quire.engine.open_storage`, `quire.engine.kv_budget`)
+One field of it is
 
-are one field here: an option is added by one line. What an option does stands where it is used. What only a machine or
-a model can tell (whether so much memory is free, whether a token fits into a piece) is checked there too.
+    a keyword of `quire.LLM` and `quire.AsyncEngine`
+    a flag of the commands that open an engine (`quire.cli.options`)
+    a key of the [model] table of a server's file (`quire.server.settings`)
+    an input of the KV budget (`quire.engine.open_storage`, `quire.engine.kv_budget`)
+
+so that a new option takes one field. The code that uses an option documents its effect, and checks it against the
+machine and the model (is so much memory free, does a token fit into a piece).
 
 Invariants
-    O1  a config that exists has options of the right type, within their range, none of which means nothing beside
-        the others.
-    O2  making one reads no file, makes no folder and imports neither torch nor transformers.
-    O3  whatever is wrong is one ArgumentError that names the option.
+    O1  the options of a config have the right type and are within their range; none is without effect next to the
+        others.
+    O2  making a config reads no file, makes no folder and imports neither torch nor transformers.
+    O3  any fault is one ArgumentError that names the option.
 
 Cost: some 20 us for each config.
 """
@@ -65,10 +67,10 @@ OPTION_OF_STORAGE = {
 }
 STORAGES = tuple(OPTION_OF_STORAGE)
 
-# Those that `quire.engine.open_storage.register` added, and whether sequences can share blocks there.
+# Storages added by `quire.engine.open_storage.register`: whether sequences can share their blocks.
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
 
-_SHARING = ("paged", "virtual", "auto")  # storages of which sequences can share blocks
+_SHARING = ("paged", "virtual", "auto")  # storages whose sequences can share blocks
 _TIERS = ("host_cache", "disk_cache", "remote_cache")
 _LEAST_SECRET = 16  # bytes
 _IDLE_TRIM_S = 60.0
@@ -80,10 +82,10 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 @plain_dataclass(frozen=True)
 class Option:
-    """What a field of `EngineConfig` tells people.
+    """The documentation of a field of `EngineConfig`.
 
-    storages: those that it means something to; none: all. short: a second name of its flag. is_secret: neither a flag
-    nor a key of [model], and not shown. may_hide: its value may have a secret in it, and is not shown.
+    storages: storages that use the option; empty: all. short: a second name of its flag. is_secret: the option is
+    neither a flag nor a key of [model], and not shown. may_hide: the value may contain a secret, and is not shown.
     """
 
     metavar: str | None
@@ -94,13 +96,13 @@ class Option:
     may_hide: bool = False
 
 
-def option(default: Any, *about: Any, **more: Any) -> Any:
-    """A field of `EngineConfig`: its default, and what `Option` takes."""
-    made = Option(*about, **more)
+def option(default: Any, *arguments: Any, **keywords: Any) -> Any:
+    """A field of `EngineConfig`: its default, and the arguments of `Option`."""
+    made = Option(*arguments, **keywords)
     return field(default=default, repr=not (made.is_secret or made.may_hide), metadata={"option": made})
 
 
-# -- what a value may be; None is left to the type --------------------------------------------------
+# -- checks of values; the type says whether None may be -------------------------------------------------
 
 
 def _checked(check: Callable[[str, Any], Any]) -> BeforeValidator:
@@ -154,12 +156,12 @@ def _share(name: str, value: Any) -> None:
 
 
 def _folder(name: str, value: Any) -> None:
-    # An empty name, as of a variable that is not set, would be the folder the process happens to be in.
+    # An empty name, as of an unset variable, would be the current folder.
     if not isinstance(value, str | os.PathLike) or not str(os.fspath(value)).strip():
         raise ArgumentError(f"expected a folder, got {value!r}")
 
 
-def _kept(value: Any) -> Any:
+def _auto_off_or_folder(value: Any) -> Any:
     if not isinstance(value, str | os.PathLike) or not str(os.fspath(value)).strip():
         raise ArgumentError(f"expected auto, off or a folder, got {value!r}")
     return value
@@ -183,7 +185,7 @@ def parse_growth(growth: str) -> tuple[str, int | None]:
 
 
 def check_secret(secret: Any, name: str = "tenant_secret") -> None:
-    """*raises:* ArgumentError for one that is no secret; it is not shown."""
+    """*raises:* ArgumentError: the value is no secret; the error does not show it."""
     if secret is not None and not (isinstance(secret, bytes) and len(secret) >= _LEAST_SECRET):
         got = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise ArgumentError(
@@ -192,19 +194,19 @@ def check_secret(secret: Any, name: str = "tenant_secret") -> None:
 
 
 def secret_bytes(secret: str | bytes) -> bytes:
-    """Of a secret that may be text."""
+    """The bytes of a secret that may be text."""
     return secret.encode(errors="surrogatepass") if isinstance(secret, str) else secret
 
 
-def _text_or_secret(name: str, value: Any) -> None:
+def _check_secret_or_text(name: str, value: Any) -> None:
     check_secret(secret_bytes(value) if isinstance(value, str) else value, name)
 
 
 def _dtype(value: Any) -> str:
-    """*raises:* ArgumentError for what is no registered format of keys and values."""
-    *most, last = ("auto", *element_formats())
-    if (name := str(value).removeprefix("torch.")) not in (*most, last):
-        raise ArgumentError(f"expected {', '.join(most)} or {last}, got {name!r} - in `dtype`")
+    """*raises:* ArgumentError: no registered format of keys and values."""
+    *others, last = ("auto", *element_formats())
+    if (name := str(value).removeprefix("torch.")) not in (*others, last):
+        raise ArgumentError(f"expected {', '.join(others)} or {last}, got {name!r} - in `dtype`")
     return name
 
 
@@ -218,7 +220,7 @@ _DType = Annotated[str, BeforeValidator(_dtype)]
 _KVDType = Annotated[str | Mapping[str | int, str], BeforeValidator(_kv_dtype)]
 
 
-# -- how it is told ----------------------------------------------------------------------------------
+# -- signatures and errors -------------------------------------------------------------------------------
 
 
 def _parameters(config: type) -> list[inspect.Parameter]:
@@ -236,16 +238,16 @@ def _parameters(config: type) -> list[inspect.Parameter]:
 
 
 def _argument_error(error: ValidationError, config: Any) -> ArgumentError:
-    """The first thing that is wrong, as: expected, got, where."""
+    """The first fault, as: expected, got, where."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else ""
-    own = first.get("ctx", {}).get("error")
+    cause = first.get("ctx", {}).get("error")
     if first["type"] == "unexpected_keyword_argument":
         return ArgumentError(f"expected only {', '.join(sorted(config.options()))}, got {name}")
     if first["type"] == "unexpected_positional_argument":
         return ArgumentError(f"expected a model and options by name, got {first['input']!r} behind the model")
-    if isinstance(own, ArgumentError):
-        text = str(own)
+    if isinstance(cause, ArgumentError):
+        text = str(cause)
     else:
         expected = first["msg"].removeprefix("Input should be ").replace("'", "")
         expected = expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
@@ -253,8 +255,8 @@ def _argument_error(error: ValidationError, config: Any) -> ArgumentError:
     return ArgumentError(text if not name or " - in `" in text else f"{text} - in `{name}`")
 
 
-def _in_our_words(config: Made) -> Made:
-    """What pydantic says is wrong becomes an ArgumentError; `help` and editors see plain types."""
+def _with_argument_errors(config: Made) -> Made:
+    """Turns pydantic's errors into ArgumentErrors, and gives `help` and editors a signature with plain types."""
     checked = config.__init__
 
     @functools.wraps(checked)
@@ -272,180 +274,209 @@ def _in_our_words(config: Made) -> Made:
 # -- the options ------------------------------------------------------------------------------------
 
 
-@_in_our_words
+@_with_argument_errors
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class EngineConfig:
-    """Options of an engine, see the module's text; `EngineConfig.options()` tells what each is.
+    """Options of an engine, see the module's text; `EngineConfig.options()` has the documentation of each.
 
-    A storage and its option may be one string: storage="growing:together:256" is storage="growing",
+    One string may hold a storage and its option: storage="growing:together:256" is storage="growing",
     growth="together:256"; so are "paged:32", "contiguous:pow2" and "virtual:256KiB". `storage` is the name alone
-    afterwards. An option that says something only about another one is refused without it; one that has its default
-    counts as not given.
+    afterwards. An option that modifies another one is refused if that one is not set; an option with its default
+    value counts as not set.
 
     *raises:* ArgumentError: expected, got, and the option's name.
     """
 
     model: Any = option(
-        None, "M", "Folder, GGUF file or Hub id; the embedded model if not given.", short="-m"
+        None, "M", "A folder, a GGUF file or a Hub id. Default: the embedded model.", short="-m"
     )
     _: KW_ONLY
     kv_memory: Annotated[str | int, _checked(_kv_memory)] = option(
         "auto",
         "SIZE",
-        'Memory for keys and values: "1GiB", "40%" of what is free, or auto: half, if so much is of use.',
+        'Memory for keys and values: a size such as "1GiB", a share of the free memory such as "40%", or auto. '
+        "Default: auto, at most half of the free memory.",
     )
     storage: Annotated[str, _checked(_storage)] = option(
         "paged",
         "S",
-        "How keys and values are kept: paged, contiguous, growing, virtual or auto (virtual where the machine can); "
-        "with its option: paged:32, contiguous:pow2, growing:together:256, virtual:256KiB.",
+        "Storage of keys and values: paged, contiguous, growing, virtual or auto (virtual if the machine can), with "
+        "its option if wanted: paged:32, contiguous:pow2, growing:together:256, virtual:256KiB. Default: paged.",
     )
     reservation: Literal["max", "pow2", "exact"] = option(
-        "max", "R", "What contiguous reserves for a sequence: max, pow2 or exact.", storages=("contiguous",)
+        "max",
+        "R",
+        "Tokens reserved for a sequence by storage contiguous: max, pow2 or exact. Default: max.",
+        storages=("contiguous",),
     )
     growth: Annotated[str, _checked(lambda _, value: parse_growth(value))] = option(
         "spread",
         "G",
-        "When growing replaces buffers: spread, or together[:N], all at once by N tokens.",
+        "When storage growing replaces buffers: spread, or together[:N], all at once by N tokens. Default: spread.",
         storages=("growing",),
     )
     piece_size: _Size = option(
         "64KiB",
         "SIZE",
-        "What virtual maps together, of a layer's keys or values: 4KiB to 2MiB.",
+        "Bytes of a layer's keys or values that storage virtual maps together, 4KiB to 2MiB. Default: 64KiB.",
         storages=("virtual", "auto"),
     )
     block_size: Annotated[int, _integer(1, 512)] = option(
-        16, "N", "Tokens of a block of paged storage, 1 to 512."
+        16, "N", "Tokens of a block of storage paged, 1 to 512. Default: 16."
     )
     dtype: _DType = option(
         "auto",
         "D",
-        "float32, bfloat16, float16 or auto: the checkpoint's, bfloat16 for a quantized GGUF file.",
+        "The model's dtype: float32, bfloat16, float16 or auto. Default: auto, the checkpoint's, or bfloat16 for a "
+        "quantized GGUF file.",
     )
     weights: Annotated[str | Mapping[str, str] | None, _checked(lambda _, value: parse_weights(value))] = (
         option(
             None,
             "W",
-            "Round weights of linear layers and experts as the checkpoint is loaded: int8, int4 (groups of 128), "
-            "int4:64, or by pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
+            "Quantize weights of linear layers and experts at load: int8, int4 (groups of 128), int4:64, or by pattern "
+            "of names, such as *.mlp.*=int4,*=int8; bf16 makes those of a quantized checkpoint dense. Default: as in "
+            "the checkpoint.",
         )
     )
     head: Annotated[str | None, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
         None,
         "W",
-        "The same for head and embeddings beside `weights`: int8 unless it is said, bf16 beside bf16.",
+        "Format of head and embeddings if `weights` is given. Default: int8, or bf16 if `weights` is bf16.",
     )
     kv_dtype: _KVDType = option(
         "auto",
         "D",
-        "What K and V are kept in: auto, the model's dtype; int8, k8v4 or int4, half the bytes of 16 bits and less; or "
-        "by layer: int8,first:2=bf16,window=bf16 (docs/kv-formats.md).",
+        "Format of keys and values: auto, int8, k8v4 or int4 (half the bytes of 16 bits or less), or by layer, such as "
+        "int8,first:2=bf16,window=bf16 (docs/kv-formats.md). Default: auto, the model's dtype.",
     )
-    max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(2048, "N", "Tokens of a step.")
-    max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(256, "N", "Sequences that run at once.")
+    max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(
+        2048, "N", "The most tokens of a step. Default: 2048."
+    )
+    max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(
+        256, "N", "The most sequences that run at once. Default: 256."
+    )
     max_model_len: Annotated[int | None, _integer(2, 2**31 - 1)] = option(
-        None, "N", "Longest sequence, prompt and answer together; the model's own if not given."
+        None, "N", "The longest sequence in tokens, prompt and answer together. Default: the model's own."
     )
-    prefix_caching: bool = option(True, None, "Requests share the keys and values of equal beginnings.")
+    prefix_caching: bool = option(
+        True, None, "Share the keys and values of equal beginnings among requests. Default: on."
+    )
     checkpoint_every: Annotated[int, _integer(0, 2**31 - 1)] = option(
         0,
         "N",
-        "Keep a state each so many tokens of a prompt (models with state layers); 0: where prompts end or part.",
+        "Tokens of a prompt between checkpoints of the state, for models with state layers; 0: only where prompts end "
+        "or part. Default: 0.",
     )
-    seed: Annotated[int, _integer(0, 2**63 - 1)] = option(0, "N", "Seed of requests that bring none.")
-    revision: str | None = option(None, "REV", "Revision of a model on the Hub.")
+    seed: Annotated[int, _integer(0, 2**63 - 1)] = option(
+        0, "N", "Seed of requests without a seed. Default: 0."
+    )
+    revision: str | None = option(None, "REV", "Revision of a model on the Hub. Default: its main branch.")
     generation_config: Literal["auto", "none"] = option(
         "auto",
         "G",
-        "auto: defaults of requests and rules for tokens are those of the model's generation config; none: of it only "
-        "the end tokens are read (docs/generation-config.md).",
+        "Use of the model's generation config: auto for defaults of requests and rules for tokens, none for its end "
+        "tokens only (docs/generation-config.md). Default: auto.",
     )
-    trust_remote_code: bool = option(False, None, "Run Python code that comes with the model.")
+    trust_remote_code: bool = option(False, None, "Run Python code from the model's folder. Default: off.")
     backend: str | None = option(
-        None, "B", "native, python, or a device that was registered; native where the extension is built."
+        None,
+        "B",
+        "The back end: native, python or a registered device. Default: native if the extension is built.",
     )
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
-        None, "N", "Threads of the kernels, and of torch in the thread that computes the steps."
+        None, "N", "Threads of the kernels, and of torch in the engine's thread. Default: torch's number."
     )
-    packed_weights: Annotated[str | os.PathLike[str], BeforeValidator(_kept)] = option(
+    packed_weights: Annotated[str | os.PathLike[str], BeforeValidator(_auto_off_or_folder)] = option(
         "auto",
         "DIR",
-        "Where weights are kept as the kernels read them, codes too, for quicker starts: auto, quire/weights in the "
-        "user's cache; off, in no file; or a folder. As large as the weights; may be deleted.",
+        "Where packed and quantized weights are saved for quicker starts: auto, off or a folder. It grows as large as "
+        "the weights, and may be deleted. Default: auto, quire/weights in the user's cache.",
     )
     packed_weights_size: _Size | None = option(
         None,
         "SIZE",
-        "What that folder may take, files used longest ago going first; 32GiB if not given.",
+        "The most bytes of the folder of packed weights; files unused for longest go first. Default: 32GiB.",
     )
-    host_cache: _Size | None = option(None, "SIZE", "Host memory for blocks evicted from the KV memory.")
+    host_cache: _Size | None = option(
+        None, "SIZE", "Host memory for blocks evicted from the KV memory. Default: none."
+    )
     disk_cache: _Folder | None = option(
-        None, "DIR", "Folder in which cached prefixes survive a restart; several engines may share it."
+        None,
+        "DIR",
+        "A folder in which cached prefixes survive a restart; several engines may share it. Default: none.",
     )
-    disk_cache_size: _Size | None = option(None, "SIZE", "What the disk cache may take; 8GiB if not given.")
+    disk_cache_size: _Size | None = option(None, "SIZE", "The most bytes of the disk cache. Default: 8GiB.")
     disk_cache_min_free: _Size | None = option(
         None,
         "SIZE",
-        "What the disk cache leaves free of its file system, whatever it may take; nothing if not given.",
+        "Bytes that the disk cache leaves free on its file system. Default: 0.",
     )
     remote_cache: Annotated[str | None, _checked(_url)] = option(
         None,
         "URL",
-        "Redis server that engines share cached prefixes on: redis://host:port, or env:NAME, the variable that has "
-        "such a URL, as for one with a password.",
+        "A Redis server on which engines share cached prefixes: redis://host:port, or env:NAME, a variable with such a "
+        "URL, for one with a password. Default: none.",
         may_hide=True,
     )
-    remote_secret: Annotated[str | bytes | None, _checked(_text_or_secret)] = option(
+    remote_secret: Annotated[str | bytes | None, _checked(_check_secret_or_text)] = option(
         None,
         None,
-        "What engines that share a remote cache sign its values with, 16 bytes or more: others' values are refused.",
+        "A secret, at least 16 bytes, with which engines sign the values of a remote cache; other values are refused. "
+        "Default: none.",
         is_secret=True,
     )
     cache_write: Literal["eviction", "through"] = option(
         "eviction",
         "W",
-        "When the tiers are written: eviction or through (at once; with sliding windows always).",
+        "When the tiers are written: eviction, or through (at once; always with sliding windows). Default: eviction.",
     )
     preemption: Literal["auto", "swap", "recompute"] = option(
-        "auto", "P", "What becomes of a request without memory: auto, swap or recompute."
+        "auto",
+        "P",
+        "How a request without memory is preempted: auto, swap or recompute. Default: auto, the faster one.",
     )
     swap_memory: Annotated[str | int, _checked(_size_or_auto)] = option(
         "auto",
         "SIZE",
-        "Host memory for swapped out requests; auto: a quarter of the KV memory.",
+        "Host memory for swapped out requests. Default: auto, a quarter of the KV memory.",
         storages=_SHARING,
     )
     pin_memory: Annotated[str | int, _checked(_share)] = option(
-        "25%", "SIZE", "What pins may take of the KV memory, a size or a share.", storages=_SHARING
+        "25%",
+        "SIZE",
+        "The most of the KV memory that pins may take, a size or a share. Default: 25%.",
+        storages=_SHARING,
     )
     idle_trim: Annotated[float, _seconds()] = option(
         _IDLE_TRIM_S,
         "SECONDS",
-        "After so long without a request memory of the KV cache that holds nothing goes back to the system. Cached "
-        "prefixes stay unless the system is short of memory (docs/pressure.md). 0: nothing goes.",
+        "Seconds without a request after which unused memory of the KV cache goes back to the system, and cached "
+        "prefixes only if the system is short of memory (docs/pressure.md); 0: never. Default: 60.",
         storages=_SHARING,
     )
     tenant_secret: Annotated[bytes | None, _checked(lambda _, value: check_secret(value))] = option(
         None,
         None,
-        "What tenants' namespaces are made from, 16 bytes or more; another one in each process if not given. With the "
-        "same one a tenant finds what lower tiers have after a restart.",
+        "A secret, at least 16 bytes, from which tenants' namespaces are made; with the same one a tenant finds the "
+        "content of lower tiers after a restart. Default: a new one in each process.",
         is_secret=True,
     )
     kv_events: str | None = option(
-        None, "ADDR", "Publish KV events over ZeroMQ there, such as tcp://127.0.0.1:5557."
+        None,
+        "ADDR",
+        "Address at which KV events are published over ZeroMQ, such as tcp://127.0.0.1:5557. Default: none.",
     )
     kv_events_replay: str | None = option(
-        None, "ADDR", "Where subscribers ask for the KV events they missed."
+        None, "ADDR", "Address at which subscribers ask for KV events that they missed. Default: none."
     )
     prefault: bool = option(
         False,
         None,
-        "Take the KV cache's memory at the start, not as it is first used.",
+        "Take the KV cache's memory at the start, not at its first use. Default: off.",
         storages=("paged", "auto"),
     )
-    profile: bool = option(False, None, "Take the times of every step, and tell where the time went.")
+    profile: bool = option(False, None, "Measure every step, and report where the time went. Default: off.")
 
     @model_validator(mode="before")
     @classmethod
@@ -455,25 +486,25 @@ class EngineConfig:
     @model_validator(mode="after")
     def _check_partners(self) -> EngineConfig:
         if self.disk_cache_size is not None and self.disk_cache is None:
-            self._refuse("disk_cache_size", "disk_cache, the folder that may be so large")
+            self._refuse("disk_cache_size", "disk_cache, the folder with that limit")
         if self.disk_cache_min_free is not None and self.disk_cache is None:
-            self._refuse("disk_cache_min_free", "disk_cache, which is to leave so much")
+            self._refuse("disk_cache_min_free", "disk_cache, which leaves that much free")
         if self.packed_weights_size is not None and self.packed_weights == "off":
-            self._refuse("packed_weights_size", "packed_weights, the folder that may be so large")
+            self._refuse("packed_weights_size", "packed_weights, the folder with that limit")
         if self.remote_secret is not None and self.remote_cache is None:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
-            self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
+            self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written that way")
         if self.head is not None and self.weights is None:
-            self._refuse("head", "weights, of whose rounding it says a part")
+            self._refuse("head", "weights, of which it modifies a part")
         if self.swap_memory != "auto" and self.preemption == "recompute":
-            self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
+            self._refuse("swap_memory", "preemption swap or auto: recompute never swaps")
         if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):
             self._refuse("idle_trim", "prefault=False: memory taken at the start is kept")
         for entry in fields(self):
             storages = self.options()[entry.name].storages
-            is_told = self.storage in storages or self.storage in REGISTERED_STORAGES
-            if storages and not is_told and getattr(self, entry.name) != entry.default:
+            is_used = self.storage in storages or self.storage in REGISTERED_STORAGES
+            if storages and not is_used and getattr(self, entry.name) != entry.default:
                 self._refuse(entry.name, f"storage {' or '.join(storages)}; {self.storage} does not use it")
         if self.preemption == "swap" and not self._shares_blocks:
             raise ArgumentError(
@@ -500,7 +531,7 @@ class EngineConfig:
 
     @property
     def weight_formats(self) -> WeightFormats | None:
-        """What `weights` and `head` say."""
+        """The formats of `weights` and `head`."""
         return None if self.weights is None else parse_weights(self.weights, self.head)
 
     @property
@@ -518,12 +549,12 @@ class EngineConfig:
     @classmethod
     @functools.cache
     def options(cls) -> dict[str, Option]:
-        """What each field tells people, by name."""
+        """The documentation of each field, by name."""
         return {entry.name: entry.metadata["option"] for entry in fields(cls)}
 
     @classmethod
-    def of(cls, model: Any, options: Mapping[str, Any]) -> EngineConfig:
-        """What a call is given: a model and options, or a model, which wins, and `config`."""
+    def from_arguments(cls, model: Any, options: Mapping[str, Any]) -> EngineConfig:
+        """The config of a call's arguments: a model and options, or `config`, whose model a given one replaces."""
         config = options.get("config")
         if config is None:
             return cls(model, **{name: value for name, value in options.items() if name != "config"})
@@ -537,30 +568,30 @@ class EngineConfig:
 
 
 def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in which `storage` is a name alone: what its string says beside it is the option that it stands for.
+    """Options in which `storage` is a name alone: the rest of its string becomes the option of that storage.
 
-    *raises:* ArgumentError: a storage that takes none; an option that is there already, with another value.
+    *raises:* ArgumentError: a storage without such an option; an option that is given already, with another value.
     """
     storage = options.get("storage")
     name, colon, text = storage.partition(":") if isinstance(storage, str) else ("", "", "")
     if not colon:
         return dict(options)
-    beside = OPTION_OF_STORAGE.get(name)
-    if beside is None or not text:
+    partner = OPTION_OF_STORAGE.get(name)
+    if partner is None or not text:
         raise ArgumentError(
             "expected a storage, or one with its option such as paged:32, contiguous:pow2, growing:together:256 or "
             f"virtual:256KiB, got {storage!r} - in `storage`"
         )
-    value = int(text) if beside == "block_size" and text.isdecimal() else text
-    if options.get(beside, value) != value:
+    value = int(text) if partner == "block_size" and text.isdecimal() else text
+    if options.get(partner, value) != value:
         raise ArgumentError(
-            f"expected {beside} once, got {value!r} in storage {storage!r} and {options[beside]!r} - in `{beside}`"
+            f"expected {partner} once, got {value!r} in storage {storage!r} and {options[partner]!r} - in `{partner}`"
         )
-    return {**options, "storage": name, beside: value}
+    return {**options, "storage": name, partner: value}
 
 
 def with_flags(table: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a file and of flags, which win: a storage of the flags over all that the file's string says."""
+    """Options of a file and of flags. Flags win: a storage of the flags replaces the file's string, its option too."""
     if "storage" not in flags:
         table = spelled_out(table)
     return {**table, **spelled_out(flags)}
@@ -569,18 +600,18 @@ def with_flags(table: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, 
 def takes_options(
     config: Callable[Parameters, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Parameters], None]]:
-    """For type checkers: an `__init__` takes what `config` does. Nothing happens at run time."""
+    """For type checkers: an `__init__` takes the arguments of `config`. Does nothing at run time."""
     return lambda method: method
 
 
 def shows_options(method: Method) -> Method:
-    """For `help`: an `__init__` takes the options, or `config`; its text tells what each is."""
+    """For `help`: gives an `__init__` the options, or `config`, as signature, and their texts as docstring."""
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     config = inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=EngineConfig | None
     )
     signature = inspect.Signature([this, *_parameters(EngineConfig), config], return_annotation=None)
     method.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    told = [f"{name}: {about.help}" for name, about in EngineConfig.options().items()]
-    method.__doc__ = "\n".join([*told, "config: all of them at once."])
+    lines = [f"{name}: {about.help}" for name, about in EngineConfig.options().items()]
+    method.__doc__ = "\n".join([*lines, "config: all of them at once."])
     return method

@@ -220,12 +220,12 @@ def test_the_log_of_losses_is_its_plain_twin(seed: int) -> None:
 
         for one in names:
             wanted = plain.latest("hash", one)
-            got = log.of(one)
+            got = log.latest_loss(one)
             assert (got is None) == (not wanted)
             assert got is None or same(got, *wanted[0])
             behind = plain.latest("parent_name", one)
-            assert all(map(lambda a, b: same(a, *b), log.below(one), behind))
-            assert len(list(log.below(one))) == len(behind)
+            assert all(map(lambda a, b: same(a, *b), log.losses_behind(one), behind))
+            assert len(list(log.losses_behind(one))) == len(behind)
 
 
 def test_a_loss_leaves_no_object_behind() -> None:

@@ -209,7 +209,7 @@ def test_pins_go_with_the_content(caplog: pytest.LogCaptureFixture) -> None:
         add_noise(model)
         assert run(llm)[1] == 0
         assert not list(llm.cache.pins)
-        assert "1 pins are gone" in caplog.text
+        assert "1 pins are removed" in caplog.text
         llm.cache.check()
 
 

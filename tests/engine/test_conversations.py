@@ -197,7 +197,7 @@ def test_forks_with_several_samples_and_seeds_of_their_own() -> None:
         request_id, tokens = llm.driver.call(fork)
         found = None
         while found is None or not found.finished:  # a fork streams as its parent does
-            found = mailbox.take().get(request_id, found)
+            found = mailbox.pop_all().get(request_id, found)
             assert isinstance(found, RequestOutput)
         texts = ["".join(each) for each in forks]
         assert len(set(texts)) == 3

@@ -168,10 +168,10 @@ def test_nothing_is_held_back_longer_than_it_may_become_a_stop_string() -> None:
 def test_new_text_is_given_out_once() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     detokenizer.push(ids_of("ab"))
-    assert detokenizer.take_new() == "ab"
-    assert detokenizer.take_new() == ""
+    assert detokenizer.pop_new_text() == "ab"
+    assert detokenizer.pop_new_text() == ""
     detokenizer.push(ids_of("c"))
-    assert (detokenizer.take_new(), detokenizer.text) == ("c", "abc")
+    assert (detokenizer.pop_new_text(), detokenizer.text) == ("c", "abc")
 
 
 def test_the_short_way_to_decode_is_the_tokenizers_own() -> None:

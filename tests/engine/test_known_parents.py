@@ -79,7 +79,7 @@ def test_every_block_in_the_index_has_its_parent_there(steps: list[tuple[int, st
             gone = [one for one in run if (one, medium) in held]
             events = [BlockRemoved(tuple(gone), "", "evicted", medium)] if gone else []
             held -= {(one, medium) for one in gone}
-        index.take(known.pass_on(events))
+        index.take(known.filter_events(events))
         assert index.there == placed(held)
     assert set(known._held) == {number for number, _ in held}
     linked = {child for children in known._children.values() for child in children}
@@ -88,20 +88,20 @@ def test_every_block_in_the_index_has_its_parent_there(steps: list[tuple[int, st
 
 def test_a_tail_goes_before_its_head_and_comes_back_behind_it() -> None:
     known = KnownParents()
-    assert known.pass_on([stored([2, 3], "DISK")]) == []
+    assert known.filter_events([stored([2, 3], "DISK")]) == []
     head, tail = stored([1], "CPU"), stored([2, 3], "DISK")
-    assert known.pass_on([head]) == [head, tail]
+    assert known.filter_events([head]) == [head, tail]
     gone = BlockRemoved((1,), "", "evicted", "CPU")
-    assert known.pass_on([gone]) == [BlockRemoved((3, 2), "", "unreachable", "DISK"), gone]
-    assert known.pass_on([BlockRemoved((3,), "", "evicted", "DISK")]) == []
-    assert known.pass_on([head]) == [head, stored([2], "DISK")]
+    assert known.filter_events([gone]) == [BlockRemoved((3, 2), "", "unreachable", "DISK"), gone]
+    assert known.filter_events([BlockRemoved((3,), "", "evicted", "DISK")]) == []
+    assert known.filter_events([head]) == [head, stored([2], "DISK")]
 
 
 def test_what_goes_together_goes_around_what_stands_between() -> None:
     """2 and 4 leave memory in one event, 3 between them is on disk alone: 4 goes first, then 3, then 2."""
     known = KnownParents()
-    known.pass_on([stored([1, 2], "CPU"), stored([3], "DISK"), stored([4], "CPU")])
-    assert known.pass_on([BlockRemoved((2, 4), "", "evicted", "CPU")]) == [
+    known.filter_events([stored([1, 2], "CPU"), stored([3], "DISK"), stored([4], "CPU")])
+    assert known.filter_events([BlockRemoved((2, 4), "", "evicted", "CPU")]) == [
         BlockRemoved((4,), "", "evicted", "CPU"),
         BlockRemoved((3,), "", "unreachable", "DISK"),
         BlockRemoved((2,), "", "evicted", "CPU"),

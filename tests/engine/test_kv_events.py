@@ -110,7 +110,7 @@ def test_a_subscriber_that_fails_is_told_no_more(caplog: pytest.LogCaptureFixtur
         for prompt in PROMPTS[:4]:
             assert llm.generate([prompt], ONE)[0].error is None
         assert len(told) == 2
-        assert "is told no more" in caplog.text
+        assert "failed and is removed" in caplog.text
         assert good.blocks
 
 

@@ -176,15 +176,15 @@ def test_a_sequence_longer_than_its_window_is_swapped_and_comes_back(fails: bool
 def test_auto_takes_what_is_expected_to_be_quicker() -> None:
     speeds = Throughputs()
     assert speeds.copy_s(10**9) > 0
-    speeds.copied(1000, 1.0)
-    speeds.computed(10, 1.0)
+    speeds.add_copy(1000, 1.0)
+    speeds.add_computation(10, 1.0)
     assert speeds.copy_s(2000) == pytest.approx(2.0)
     assert speeds.compute_s(20) == pytest.approx(2.0)
-    speeds.copied(1000, 2.0)
+    speeds.add_copy(1000, 2.0)
     assert speeds.copy_s(1000) == pytest.approx(1.2)
     for copy_s, num_swapped in ((1e-6, True), (1.0, False)):
         engine = FakeEngine(num_blocks=12, preemption="auto", max_num_seqs=8)
-        engine.engine._speeds.copied(1, copy_s)
+        engine.engine._speeds.add_copy(1, copy_s)
         engine.engine._speeds.copied = lambda *_: None  # type: ignore[method-assign]
         for i in range(8):
             engine.submit([(i * 7 + j) % 90 for j in range(10 + i)], SamplingParams(max_tokens=12))

@@ -312,7 +312,9 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
             patch.setattr(llm.tiers.disk, "set_cache_priority", refuse)
             llm.remove_snapshot("a")
             assert llm.snapshots() == []
-        assert "what removed snapshots have kept goes last still: the disk is full" in caplog.text
+        assert (
+            "the keys and values of removed snapshots are still evicted last: the disk is full" in caplog.text
+        )
         with monkeypatch.context() as patch:
             patch.setattr("quire.tiers.files.Files.names", gone)
             with pytest.raises(TierError, match=r"the snapshots could not be listed in .*: No such file or"):
@@ -460,21 +462,21 @@ def test_snapshots_count_in_the_disk_caches_cap_and_take_half_of_it(tmp_path: Pa
         conversation.generate(GREEDY)
         conversation.snapshot("a")
         size = SnapshotFiles(tmp_path).num_bytes()
-        assert disk.use().beside == size > 4 * len(conversation.token_ids)
+        assert disk.usage().other == size > 4 * len(conversation.token_ids)
         large = tmp_path / "quire-cache.snapshot-0123456789abcdef-large"
         large.write_bytes(bytes(8 << 20))
         with pytest.raises(TierError, match="half of the disk cache"):
             conversation.snapshot("b")
         assert [one.name for one in llm.snapshots()] == ["a"]
-        assert disk.use().beside == size + (8 << 20)
+        assert disk.usage().other == size + (8 << 20)
         os.truncate(large, (8 << 20) - size - 40)  # its time may be written with some digits more
         conversation.snapshot("a", overwrite=True)  # what is overwritten does not count
         size = SnapshotFiles(tmp_path).num_bytes()
-        assert disk.use().beside == size <= 8 << 20
+        assert disk.usage().other == size <= 8 << 20
     with opened(tmp_path, disk_cache_size="16MiB") as llm:
         assert llm.tiers is not None
         assert llm.tiers.disk is not None
-        assert llm.tiers.disk.use().beside == size
+        assert llm.tiers.disk.usage().other == size
 
 
 def test_nothing_is_kept_of_what_is_not_known_to_be_right(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from quire import SamplingParams
 from quire.cache.block_hash import root_key
 from quire.offload.store import POLICIES, Policy
 from quire.tiers.host import HostTier
-from quire.tiers.segment_key import chain_names
+from quire.tiers.segment_key import chain_keys
 
 BLOCK = 4
 
@@ -34,8 +34,8 @@ def spans(engine: FakeEngine, tier: HostTier, tokens: list[int], segment_blocks:
     """How the tier keeps what it has of these tokens."""
     root = root_key(b"a model", b"")
 
-    names = chain_names(root, np.array(tokens), segment_blocks * BLOCK, BLOCK)
-    return [tier._entries[name.key].cache_priority for name in names if name.key in tier._entries]
+    names = chain_keys(root, np.array(tokens), segment_blocks * BLOCK, BLOCK)
+    return [tier._entries[name.hash].cache_priority for name in names if name.hash in tier._entries]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -47,7 +47,7 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
     for first, cache_priority in enumerate(("discard", "normal", "keep")):
         serve(engine, prompt(first), cache_priority=cache_priority)
     assert engine.stores is not None
-    engine.stores.hand_over()
+    engine.stores.store_all()
     assert spans(engine, tier, prompt(0)) == []
     assert spans(engine, tier, prompt(1)) == [1] * 4
     assert spans(engine, tier, prompt(2)) == [2] * 4
@@ -57,7 +57,7 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
     tier.max_bytes = 6 * value
     for first in range(10, 16):
         serve(engine, prompt(first))
-    engine.stores.hand_over()
+    engine.stores.store_all()
     assert spans(engine, tier, prompt(2)) == [2] * 4
     assert spans(engine, tier, prompt(1)) == []
 
@@ -72,14 +72,14 @@ def test_a_later_use_decides_too(policy: Policy) -> None:
     serve(engine, prompt(0, 16))
     serve(engine, prompt(1, 16), cache_priority="keep")
     assert engine.stores is not None
-    engine.stores.hand_over()
+    engine.stores.store_all()
     # The last token of a prompt is computed again, in a block of its own: the fourth is used by nobody else.
     assert spans(engine, tier, prompt(0), 2)[:1] == [1]
     assert 2 in spans(engine, tier, prompt(1), 2)
     serve(engine, prompt(0), cache_priority="keep")
     for first in range(10, 16):
         serve(engine, prompt(first))
-    engine.stores.hand_over()
+    engine.stores.store_all()
     assert spans(engine, tier, prompt(0)) == [2] * 4
 
 

@@ -51,7 +51,7 @@ class Followed:
         assert loads is not None
         self.tiers = tiers
         self.events = TierEvents(stack, stores, loads, b"a model", 4, max_segments=max_segments)
-        self.monitor = CacheMonitor(self.engine.cache, stores.feed, tier_events=self.events)
+        self.monitor = CacheMonitor(self.engine.cache, stores.dispatcher, tier_events=self.events)
         self.engine.engine.monitor = self.monitor
         self.stores = stores
         self.follower = Follower()
@@ -123,9 +123,9 @@ def test_who_follows_knows_what_each_tier_has(
         if also == 9:
             run.engine.cache.reset()
         elif also == 8:
-            run.stores.hand_over()
+            run.stores.store_all()
         run.check()
-    run.stores.hand_over()
+    run.stores.store_all()
     run.check()
     if subscribed_at >= len(steps):
         run.subscribe(late)
@@ -155,7 +155,7 @@ def test_what_is_gone_is_told_with_the_reason() -> None:
     run = Followed(host, disk)
     run.subscribe(run.follower)
     run.serve(prompt_of(1, 40))
-    run.stores.hand_over()
+    run.stores.store_all()
     run.check()
     assert len(run.follower.of("DISK")) == 10
     # Others have taken one out of the folder's, and one of host memory is damaged.
@@ -191,7 +191,7 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     run.subscribe(run.follower)
     for seed in range(5):
         run.serve(prompt_of(seed, 40))
-    run.stores.hand_over()
+    run.stores.store_all()
     run.monitor.collect()
     assert len(run.events._segments) == 3
     assert ("CPU_TIER1", "forgotten") in run.follower.reasons
@@ -213,17 +213,17 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
 def test_nobody_listens_and_nothing_is_kept() -> None:
     run = Followed(HostTier(1 << 22))
     assert run.engine.stack is not None
-    notices = run.engine.stack.notices
+    changes = run.engine.stack.changes
     run.serve(prompt_of(1, 40))
-    run.stores.hand_over()
-    assert notices.mark() == 0
+    run.stores.store_all()
+    assert changes.mark() == 0
     end = run.subscribe(run.follower)
     run.serve(prompt_of(2, 40))
     run.check()
-    assert notices.mark() > 0
+    assert changes.mark() > 0
     end()
     run.serve(prompt_of(3, 40))
-    assert not notices.take()
+    assert not changes.pop_all()
     assert not run.events._segments
     again = run.follower = Follower()
     run.subscribe(again)
@@ -235,19 +235,19 @@ def test_what_was_seen_before_undoes_nothing() -> None:
     run = Followed(HostTier(1 << 20))
     run.subscribe(run.follower)
     assert run.engine.stack is not None
-    notices = run.engine.stack.notices
+    changes = run.engine.stack.changes
     run.serve(prompt_of(1, 20))
-    before = notices.mark()
-    run.stores.hand_over()
+    before = changes.mark()
+    run.stores.store_all()
     [entry, *_] = run.tiers[0]._entries.items()
-    notices.gone("host", [entry[0]], "missing", before)
+    changes.add_lost("host", [entry[0]], "missing", before)
     run.check()
-    name = run.events._segments[entry[0]].name
-    seen = notices.mark()
+    name = run.events._segments[entry[0]].key
+    seen = changes.mark()
     run.engine.stack.evict([entry[0]])
-    notices.held("host", name, seen)
+    changes.add_stored("host", name, seen)
     run.check()
-    notices.held("host", name, notices.mark())
+    changes.add_stored("host", name, changes.mark())
     run.monitor.collect()
     assert run.follower.of("CPU_TIER1") != run.expected(run.tiers[0])
 
@@ -256,7 +256,7 @@ def test_what_a_tier_has_that_nothing_is_known_of_is_counted() -> None:
     """Another engine has stored it, and its beginning is nowhere any more."""
     first = Followed(DiskLike(1 << 22))
     first.serve(prompt_of(1, 40))
-    first.stores.hand_over()
+    first.stores.store_all()
     disk = first.tiers[0]
     for key in [key for key, entry in disk._entries.items() if entry.info.start == 0]:
         disk.evict(key)

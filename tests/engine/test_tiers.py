@@ -199,7 +199,7 @@ def test_a_tail_is_stored_whose_head_has_gone(segment_blocks: int, comes_back: b
     compute([91] * 48, 2)
     assert [block.tokens[0] for block in stores.mirror.by_id.values()] == [91] * 12
     names = segment_keys(root_key(b"a model", b""), np.array(tokens), 4 * segment_blocks)
-    stored = tier.contains([name.key for name in names])
+    stored = tier.contains([name.hash for name in names])
     # A segment whose beginning had gone is of no use, and is not stored.
     assert stored == [True] * len(names) if segment_blocks < 3 or comes_back else [True, False]
 

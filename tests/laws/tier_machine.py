@@ -17,7 +17,7 @@ from quire.tiers.tier import TierError
 
 NUM_CHAINS, LENGTH = 3, 4
 CHAINS = [chain(LENGTH, first) for first in range(NUM_CHAINS)]
-EXPECTED = {name.key: payload(name) for names in CHAINS for name in names}
+EXPECTED = {name.hash: payload(name) for names in CHAINS for name in names}
 TIMEOUT = 1.0
 HOST_BYTES = 3200  # some four segments
 DICT_FAULTS = ("raise", "bug", "nothing", "garbage", "cut", "other", "flip")
@@ -97,12 +97,12 @@ class TierMachine(RuleBasedStateMachine):
         self._begin()
         assert self.stack.store(with_payloads(names), cache_priority=which % 3) == len(names)
         self._end()
-        keys = {name.key for name in names}
+        keys = {name.hash for name in names}
         self.stored |= keys
         if self.disturbed:
             self.sure -= keys
             self.doubtful |= keys
-        elif first and CHAINS[which][first - 1].key in self.doubtful:
+        elif first and CHAINS[which][first - 1].hash in self.doubtful:
             self.doubtful |= keys
         elif "disk" in self.names:
             self.sure |= keys - damaged
@@ -116,7 +116,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def load(self, which: int, first: int, way: str) -> None:
         names = CHAINS[which][first:]
-        taken = [np.full_like(EXPECTED[name.key], 255) for name in names]
+        taken = [np.full_like(EXPECTED[name.hash], 255) for name in names]
         ended = []
 
         def into(index: int, segment: np.ndarray) -> None:
@@ -139,35 +139,35 @@ class TierMachine(RuleBasedStateMachine):
         assert len(segments) == load.num_loaded == len(load.tiers)
         assert load.bytes_done == sum(segment.nbytes for segment in segments)
         for name, segment in zip(names, segments, strict=False):
-            assert name.key in self.stored
-            assert np.array_equal(segment, EXPECTED[name.key])
+            assert name.hash in self.stored
+            assert np.array_equal(segment, EXPECTED[name.hash])
         assert load.outcome == ("complete" if load.num_loaded == len(names) else "missing")
         if self.disturbed:
-            self.sure -= {name.key for name in names}
+            self.sure -= {name.hash for name in names}
         else:
             if load.outcome == "missing":  # what was refused is gone
-                assert names[load.num_loaded].key not in self.disk.values
-            surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
+                assert names[load.num_loaded].hash not in self.disk.values
+            surely = next((i for i, name in enumerate(names) if name.hash not in self.sure), len(names))
             assert load.num_loaded >= surely
 
     @rule(which=st.integers(0, NUM_CHAINS - 1), every=st.booleans())
     def lookup(self, which: int, every: bool) -> None:
         names = CHAINS[which]
         self._begin()
-        lookup = self.stack.lookup([name.key for name in names], every_tier=every)
+        lookup = self.stack.lookup([name.hash for name in names], every_tier=every)
         self._end()
         assert lookup.outcome == "complete"
-        assert set(lookup.where) <= self.names
+        assert set(lookup.leading_tiers) <= self.names
         if not self.disturbed and self.remote_fault is None:
-            assert all(name.key in self.stored for name in names[: lookup.num_found])
-            surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
+            assert all(name.hash in self.stored for name in names[: lookup.num_found])
+            surely = next((i for i, name in enumerate(names) if name.hash not in self.sure), len(names))
             assert lookup.num_found >= surely
         if every:
-            assert set(lookup.by_tier) == self.names
+            assert set(lookup.num_leading) == self.names
 
     @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1))
     def evict(self, which: int, first: int) -> None:
-        keys = [name.key for name in CHAINS[which][first:]]
+        keys = [name.hash for name in CHAINS[which][first:]]
         self._begin()
         self.stack.evict(keys)
         self._end()
@@ -202,9 +202,9 @@ class TierMachine(RuleBasedStateMachine):
         self.clock.now += 100
         if "remote" not in self.names:
             return
-        self.stack.evict([name.key for name in CHAINS[which]])  # a fault may have spoilt what is there
+        self.stack.evict([name.hash for name in CHAINS[which]])  # a fault may have spoilt what is there
         self.stack.store(with_payloads(CHAINS[which]))
-        keys = {name.key for name in CHAINS[which]}
+        keys = {name.hash for name in CHAINS[which]}
         self.stored |= keys
         if "disk" in self.names:
             self.sure |= keys

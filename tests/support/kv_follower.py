@@ -95,10 +95,10 @@ def blocks_by_key(
         segments = list(whole)
         for index, start in enumerate(range(0, len(tokens), segment_tokens)):
             stop = min(start + segment_tokens, len(tokens)) // block_size * block_size
-            parent = whole[index - 1].key if index else None
+            parent = whole[index - 1].hash if index else None
             segments += segment_keys(root, tokens[start:stop], block_size, start=start, parent=parent)
         for segment in segments:
-            found[segment.key] = {
+            found[segment.hash] = {
                 names[i]: (parents[i], tuple(tokens[i * block_size : (i + 1) * block_size].tolist()))
                 for i in range(segment.start // block_size, segment.end // block_size)
             }

@@ -137,7 +137,7 @@ class SoakEngine:
         speeds = Throughputs()
         feed = EventDispatcher(self.cache)
         shared = (self.cache, self.storage, self.stack, b"the soak's model", 2 * BLOCK)
-        self.stores = TierStores(*shared, feed=feed)
+        self.stores = TierStores(*shared, dispatcher=feed)
         self.engine = Engine(
             self.runner,
             self.cache,
@@ -195,7 +195,7 @@ class SoakEngine:
         )
         is_all = False
         while not is_all:
-            _, is_all = self.stores.hand_over()
+            _, is_all = self.stores.store_all()
             assert self.stack.flush(120)
         counts = self.stack.stats()
         assert counts.num_loads_running == 0
@@ -220,7 +220,7 @@ class SoakEngine:
                 assert tier.evict(key)
             assert (tier.stats().num_values, tier.stats().num_bytes) == (0, 0)
         self.disk.check()
-        assert self.disk.use().values == 0
+        assert self.disk.usage().values == 0
         return figures
 
     def _check_disk(self) -> int:
@@ -232,7 +232,7 @@ class SoakEngine:
             value = self.disk.peek(entry.key)
             assert value is not None
             assert value.nbytes == entry.num_bytes
-        use = self.disk.use()
+        use = self.disk.usage()
         sizes = {path.name: path.stat().st_size for path in self.disk.path.iterdir()}
         slabs = sum(size for name, size in sizes.items() if name.startswith("slab-"))
         index = sum(size for name, size in sizes.items() if name.startswith("quire-cache.sqlite"))

@@ -36,7 +36,7 @@ def chain(length: int, first_token: int = 0, root: bytes = ROOT) -> list[Segment
 
 def payload(name: SegmentKey, shape: PayloadLayout = SHAPE) -> np.ndarray:
     """What this segment holds: bytes that follow from its key."""
-    seed = int.from_bytes(name.key[:8], "little")
+    seed = int.from_bytes(name.hash[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, len(name.tokens) * shape.bytes_per_token, np.uint8)
 
 

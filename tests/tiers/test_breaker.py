@@ -14,7 +14,7 @@ def breaker(clock: Clock) -> CircuitBreaker:
 def fail(one: CircuitBreaker) -> None:
     number = one.begin()
     assert number is not None
-    one.failed(number)
+    one.record_failure(number)
 
 
 def test_lets_calls_through_until_one_fails() -> None:
@@ -22,7 +22,7 @@ def test_lets_calls_through_until_one_fails() -> None:
     for _ in range(3):
         number = one.begin()
         assert number is not None
-        one.succeeded(number)
+        one.record_success(number)
     assert one.begin_trial() is None
     fail(one)
     assert one.state == "open"
@@ -42,7 +42,7 @@ def test_one_trial_after_the_pause_decides() -> None:
     assert trial is not None
     assert one.begin_trial() is None
     assert one.begin() is None
-    one.succeeded(trial)
+    one.record_success(trial)
     assert one.state == "closed"
     assert one.begin() is not None
 
@@ -57,7 +57,7 @@ def test_pauses_double_up_to_the_longest() -> None:
         clock.now += one.pause_left_s
         trial = one.begin_trial()
         assert trial is not None
-        one.failed(trial)
+        one.record_failure(trial)
     assert pauses == [1, 2, 4, 5, 5]
 
 
@@ -71,7 +71,7 @@ def test_one_that_passes_trials_and_fails_calls_rests_longer_each_time() -> None
         clock.now += one.pause_left_s
         trial = one.begin_trial()
         assert trial is not None
-        one.succeeded(trial)
+        one.record_success(trial)
     assert pauses == [1, 2, 4, 5]
     clock.now += 5  # well for as long as the last pause: all is forgiven
     fail(one)
@@ -84,15 +84,15 @@ def test_many_calls_that_fail_together_are_one_failure() -> None:
     numbers = [one.begin() for _ in range(8)]
     for number in numbers:
         assert number is not None
-        one.failed(number)
+        one.record_failure(number)
     assert one.pause_left_s == 1
     clock.now += 1
     trial = one.begin_trial()
     assert trial is not None
     late = numbers[0]
     assert late is not None
-    one.failed(late)  # a call from before: the trial is still the one that decides
-    one.succeeded(late)
+    one.record_failure(late)  # a call from before: the trial is still the one that decides
+    one.record_success(late)
     assert one.state == "half-open"
-    one.succeeded(trial)
+    one.record_success(trial)
     assert one.state == "closed"

@@ -147,7 +147,7 @@ def test_what_was_used_longest_ago_goes_first_and_the_cap_holds(tier: DiskTier, 
     assert left == list(range(40 - len(left), 40))
     assert 10 <= len(left) < 40
     assert folder_bytes(tmp_path) <= CAP
-    assert tier.use().total <= CAP
+    assert tier.usage().total <= CAP
     kept = values[left[0]]
     tier.load(kept.key)
     fill(tier, first=300, count=len(left) - 2)
@@ -206,7 +206,7 @@ def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -
         if i % 40 == 0:
             tier.check()
             assert folder_bytes(tmp_path) <= CAP
-    use = tier.use()
+    use = tier.usage()
     assert use.values > use.slabs * 0.6
 
 
@@ -504,7 +504,7 @@ def test_a_value_that_moved_under_a_reader_is_read_again(
     assert reader.load(last.key) == last.whole
     assert len(list(tmp_path.glob("slab-*"))) < slabs
     assert put(reader, value(100, 700))  # and lets go of the slabs that are no more
-    assert reader.use().total <= 16 << 20
+    assert reader.usage().total <= 16 << 20
 
 
 def test_they_see_each_other_and_share_the_last_cap(tmp_path: Path) -> None:
@@ -704,7 +704,7 @@ def test_a_slab_that_is_gone_is_a_miss_and_never_written_to_again(tmp_path: Path
     slab.unlink()
     tier = DiskTier(tmp_path, CAP)
     assert tier.load(value(1, 100).key) is None  # found when read
-    assert tier.use().slabs == 0
+    assert tier.usage().slabs == 0
     tier.check()
     tier.close()
 

@@ -22,11 +22,11 @@ def parts(num_bytes: int, fill: int = 0) -> list[memoryview]:
 
 
 def store(tier: HostTier, name: SegmentKey, num_bytes: int = 10, cache_priority: int = 1) -> bool:
-    return tier.store(name.key, parts(num_bytes, name.key[0]), name.info(cache_priority=cache_priority))
+    return tier.store(name.hash, parts(num_bytes, name.hash[0]), name.info(cache_priority=cache_priority))
 
 
 def there(tier: HostTier, names: list[SegmentKey]) -> list[bool]:
-    return tier.contains([name.key for name in names])
+    return tier.contains([name.hash for name in names])
 
 
 def test_gives_what_it_was_given() -> None:
@@ -57,13 +57,13 @@ def test_gives_back_as_much_as_is_asked_for_whatever_its_cache_priority() -> Non
     tier.on_removed = lambda keys, reason: gone.append((list(keys), reason))
     for name in names:
         assert store(tier, name, cache_priority=2)
-    assert tier.give_back(0) == 0
-    assert tier.give_back(11) == 20
+    assert tier.evict_bytes(0) == 0
+    assert tier.evict_bytes(11) == 20
     assert there(tier, names) == [True, True, False, False], "tails first"
-    assert gone == [([names[3].key, names[2].key], "evicted")]
+    assert gone == [([names[3].hash, names[2].hash], "evicted")]
     assert (tier.stats().num_bytes, tier.stats().evicted, tier.max_bytes) == (20, 2, 100)
-    assert tier.give_back(1000) == 20
-    assert tier.give_back(1000) == tier.stats().num_bytes == 0
+    assert tier.evict_bytes(1000) == 20
+    assert tier.evict_bytes(1000) == tier.stats().num_bytes == 0
     assert store(tier, names[0])
 
 
@@ -98,11 +98,11 @@ def test_a_chain_loses_its_tail_first_though_its_head_is_older() -> None:
     for name in long:
         store(tier, name)
     for name in long:  # the head is used first, and so longest ago
-        tier.load(name.key)
+        tier.load(name.hash)
     store(tier, other[0])
     store(tier, other[1])
     assert there(tier, long) == [True, True, True, False]
-    tier.load(long[2].key)
+    tier.load(long[2].hash)
     store(tier, chain(1, 2)[0])
     assert there(tier, long) == [True, True, True, False]  # the other chain's tail was older
     assert there(tier, other) == [True, False]
@@ -152,18 +152,18 @@ def test_goes_by_the_order_that_a_plain_search_finds(
     model: dict[bytes, tuple[int, int, int, bytes]] = {}  # size, cache priority, used, parent
     for now, (operation, which, size, cache_priority) in enumerate(operations):
         name = NAMES[which]
-        known = model.get(name.key)
+        known = model.get(name.hash)
         if operation == "evict":
-            assert tier.evict(name.key) == (model.pop(name.key, None) is not None)
+            assert tier.evict(name.hash) == (model.pop(name.hash, None) is not None)
         elif operation == "load":
-            value = tier.load(name.key)
+            value = tier.load(name.hash)
             assert (value is not None) == (known is not None)
             if known is not None and value is not None:
                 assert value.nbytes == known[0]
-                model[name.key] = (known[0], known[1], now, known[3])
+                model[name.hash] = (known[0], known[1], now, known[3])
         elif known is not None:
             assert store(tier, name, size, cache_priority)
-            model[name.key] = (known[0], max(known[1], cache_priority), now, known[3])
+            model[name.hash] = (known[0], max(known[1], cache_priority), now, known[3])
         else:
             fits = size <= cap
             while fits and sum(entry[0] for entry in model.values()) + size > cap:
@@ -178,8 +178,8 @@ def test_goes_by_the_order_that_a_plain_search_finds(
                     del model[min(leaves)[2]]
             assert store(tier, name, size, cache_priority) == fits
             if fits:
-                model[name.key] = (size, cache_priority, now, name.parent)
-        assert there(tier, NAMES) == [name.key in model for name in NAMES]
+                model[name.hash] = (size, cache_priority, now, name.parent)
+        assert there(tier, NAMES) == [name.hash in model for name in NAMES]
         stats = tier.stats()
         assert (stats.num_values, stats.num_bytes) == (
             len(model),

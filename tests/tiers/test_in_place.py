@@ -47,7 +47,7 @@ def cut(payload: np.ndarray) -> list[memoryview]:
 @pytest.mark.parametrize("other_way", ["", "waits", "moved", "damaged", "nowhere"])
 def test_a_tier_reads_to_where_segments_are_wanted(other_way: str) -> None:
     names = chain(9)
-    odd = names[4].key
+    odd = names[4].hash
     tier = WatchedTier(*[[odd] if other_way == what else [] for what in ("waits", "moved")])
     stack = filled(TierStack([tier], SHAPE, workers=1), names)
     if other_way == "damaged":
@@ -103,7 +103,7 @@ def test_what_a_lower_tier_reads_is_promoted_and_not_read_in_place() -> None:
     )
     assert load.wait(30)
     assert stack.flush()
-    assert disk.loaded == [name.key for name in names] == list(host.values)
+    assert disk.loaded == [name.hash for name in names] == list(host.values)
     again = stack.load(
         names, into=lambda i, found: None, places=lambda i: cut(wanted[i]), cache_priority=0
     )  # the host has them

@@ -76,12 +76,12 @@ def test_large_values_and_many_keys(redis_url: str) -> None:
 
 def test_what_is_on_the_server(redis_url: str) -> None:
     tier = RemoteTier(redis_url)
-    tier.store(NAME.key, parts(b"value"), INFO)
+    tier.store(NAME.hash, parts(b"value"), INFO)
     with client(redis_url) as other:
         (name,) = other.keys("*")
         fields = other.hgetall(name)
         assert other.ttl(name) == -1
-    assert name == b"quire:kv:1:" + NAME.key.hex().encode()
+    assert name == b"quire:kv:1:" + NAME.hash.hex().encode()
     assert fields[b"v"] == b"value"
     entry = json.loads(fields[b"i"])
     assert entry["root"] == ROOT.hex()
@@ -145,9 +145,9 @@ def test_two_processes_share_a_server_bit_for_bit(redis_url: str) -> None:
         env={"PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path])},
     )
     stack = TierStack([RemoteTier(redis_url, timeout=10)], SHAPE)
-    lookup = stack.lookup([name.key for name in names])
+    lookup = stack.lookup([name.hash for name in names])
     assert lookup.wait(10)
-    assert lookup.where == ("remote",) * 6
+    assert lookup.leading_tiers == ("remote",) * 6
     load = stack.load(names)
     assert load.wait(30)
     assert load.outcome == "complete"
@@ -241,10 +241,10 @@ def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_segment_comes_back_from_the_server(redis_url: str) -> None:
     tier = RemoteTier(redis_url)
-    segment = Segment(NAME.key, NAME.parent, 0, NAME.tokens, payload(NAME))
+    segment = Segment(NAME.hash, NAME.parent, 0, NAME.tokens, payload(NAME))
     value = encode(segment, SHAPE, made_at=0)
-    tier.store(NAME.key, value, INFO)
-    loaded = tier.load(NAME.key)
+    tier.store(NAME.hash, value, INFO)
+    loaded = tier.load(NAME.hash)
     assert loaded is not None
     assert bytes(loaded) == b"".join(value)
     assert with_payloads([NAME])[0][1].tobytes() in bytes(loaded)
@@ -266,12 +266,12 @@ def test_the_documents_name_the_commands_that_a_server_needs() -> None:
     for ttl_s in (None, 5.0):
         fake = Listening(Clock())
         tier = RemoteTier("redis://:pass@h/3", ttl_s=ttl_s, connect=fake.connect)
-        tier.greet()
-        tier.contains([NAME.key])
+        tier.ping()
+        tier.contains([NAME.hash])
         with contextlib.suppress(TierError):  # this server knows no transactions
-            tier.store(NAME.key, [memoryview(b"value")], INFO)
-        tier.load(NAME.key)
-        tier.evict(NAME.key)
+            tier.store(NAME.hash, [memoryview(b"value")], INFO)
+        tier.load(NAME.hash)
+        tier.evict(NAME.hash)
         tier.close()
     told = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
     needed = told[told.index("It needs the commands") :].partition("```")[0]
@@ -304,6 +304,6 @@ def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
 
     tier = RemoteTier("redis://:open%20sesame@h", connect=Echoing(Clock()).connect)
     with pytest.raises(TierError, match="with args beginning with") as caught:
-        tier.greet()
+        tier.ping()
     tier.close()
     assert "sesame" not in str(caught.value)

@@ -22,19 +22,19 @@ def test_covers_the_tokens_in_order(count: int, segment_tokens: int) -> None:
     behind, position = ROOT, 0
     for name in names:
         assert (name.root, name.parent, name.start) == (ROOT, behind, position)
-        assert name.key == chained_key(behind, position, name.tokens)
+        assert name.hash == chained_key(behind, position, name.tokens)
         assert len(name.tokens) == min(segment_tokens, count - position)
-        behind, position = name.key, name.end
+        behind, position = name.hash, name.end
 
 
 def test_goes_on_where_another_chain_ended() -> None:
     tokens = np.arange(20)
     extra = [(3, b"a"), (9, b"image"), (17, b"c")]
     whole = segment_keys(ROOT, tokens, 4, extra_keys=extra)
-    rest = segment_keys(ROOT, tokens[8:], 4, start=8, parent=whole[1].key, extra_keys=extra)
-    assert [name.key for name in rest] == [name.key for name in whole[2:]]
+    rest = segment_keys(ROOT, tokens[8:], 4, start=8, parent=whole[1].hash, extra_keys=extra)
+    assert [name.hash for name in rest] == [name.hash for name in whole[2:]]
     assert whole[2].extra_keys == ((9, b"image"),)
-    assert whole[2].key != segment_keys(ROOT, tokens, 4)[2].key
+    assert whole[2].hash != segment_keys(ROOT, tokens, 4)[2].hash
 
 
 def test_info_holds_all_of_it() -> None:

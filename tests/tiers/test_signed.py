@@ -84,13 +84,15 @@ def test_a_stack_gives_no_number_that_is_none(bad: float) -> None:
     inner, name = DictTier("remote"), NAMES[0]
     numbers = np.zeros(SHAPE.num_bytes(len(name.tokens)) // 4, np.float32)
     numbers[-1] = bad
-    value = encode(Segment(name.key, name.parent, 0, name.tokens, numbers.view(np.uint8)), SHAPE, made_at=0.0)
+    value = encode(
+        Segment(name.hash, name.parent, 0, name.tokens, numbers.view(np.uint8)), SHAPE, made_at=0.0
+    )
     for names, damaged in ((("remote",), 1), ((), 0)):
-        inner.store(name.key, value, INFO)
+        inner.store(name.hash, value, INFO)
         stack = TierStack([inner], SHAPE, workers=0, check_finite=names)
         load = stack.load([name])
         assert (len(load.payloads), stack.stats().tiers[0].damaged) == (1 - damaged, damaged)
-        assert (name.key in inner.values) == (not damaged)
+        assert (name.hash in inner.values) == (not damaged)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -85,7 +85,7 @@ def test_without_tiers_there_is_nothing_and_no_error() -> None:
     stack = TierStack([], SHAPE, workers=0)
     names = chain(2)
     assert stack.store(with_payloads(names)) == 0
-    assert stack.lookup([name.key for name in names]).where == ()
+    assert stack.lookup([name.hash for name in names]).leading_tiers == ()
     assert stack.load(names).outcome == "missing"
     assert stack.flush()
     assert stack.close()
@@ -167,7 +167,7 @@ def test_a_tier_that_gives_several_at_once_is_asked_for_them(fails: int) -> None
 def test_several_at_once_end_at_the_first_that_is_not_there(missing: int, damaged: bool) -> None:
     tier, names = ManyTier(), chain(40)
     stack = filled(TierStack([tier], SHAPE, workers=2), names)
-    key = names[missing].key
+    key = names[missing].hash
     if damaged:
         tier.values[key] = bytes(len(tier.values[key]))
     else:
@@ -188,9 +188,9 @@ def test_what_lies_behind_a_missing_segment_counts_for_nothing(kept: bool) -> No
 
     class HolesTier(DictTier):
         def load(self, key: bytes) -> object | None:
-            if key == names[4].key:
+            if key == names[4].hash:
                 behind.set()
-            if key == names[2].key:
+            if key == names[2].hash:
                 assert behind.wait(30)
                 return None
             return super().load(key)
@@ -209,7 +209,7 @@ def test_what_lies_behind_a_missing_segment_counts_for_nothing(kept: bool) -> No
 def test_lookup_says_where_each_segment_is() -> None:
     host, disk = DictTier("host"), DictTier("disk")
     stack = filled(TierStack([host, disk], SHAPE), chain(6))
-    keys = [name.key for name in chain(6)]
+    keys = [name.hash for name in chain(6)]
     host.evict(keys[1])
     host.evict(keys[2])
     disk.evict(keys[4])
@@ -217,16 +217,16 @@ def test_lookup_says_where_each_segment_is() -> None:
     ended: list[Lookup] = []
     lookup = stack.lookup(keys, on_done=ended.append)
     assert lookup.wait(30)
-    assert lookup.where == ("host", "disk", "disk", "host")
-    assert lookup.found == ("host", "disk", "disk", "host", None, "host")
+    assert lookup.leading_tiers == ("host", "disk", "disk", "host")
+    assert lookup.tiers == ("host", "disk", "disk", "host", None, "host")
     assert lookup.num_found == 4
-    assert lookup.by_tier == {"host": 1, "disk": 4}
+    assert lookup.num_leading == {"host": 1, "disk": 4}
     short = stack.lookup(keys[:1])
     assert short.wait(30)
-    assert short.by_tier == {"host": 1}  # the disk was not asked
+    assert short.num_leading == {"host": 1}  # the disk was not asked
     every = stack.lookup(keys[:1], every_tier=True)
     assert every.wait(30)
-    assert every.by_tier == {"host": 1, "disk": 1}
+    assert every.num_leading == {"host": 1, "disk": 1}
     assert stack.close()
     assert ended == [lookup]
 
@@ -245,7 +245,7 @@ def test_what_a_lower_tier_gives_is_promoted(promote: bool) -> None:
     assert again.wait(30)
     assert again.tiers == (["host"] if promote else ["disk"]) * 3
     if promote:
-        assert host.infos[chain(3)[1].key] == chain(3)[1].info(cache_priority=2, owner="tenant")
+        assert host.infos[chain(3)[1].hash] == chain(3)[1].info(cache_priority=2, owner="tenant")
     assert stack.stats().tiers[0].promoted == (3 if promote else 0)
     assert stack.close()
 
@@ -344,7 +344,7 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     assert not stack.flush(0.01)
     slow.gate.set()
     assert stack.flush(30)
-    assert list(slow.values) == [name.key for name in names[:4]]
+    assert list(slow.values) == [name.hash for name in names[:4]]
     assert stack.stats().tiers[1].waiting_bytes == 0
     assert stack.close()
 
@@ -352,7 +352,7 @@ def test_a_full_queue_drops_and_never_waits() -> None:
 def test_what_waits_to_be_stored_is_found_and_loaded() -> None:
     slow, above = GatedTier("remote"), DictTier("disk")
     names = chain(4)
-    keys = [name.key for name in names]
+    keys = [name.hash for name in names]
     stack = TierStack([above, slow], SHAPE, max_bytes_in_flight=3 * SEGMENT_BYTES)
     stack.store(with_payloads(names[:3]))
     assert stack._tiers[0].writer.wait(30)
@@ -360,7 +360,7 @@ def test_what_waits_to_be_stored_is_found_and_loaded() -> None:
     assert slow.reached.wait(30)
     lookup = stack.lookup(keys[:3])
     assert lookup.wait(30)
-    assert lookup.where == ("remote",) * 3
+    assert lookup.leading_tiers == ("remote",) * 3
     load = stack.load(names[:3])
     assert load.wait(30)
     assert (load.outcome, load.tiers) == ("complete", ["remote"] * 3)
@@ -383,7 +383,7 @@ def test_what_a_tier_refuses_is_gone_when_its_turn_came() -> None:
     slow.fault = lambda operation: "nothing" if operation == "store" else None
     stack = TierStack([slow], SHAPE)
     stack.store(with_payloads(chain(2)))
-    lookup = stack.lookup([name.key for name in chain(2)])
+    lookup = stack.lookup([name.hash for name in chain(2)])
     assert lookup.wait(30)
     assert lookup.num_found == 2
     slow.gate.set()
@@ -410,7 +410,7 @@ def test_a_tier_too_small_for_a_chain_keeps_its_head() -> None:
     names = chain(12)
     value_bytes = 800  # more than one, less than two values
     stack = filled(TierStack([HostTier(5 * value_bytes)], SHAPE, workers=0), names)
-    num_kept = stack.lookup([name.key for name in names]).num_found
+    num_kept = stack.lookup([name.hash for name in names]).num_found
     assert num_kept >= 5
     assert stack.stats().tiers[0].segments == num_kept
     assert stack.stats().tiers[0].refused == 12 - num_kept
@@ -424,14 +424,14 @@ def test_what_was_refused_once_and_is_kept_later_may_be_continued() -> None:
     stack.store(with_payloads(names[:1]))
     assert not tier.values
     stack.store(with_payloads(names))
-    assert stack.lookup([name.key for name in names]).num_found == 2
+    assert stack.lookup([name.hash for name in names]).num_found == 2
 
 
 def test_damage_is_a_miss_counted_and_removed_and_the_next_tier_is_asked() -> None:
     host, disk = DictTier("host"), DictTier("disk")
     names = chain(3)
     stack = filled(TierStack([host, disk], SHAPE, workers=0), names)
-    key = names[1].key
+    key = names[1].hash
     host.values[key] = host.values[key][:-1] + bytes([host.values[key][-1] ^ 1])
     load = stack.load(names)
     assert (load.outcome, load.tiers) == ("complete", ["host", "disk", "host"])
@@ -448,7 +448,7 @@ def test_another_segments_value_is_refused() -> None:
     tier = DictTier()
     names = chain(2)
     stack = filled(TierStack([tier], SHAPE, workers=0), names)
-    tier.values[names[0].key] = tier.values[names[1].key]
+    tier.values[names[0].hash] = tier.values[names[1].hash]
     assert stack.load(names).num_loaded == 0
 
 
@@ -469,7 +469,7 @@ def test_failures_are_counted_and_each_kind_is_logged_once(caplog: pytest.LogCap
         tier.fault = raising(errno=errno.EACCES, at="store", text="not allowed")
         filled(stack, chain(5, 1))
         tier.fault = raising(at="contains", text="locked")
-        stack.lookup([name.key for name in chain(6)])
+        stack.lookup([name.hash for name in chain(6)])
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "disk tier: store failed: no space left in the folder",
         "disk tier: store failed: not allowed",
@@ -499,7 +499,7 @@ def test_estimates_follow_what_was_measured() -> None:
     assert stack.estimate_seconds(1 << 20) == 0
     filled(stack, chain(2))
     quick.values.clear()
-    stack.lookup([name.key for name in chain(2)])
+    stack.lookup([name.hash for name in chain(2)])
     stack.load(chain(2))
     assert stack.estimate_seconds(10 * SEGMENT_BYTES, "disk") == pytest.approx(0.25 + 5.0)
     assert stack.estimate_seconds(10 * SEGMENT_BYTES) == pytest.approx(0.25 + 5.0)
@@ -513,10 +513,10 @@ def test_evict_comes_after_what_was_stored_before() -> None:
     stack = TierStack([tier], SHAPE)
     names = chain(3)
     stack.store(with_payloads(names))
-    stack.evict([name.key for name in names[1:]])
+    stack.evict([name.hash for name in names[1:]])
     tier.gate.set()
     assert stack.flush(30)
-    assert list(tier.values) == [names[0].key]
+    assert list(tier.values) == [names[0].hash]
     assert stack.close()
 
 
@@ -534,7 +534,7 @@ def test_close_ends_what_is_under_way_and_stores_what_waits() -> None:
     assert stack.close()
     assert stack.store(with_payloads(chain(1, 1))) == 0
     late = stack.load(chain(1))
-    assert (late.outcome, stack.lookup([chain(1)[0].key]).outcome) == ("closed", "closed")
+    assert (late.outcome, stack.lookup([chain(1)[0].hash]).outcome) == ("closed", "closed")
 
 
 def test_close_gives_up_on_a_tier_that_hangs_and_says_so() -> None:
@@ -565,12 +565,12 @@ def test_behind_a_damaged_value_all_others_that_are_damaged_go_at_once() -> None
     disk = DictTier("disk")
     names = chain(6)
     stack = filled(TierStack([disk], SHAPE, workers=0), names)
-    broken = [names[at].key for at in (1, 3, 4)]
+    broken = [names[at].hash for at in (1, 3, 4)]
     for key in broken:
         disk.values[key] = disk.values[key][:-1] + bytes([disk.values[key][-1] ^ 1])
     load = stack.load(names)
     assert (load.outcome, load.num_loaded) == ("missing", 1)
-    assert set(disk.values) == {name.key for name in names} - set(broken)
+    assert set(disk.values) == {name.hash for name in names} - set(broken)
     assert stack.stats().tiers[0].damaged == 3
     assert stack.stats().tiers[0].misses == 1  # only one was asked for
     filled(stack, names)
@@ -581,9 +581,9 @@ def test_without_damage_nothing_behind_a_miss_is_read() -> None:
     disk = DictTier("disk")
     names = chain(4)
     stack = filled(TierStack([disk], SHAPE, workers=0), names)
-    del disk.values[names[1].key]
+    del disk.values[names[1].hash]
     asked: list[bytes] = []
     load = disk.load
     disk.load = lambda key: asked.append(key) or load(key)  # type: ignore[method-assign]
     assert stack.load(names).outcome == "missing"
-    assert asked == [names[0].key, names[1].key]
+    assert asked == [names[0].hash, names[1].hash]

@@ -52,7 +52,7 @@ def test_costs_its_time_out_once_and_stops_nobody(habit: str) -> None:
             load = stack.load(names)
             assert load.wait(10)
             assert (load.outcome, load.num_loaded) == ("missing", 2)
-            lookup = stack.lookup([name.key for name in names], every_tier=True)
+            lookup = stack.lookup([name.hash for name in names], every_tier=True)
             assert lookup.wait(10)
         mine = stack.stats().tiers[1]
         assert mine.failures + mine.damaged == 1  # 41 other calls were refused without a wait
@@ -85,11 +85,11 @@ def failure(remote: RemoteTier, call: str) -> TierError | None:
     try:
         match call:
             case "contains":
-                remote.contains([name.key])
+                remote.contains([name.hash])
             case "load":
-                assert remote.load(name.key) is None
+                assert remote.load(name.hash) is None
             case "store":
-                remote.store(name.key, [memoryview(b"value")], name.info())
+                remote.store(name.hash, [memoryview(b"value")], name.info())
     except TierError as error:
         return error
     return None
@@ -109,9 +109,11 @@ def test_a_server_that_is_down_costs_no_request_a_second_time_out(monkeypatch: p
         with pytest.raises(TierError, match=r"no answer within 0.3 s"):
             remote.load(b"key")
         tried_by: list[threading.Thread] = []
-        try_server = remote._try
+        try_server = remote._probe_server
         monkeypatch.setattr(
-            remote, "_try", lambda trial: (tried_by.append(threading.current_thread()), try_server(trial))
+            remote,
+            "_probe_server",
+            lambda trial: (tried_by.append(threading.current_thread()), try_server(trial)),
         )
 
         def refused_until_tried() -> bool:

@@ -20,7 +20,7 @@ from quire.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-    from quire.engine.recompute import Compared
+    from quire.engine.recompute import SegmentComparison
 
 __all__ = ["cache"]
 
@@ -42,7 +42,7 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
 
     tier = DiskTier(folder, None)
     try:
-        roots, use, cap = tier.roots(), tier.use(), tier.max_bytes()
+        roots, use, cap = tier.roots(), tier.usage(), tier.max_bytes()
         num_snapshots, snapshot_bytes = count_snapshots(tier.path), SnapshotFiles(tier.path).num_bytes()
     finally:
         tier.close()
@@ -139,7 +139,7 @@ def verify(
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []
-    compared: list[Compared] | None = None
+    compared: list[SegmentComparison] | None = None
     try:
         tier.check()
         for damage in find_damage(tier):
@@ -193,7 +193,7 @@ def verify(
     return 1 if damaged or differs else 0
 
 
-def _recomputed_json(compared: list[Compared]) -> dict[str, Any]:
+def _recomputed_json(compared: list[SegmentComparison]) -> dict[str, Any]:
     reasons = Counter(one.reason for one in compared if one.reason)
     return {
         "equal": sum(not one.reason and not one.difference for one in compared),
@@ -212,7 +212,7 @@ def _recomputed_json(compared: list[Compared]) -> dict[str, Any]:
     }
 
 
-def _print_recomputed(compared: list[Compared]) -> None:
+def _print_recomputed(compared: list[SegmentComparison]) -> None:
     found = _recomputed_json(compared)
     for one in found["different"]:
         where = f": layer {one['layer']}, first at token {one['token']}" if one["layer"] >= 0 else ""
@@ -237,10 +237,10 @@ def prune(
     to_bytes = parse_size(to, where="--to")
     tier = DiskTier(folder, None)
     try:
-        tier.count_beside(SnapshotFiles(tier.path).num_bytes())
-        before = tier.use().total
+        tier.count_other_files(SnapshotFiles(tier.path).num_bytes())
+        before = tier.usage().total
         removed = tier.prune(to_bytes)
-        after, left = tier.use().total, tier.stats().num_values
+        after, left = tier.usage().total, tier.stats().num_values
     finally:
         tier.close()
     print(

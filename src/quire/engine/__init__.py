@@ -2,10 +2,10 @@
 
 Others may use
     llm, async_engine           `LLM` and `AsyncEngine`
-    async_conversation          a conversation that is awaited
+    async_conversation          a conversation for asyncio
     llm_tenants                 the tenants of an `LLM`
-    core, driver, engine        what both run on: its parts, its thread, its step
-    plan                        what fits, before anything is loaded
-    storages                    storage and cache by name
-    profile, recompute          where a step's time goes; a disk cache computed again and compared
+    core, driver, engine        the parts, the thread and the step loop of both
+    serving_plan                what fits, before anything is loaded
+    open_storage                storage and cache by name
+    profile, recompute          times of a step's parts; a disk cache computed again and compared
 """

@@ -1,4 +1,4 @@
-"""A conversation of an `AsyncEngine`, for servers: `conversation.Conversation` awaited, in one event loop."""
+"""A conversation of an `AsyncEngine`, for one event loop: `conversation.Conversation` with awaited calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from quire.renamed import renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
@@ -26,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class RequestSource(Protocol):
-    """What is needed of an `AsyncEngine`, which makes conversations; see there."""
+    """The part of `AsyncEngine` that a conversation needs; see there."""
 
     core: EngineCore
 
@@ -38,7 +37,7 @@ class RequestSource(Protocol):
 
 
 class Outputs(Protocol):
-    """Of a request: an async generator, or an `AsyncEngine`'s stream."""
+    """The outputs of a request: an async generator, or a `RequestStream`."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
     def aclose(self) -> Awaitable[None]: ...
@@ -50,9 +49,8 @@ class AsyncConversation(ConversationCore):
     def __init__(self, engine: RequestSource, transcript: Transcript) -> None:
         super().__init__(transcript)
         self._engine = engine
-        self._answer: list[int] = []  # of the turn under way, so far
+        self._answer: list[int] = []  # of the turn under way
 
-    @renamed(retention="cache_priority")
     async def generate(
         self,
         params: SamplingParams | None = None,
@@ -62,19 +60,19 @@ class AsyncConversation(ConversationCore):
         cache_priority: CachePriority = "normal",
         deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
+        """The model's turn as it grows. The answer so far is appended when it ends, or when the iterator is closed.
 
-        A loop that is left early closes it a moment later only; `contextlib.aclosing` does so at once.
+        A loop left early closes the iterator only later; `contextlib.aclosing` does so at once.
         *raises:* as `AsyncEngine.generate`; an answer that ends with an error is not appended.
         """
-        prompt, options = self.asked(
+        prompt, options = self.turn_request(
             params, priority=priority, request_id=request_id, cache_priority=cache_priority, deltas=deltas
         )
-        async with aclosing(self.answered(options, self._engine.submit(prompt, options))) as outputs:
+        async with aclosing(self.turn_outputs(options, self._engine.submit(prompt, options))) as outputs:
             async for output in outputs:
                 yield output
 
-    def asked(
+    def turn_request(
         self,
         params: SamplingParams | None = None,
         *,
@@ -83,7 +81,7 @@ class AsyncConversation(ConversationCore):
         cache_priority: CachePriority = "normal",
         deltas: bool = False,
     ) -> tuple[Prompt, RequestOptions]:
-        """The request that the turn is, for `AsyncEngine.begin`; `answered` then takes its outputs."""
+        """The request of a turn, for `AsyncEngine.begin`; pass its outputs to `turn_outputs`."""
         params, transcript = self._params_of_turn(params), self._transcript
         name = request_id or self._engine.new_id()
         options = RequestOptions(
@@ -91,11 +89,11 @@ class AsyncConversation(ConversationCore):
         )
         return Prompt(None, transcript.token_ids), options
 
-    async def answered(
+    async def turn_outputs(
         self, options: RequestOptions, outputs: Outputs
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of what was `asked`, appended when they end. *raises:* ArgumentError: a turn is under way."""
-        self._require_rest()
+        """The outputs of a `turn_request`, appended at their end. *raises:* ArgumentError: a turn is under way."""
+        self._require_idle()
         self._turn, self._answer = options.request_id, []
         try:
             async with aclosing(outputs):
@@ -110,17 +108,17 @@ class AsyncConversation(ConversationCore):
             self._answer = []
             raise
         finally:
-            self._transcript = self._now()
+            self._transcript = self._transcript_so_far()
             self._turn, self._answer = None, []
 
     def fork(self) -> AsyncConversation:
-        """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
+        """A copy that continues separately; during a turn, with the answer shown so far."""
         self._require_open()
-        return AsyncConversation(self._engine, self._now())
+        return AsyncConversation(self._engine, self._transcript_so_far())
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
-        self._require_rest()
+        self._require_idle()
         transcript, core = self._transcript.rewound(position), self._engine.core
         found = await self._engine.between_steps(
             lambda: num_found(transcript, core.engine.tenants, core.cache)
@@ -133,9 +131,9 @@ class AsyncConversation(ConversationCore):
     ) -> Snapshot:
         """See `Conversation.snapshot`; steps go on meanwhile. limits: of all snapshots of its tenant.
 
-        *raises:* SnapshotsFullError: beyond them.
+        *raises:* SnapshotsFullError: beyond the limits.
         """
-        self._require_rest()
+        self._require_idle()
         save, engine = self._engine.core.save_snapshot, self._engine
         return await asyncio.to_thread(
             save,
@@ -147,10 +145,10 @@ class AsyncConversation(ConversationCore):
         )
 
     def close(self) -> None:
-        """Ends a turn under way; the conversation cannot be used any more. Twice does nothing."""
+        """Ends a turn under way, and the conversation. A second call does nothing."""
         if not self._closed and self._turn is not None:
             self._engine.abort(self._turn)
         self._closed = True
 
-    def _now(self) -> Transcript:
+    def _transcript_so_far(self) -> Transcript:
         return self._transcript.continued(self._answer) if self._answer else self._transcript

@@ -1,13 +1,13 @@
 """`quire.AsyncEngine`: an `LLM` for asyncio, its outputs streamed to the event loop.
 
-The event loop never waits for a step: requests and aborts are handed to the LLM's driver (`driver.py`), outputs come
-back through `call_soon_threadsafe`, one call a step for each loop.
+The event loop never waits for a step: requests and aborts go to the LLM's driver (`driver.py`), outputs come back
+through `call_soon_threadsafe`, one call a step for each loop.
 
 Invariants
-    A1  nothing here touches the engine but in the driver's thread.
-    A2  whoever waits gets an output, the error of its request, or the error that stopped the engine.
-    A3  at most `max_unread` outputs of a request wait for its reader. Then it pauses and holds nobody up: it keeps
-        its place and memory only while nobody else wants them, so requests may be read in any order.
+    A1  only functions run by the driver's thread touch the engine.
+    A2  a waiting caller gets an output, the error of its request, or the error that stopped the engine.
+    A3  at most `max_unread` outputs of a request wait for its reader. Then the request pauses and delays no other: it
+        keeps its place and memory only while no other request needs them, so requests may be read in any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from quire.engine.driver import Answer, FlowControl
 from quire.engine.llm import LLM
 from quire.engine.llm_pins import COMPUTE_PROMPT
 from quire.errors import ArgumentError, CancelledError
-from quire.renamed import renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt, encode
 from quire.scheduler.request import RequestOutput
@@ -47,7 +46,7 @@ _MAX_UNREAD = 1024
 
 
 class Queue(asyncio.Queue[Answer]):
-    """Of one request's answers. when_ended: called when the last one has come, whether or not somebody reads it."""
+    """The answers of one request. when_ended: called when the last one has arrived, even if it is never read."""
 
     def __init__(self, when_ended: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class _LoopSink:
     loop: asyncio.AbstractEventLoop
 
     def __call__(self, pairs: list[tuple[Queue, Answer]]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(_put_all, pairs)
 
 
@@ -73,9 +72,9 @@ def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of a request that has begun, the last one `finished`. Closed before that, the request is aborted.
+    """The outputs of a request that has begun, the last one `finished`. Closing it before that aborts the request.
 
-    max_unread: outputs that wait to be read, at which the engine pauses the request until half of them have been.
+    max_unread: unread outputs at which the engine pauses the request until half of them have been read.
     *raises* in the iteration: the error of the request, or the one that stopped the engine.
     """
 
@@ -98,7 +97,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         output = await self.queue.get()
         if isinstance(output, RequestOutput) and not output.finished:
             if self.unread.count_taken():
-                self._engine._go_on(self)
+                self._engine._resume(self)
             return output
         self._ended = True
         self._engine._requests.pop(self.queue, None)
@@ -106,10 +105,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
             if output.error is None:
                 return output
             output = output.error
-        raise output or CancelledError("the request was ended by somebody else")
+        raise output or CancelledError("the request was ended elsewhere")
 
     def close(self) -> None:
-        """Aborts the request if it has not ended. Twice does nothing."""
+        """Aborts the request if it has not ended. A second call does nothing."""
         if not self._ended:
             self._ended = True
             self._engine._drop(self)
@@ -120,13 +119,13 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __del__(self) -> None:
         if hasattr(self, "_ended"):
-            self.close()  # nobody can read it any more: it would pause for ever
+            self.close()  # without a reader it would pause for ever
 
 
 class AsyncEngine:
     """Streams outputs of many concurrent requests; for servers and other asyncio programs.
 
-    Built from what `quire.LLM` takes, or from an `LLM` that nobody else uses meanwhile:
+    Made from the arguments of `quire.LLM`, or from an `LLM`:
 
         async with AsyncEngine() as engine:
             async for output in engine.generate("def f(", SamplingParams(max_tokens=32)):
@@ -141,7 +140,7 @@ class AsyncEngine:
     @shows_options
     def __init__(self, model: Any = None, **options: Any) -> None:
         if isinstance(model, LLM) and options:
-            raise ArgumentError(f"expected no options beside an LLM, got {sorted(options)}")
+            raise ArgumentError(f"expected no options with an LLM, got {sorted(options)}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._owns_llm = not isinstance(model, LLM)
         self._driver, self._engine = self.llm.driver, self.llm.engine
@@ -150,22 +149,19 @@ class AsyncEngine:
         self.vocab_size, self.max_model_len = self.llm.vocab_size, self.llm.max_model_len
         self.max_num_seqs, self.cache = self.llm.max_num_seqs, self.llm.cache
         self.tenants, self.pins, self.monitor = self.llm.tenants, self.llm.pins, self.llm.monitor
-        self._requests: dict[
-            Queue, tuple[str, _LoopSink]
-        ] = {}  # those under way of this object, by their queue
+        self._requests: dict[Queue, tuple[str, _LoopSink]] = {}  # this object's requests under way
         self._closing = False
         if self.llm.tiers is not None and (monitor := self._engine.monitor) is not None:
-            # Tiers go on after the last step, and who follows them is to hear of it.
-            self.llm.tiers.stack.notices.on_first = lambda: self._driver.post(monitor.collect)
-        # One: however many new grammars are asked for, they take one core, and no thread that others wait for.
+            # Tiers store after the last step: their events need a `collect` then.
+            self.llm.tiers.stack.changes.on_first = lambda: self._driver.post(monitor.collect)
+        # One thread: new grammars then take one core, and no thread that other calls need.
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
 
     @property
     def failure(self) -> BaseException | None:
-        """What the last step failed with, until one succeeds."""
+        """The error of the last step; None after a successful one."""
         return self._driver.failure
 
-    @renamed(retention="cache_priority")
     def generate(
         self,
         prompt: Any,
@@ -175,11 +171,11 @@ class AsyncEngine:
         deltas: bool = False,
         **options: Unpack[RequestKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
+        """The request's outputs as it grows, the last one `finished`; deltas: each output has only its new tokens.
 
         options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request. With 1024
         outputs unread it pauses until half of them have been read; others go on meanwhile.
-        *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
+        *raises:* as `LLM.generate`; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
         return self.submit(encode(prompt, self.tokenizer), asked)
@@ -195,11 +191,11 @@ class AsyncEngine:
         *,
         max_unread: int = _MAX_UNREAD,
     ) -> list[RequestStream]:
-        """Queues all of the requests or none; the outputs of each, to be read to the end or closed.
+        """Queues all of the requests or none; their streams, each to be read to the end or closed.
 
-        when_ended: of each request; called in the event loop when the engine has finished with it, though its outputs
-        are not read yet, and not where this raises. max_unread: see `RequestStream`.
-        *raises:* what `generate` raises, here and not with the first output.
+        when_ended: for each request a function, called in the event loop when the engine has finished with it, even
+        if outputs are unread; not called if this raises. max_unread: see `RequestStream`.
+        *raises:* as `generate`, but here and not at the first output.
         """
         named = [
             (prompt, replace(asked, request_id=asked.request_id or self.new_id(), stream=True))
@@ -216,7 +212,7 @@ class AsyncEngine:
     def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Branches a request under way: outputs of the one that goes on from its newest token, see `Engine.fork`."""
+        """Forks a request under way: the outputs of one that continues from its newest token, see `Engine.fork`."""
         name = self.new_id() if new_request_id is None else new_request_id
 
         def submit() -> None:
@@ -225,8 +221,8 @@ class AsyncEngine:
         return self._outputs(lambda: self._begin([RequestStream(self, name)], [params], submit))
 
     async def compile_grammar(self, params: SamplingParams | None) -> None:
-        """Builds the grammar that `params` ask for, if it is new, in a thread beside the engine's: neither the
-        steps nor the event loop wait for it. *raises:* ArgumentError: it cannot be used.
+        """Builds the grammar of `params`, if it is new, in a thread of its own: neither the steps nor the event loop
+        wait for it. *raises:* ArgumentError: it cannot be used.
         """
         if not isinstance(params, SamplingParams) or self._engine.has_grammar(params) or self._closing:
             return
@@ -234,13 +230,13 @@ class AsyncEngine:
         await run(self._grammar_thread, self._engine.compile_grammar, params)
 
     def new_id(self) -> str:
-        """For a request, one that no other has."""
+        """A new request id."""
         return f"async-{next(_ids)}"
 
     async def _outputs(
         self, begin: Callable[[], Awaitable[list[RequestStream]]]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of the one request that `begin` begins, once the first is asked for."""
+        """The outputs of one request, which begins when the first output is read."""
         (stream,) = await begin()
         async with aclosing(stream):
             async for output in stream:
@@ -252,12 +248,12 @@ class AsyncEngine:
         params: Sequence[SamplingParams | None],
         submit: Callable[[], object],
     ) -> list[RequestStream]:
-        """The outputs of requests, which `submit` queues in the driver's thread, all or none."""
+        """The streams of requests, which `submit` queues in the driver's thread, all or none."""
         driver = self._driver
         driver.process.check()
         self.llm.refuse_autocast()
-        for one in params:
-            await self.compile_grammar(one)
+        for request_params in params:
+            await self.compile_grammar(request_params)
         self._require_open()
         sink = _LoopSink(asyncio.get_running_loop())
 
@@ -276,23 +272,23 @@ class AsyncEngine:
         self._requests |= {stream.queue: (stream.request_id, sink) for stream in streams}
         try:
             await asyncio.wrap_future(driver.submit(begin))
-        except BaseException:  # a cancelled wait included, whose requests may begin yet
+        except BaseException:  # also a cancelled wait, whose requests may still begin
             for stream in streams:
                 stream.close()
             raise
         return streams
 
-    def _go_on(self, stream: RequestStream) -> None:
-        """With a request that has paused: enough of it has been read."""
+    def _resume(self, stream: RequestStream) -> None:
+        """Goes on with a paused request of which enough has been read."""
         if self._driver.process.is_here:
             self._driver.resume(stream.request_id, stream.queue)
 
     def _drop(self, stream: RequestStream) -> None:
-        """Ends the request of that stream, if it has not ended."""
+        """Ends the request of a stream, if it has not ended."""
         driver, name = self._driver, stream.request_id
 
         def drop() -> None:
-            if driver.ticket(name) is stream.queue:  # and not a later one of the same name
+            if driver.ticket(name) is stream.queue:  # not a later request with the same id
                 driver.drop(name)
 
         self._requests.pop(stream.queue, None)
@@ -305,17 +301,17 @@ class AsyncEngine:
             self._driver.post(lambda: self._driver.abort(request_id))
 
     async def stats(self) -> dict[str, Any]:
-        """`LLM.stats()`; tiers are waited for in a thread beside the engine's."""
+        """`LLM.stats()`, without blocking the event loop."""
         self._require_open()
         return await asyncio.to_thread(self.monitor.stats)
 
     async def report(self) -> str:
-        """`llm.monitor.report()`, in the same way."""
+        """`llm.monitor.report()`, without blocking the event loop."""
         self._require_open()
         return await asyncio.to_thread(self.monitor.report)
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
+        """Calls `function` in the engine's thread between two steps, where it may use the engine; its result."""
         return await asyncio.wrap_future(self.submit_between_steps(function))
 
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
@@ -331,12 +327,12 @@ class AsyncEngine:
     async def explain(
         self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
     ) -> PromptExplanation:
-        """`llm.monitor.explain()`, in the same way."""
+        """`llm.monitor.explain()`, without blocking the event loop."""
         self._require_open()
         explain = self.monitor.explain
         return await asyncio.to_thread(explain, prompt, as_administrator=as_administrator, **key)
 
-    # -- what stays ------------------------------------------------------------------------------------
+    # -- pins ------------------------------------------------------------------------------------------
 
     async def pin(
         self,
@@ -346,7 +342,7 @@ class AsyncEngine:
         owner: str | None = None,
         **key: Unpack[PrefixKeywords],
     ) -> Pin:
-        """`llm.pins.add()`. What memory lacks of the prompt is computed by a request among the others."""
+        """`llm.pins.add()`. A request of its own computes the part of the prompt that memory lacks."""
         tokens = encode(prompt, self.tokenizer).token_ids
         await self.between_steps(lambda: self.pins.check(tokens, ttl=ttl, **key))
         return await self._pinned(
@@ -364,21 +360,21 @@ class AsyncEngine:
         )
 
     async def _pinned(self, tokens: Any, key: PrefixKey, pin: Callable[[], Pin]) -> Pin:
-        """What was computed may be evicted before it is pinned, hence the loop."""
-        for is_last in (False, False, True):
+        """Tries three times: the computed content may be evicted before it is pinned."""
+        for is_last_try in (False, False, True):
             async for _ in self.submit(
                 Prompt(None, tokens), RequestOptions(COMPUTE_PROMPT, key, cache_priority="keep")
             ):
                 pass
-            with suppress(ArgumentError) if not is_last else nullcontext():
+            with nullcontext() if is_last_try else suppress(ArgumentError):
                 return await self.between_steps(pin)
-        raise AssertionError("the last time returns or raises")
+        raise AssertionError("the last try returns or raises")
 
     # -- conversations ---------------------------------------------------------------------------------
 
     def conversation(self, prompt: Any = None, **key: Unpack[PrefixKeywords]) -> AsyncConversation:
         """See `LLM.conversation`."""
-        return AsyncConversation(self, Transcript.begun(self.core.reader, PrefixKey.of(**key), prompt))
+        return AsyncConversation(self, Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt))
 
     async def resume(
         self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]
@@ -397,12 +393,12 @@ class AsyncEngine:
         """See `LLM.remove_snapshot`."""
         await asyncio.to_thread(self.llm.remove_snapshot, name, **key)
 
-    # -- the end ---------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends all its requests (their iterations raise CancelledError), and the LLM if it was made here.
 
-        In a child of `os.fork` nothing.
+        In a child of `os.fork` it does nothing.
         """
         if not self._driver.process.is_here:
             return

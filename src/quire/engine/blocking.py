@@ -1,4 +1,4 @@
-"""`run` and `begin`: requests into the engine's thread, their outputs back to a thread that waits for them."""
+"""`run` and `begin`: submit requests to the engine's thread, and wait for their outputs in the caller's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(
 ) -> list[RequestOutput | None]:
     """Their outputs once all have ended, None for one that was ended elsewhere. progress: a bar on stderr.
 
-    Where it raises, interrupted too, none of them is left. *raises:* what `Engine.submit` does.
+    An error, or an interruption, ends all of the requests. *raises:* as `Engine.submit`.
     """
     driver.refuse_to_wait_here()
     mailbox = Mailbox()
@@ -44,7 +44,7 @@ def run(
         driver.call_open(submit)
         with ProgressBar(len(ids), enabled=progress) as bar:
             while len(results) < len(ids):
-                for request_id, answer in mailbox.take().items():
+                for request_id, answer in mailbox.pop_all().items():
                     if isinstance(answer, BaseException):
                         raise answer
                     if answer is None or answer.finished:
@@ -52,14 +52,14 @@ def run(
                         bar.advance(1)
         return [results[request_id] for request_id in ids]
     except BaseException:
-        driver.post(drop)  # behind `submit`, so that it knows all of them
+        driver.post(drop)  # runs after `submit`, and so has all ids
         raise
 
 
 def begin(driver: Driver, core: EngineCore, submit: Callable[[Engine], str]) -> tuple[str, Mailbox]:
-    """A request that `submit` queues: its id, and the mailbox from which its outputs are pulled, see `Driver.want`.
+    """Submits a request; its id, and the mailbox for its outputs, which are pulled (`Driver.want`).
 
-    *raises:* what `submit` does; ArgumentError: closed, or the calling thread is inside of `torch.autocast`.
+    *raises:* as `submit`; ArgumentError: closed, or the calling thread is inside of `torch.autocast`.
     """
     mailbox = Mailbox()
 

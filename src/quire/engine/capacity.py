@@ -1,4 +1,4 @@
-"""The KV budget: from `kv_memory` and what is free to bytes. Arithmetic only; nothing is allocated here."""
+"""The KV budget in bytes, from `kv_memory` and the free memory. Arithmetic only: allocates no memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["free_memory_bytes", "kv_memory_bytes"]
 def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes: int | None = None) -> int:
     """The KV budget in bytes: a size, a share of the free memory, or "auto".
 
-    "auto" is half of what is free, but no more than `most_useful_bytes`.
-    *raises:* ArgumentError if it cannot be read, CapacityError if a size is more than is free.
+    "auto" is half of the free memory, at most `most_useful_bytes`.
+    *raises:* ArgumentError: not readable. CapacityError: a size above the free memory.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
     budget = parse_budget(

@@ -1,6 +1,6 @@
-"""`Conversation`: tokens that grow turn by turn, branch, go back, and outlive the process under a name.
+"""`Conversation`: tokens that grow turn by turn, fork, rewind, and outlive the process as named snapshots.
 
-What it is between turns: `quire.sessions.conversation_core`. Here is what waits: a turn is a request of an `LLM`.
+Between turns: `quire.sessions.conversation_core`. This file has the blocking calls: a turn is a request of an `LLM`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Conversation(ConversationCore):
         priority: int = 0,
         cache_priority: CachePriority = "normal",
     ) -> RequestOutput:
-        """The model's turn: its answer, which is appended. Where it raises, the conversation is as before."""
+        """The model's turn: its answer, which is appended. An error leaves the conversation as it was."""
         stream = self.stream(params, priority=priority, cache_priority=cache_priority)
         try:
             for _ in stream:
@@ -61,7 +61,7 @@ class Conversation(ConversationCore):
     ) -> ConversationStream:
         """The model's turn piece by piece: `for piece in conversation.stream(): ...`.
 
-        What has come is appended when the stream ends, or is closed before.
+        The answer so far is appended when the stream ends, or is closed.
         """
         params = self._params_of_turn(params)
         transcript = self._transcript
@@ -69,12 +69,12 @@ class Conversation(ConversationCore):
         prompt = Prompt(None, transcript.token_ids)
         request_id, mailbox = begin(self.driver, self._core, lambda engine: engine.submit(prompt, options))
         stream = ConversationStream(self, request_id, mailbox)
-        # Whoever drops the stream has closed it: the conversation does not keep it alive.
+        # A stream that its reader drops closes itself: the conversation must not keep it alive.
         self._turn, self._stream = request_id, weakref.ref(stream)
         return stream
 
     def fork(self) -> Conversation:
-        """Another one, the same so far, that goes on by itself; during a turn, with what there is of the answer."""
+        """A copy that continues separately; during a turn, with the answer so far."""
         self._require_open()
         transcript = self._transcript
         if self._turn is not None:
@@ -90,25 +90,25 @@ class Conversation(ConversationCore):
         return Conversation(self._core, self.driver, transcript)
 
     def rewind(self, position: int) -> int:
-        """Forgets the tokens from `position` on. How many of those left need not be computed again, as of now.
+        """Forgets the tokens from `position` on. Returns how many of the others are in memory now.
 
-        That is fewer than `position` where memory has given some up, and behind a sliding window: a tier may still have
-        them, else they are computed by the next turn.
+        They are fewer than `position` if memory has evicted some, and behind a sliding window: a tier may still have
+        them, else the next turn computes them.
         """
-        self._require_rest()
+        self._require_idle()
         transcript, core = self._transcript.rewound(position), self._core
         found = self.driver.call_open(lambda: num_found(transcript, core.engine.tenants, core.cache))
         self._transcript = transcript
         return found
 
     def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
-        """Keeps the conversation under a name in the disk cache, its keys and values too; see `LLM.snapshots`."""
-        self._require_rest()
+        """Saves the conversation under a name in the disk cache, keys and values included; see `LLM.snapshots`."""
+        self._require_idle()
         self.driver.require_open()
         return self._core.save_snapshot(name, self._transcript, self.driver.call_open, overwrite=overwrite)
 
     def close(self) -> None:
-        """Ends a turn under way; the conversation cannot be used any more. Twice does nothing."""
+        """Ends a turn under way, and the conversation. A second call does nothing."""
         if not self._closed:
             stream = None if self._stream is None else self._stream()
             if stream is not None:
@@ -116,14 +116,14 @@ class Conversation(ConversationCore):
             self._closed = True
 
     def end_turn(self, output: RequestOutput | None) -> None:
-        """For its stream: the answer is appended, None for nothing."""
+        """Called by its stream: appends the answer; None: nothing to append."""
         self._turn = self._stream = None
         if output is not None and output.error is None:
             self._transcript = self._transcript.continued(output.outputs[0].token_ids)
 
 
 class ConversationStream(TextStream):
-    """A turn under way. `close` appends what has come so far, `discard` nothing."""
+    """A turn under way. `close` appends the answer so far, `discard` does not."""
 
     def __init__(self, conversation: Conversation, request_id: str, mailbox: Mailbox) -> None:
         super().__init__(conversation.driver, request_id, mailbox)

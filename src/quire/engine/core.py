@@ -1,13 +1,12 @@
-"""`EngineCore`: a model made ready to serve, and all that it is served with; opened together, closed together.
+"""`EngineCore`: the parts of an open engine, opened and closed together.
 
     loaded    the weights, their tokenizer, the shape of their KV
-    prepared  the same model, its attention and products replaced by ours
-    storage   the memory of keys and values, and the cache that says what lies where
-    tiers     where content goes that memory gives up; monitor: who is told of it
+    prepared  the same model with Quire's attention and products
+    storage   the memory of keys and values, and the cache that assigns it
+    tiers     storage for content that memory gives up; monitor: events and counts of the cache
     engine    the step loop over all of them
 
-Not the calls that people make: those are `LLM`'s. Invariant: where opening fails, everything opened before is closed,
-and the model is as it was.
+The public calls are `LLM`'s. Invariant: if opening fails, all parts opened before are closed and the model is restored.
 
 Cost: loading and preparing the model, and address space for the cache.
 """
@@ -35,7 +34,7 @@ from quire.engine.serving_plan import refuse_if_none_fits, require_room
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.device import HOST
 from quire.offload.offloaded_sequence import InEngine
-from quire.offload.open_tiers import OpenTiers, open_tiers, swap_of
+from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
 from quire.saved_folder import SavedFolder
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
@@ -54,8 +53,8 @@ _log = logging.getLogger("quire")
 
 
 @contextmanager
-def _naming_what_runs() -> Iterator[None]:
-    """A refused model's error says what runs it meanwhile."""
+def _with_alternative() -> Iterator[None]:
+    """Adds to a refused model's error how it can be run instead."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -64,44 +63,44 @@ def _naming_what_runs() -> Iterator[None]:
         ) from error
 
 
-def _kept_folder(config: EngineConfig) -> SavedFolder | None:
-    """Where packed weights are kept; by default nowhere where there are none."""
+def _packed_folder(config: EngineConfig) -> SavedFolder | None:
+    """The folder of packed weights; by default None without the extension, which packs them."""
     if config.packed_weights == "auto" and extension(config.backend) is None:
         return None
     size = config.packed_weights_size
-    most = None if size is None else parse_size(size, where="packed_weights_size")
-    return SavedFolder.of(config.packed_weights, most)
+    max_bytes = None if size is None else parse_size(size, where="packed_weights_size")
+    return SavedFolder.of(config.packed_weights, max_bytes)
 
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
-    """*raises:* ArgumentError: the back end cannot attend to the formats that K and V are to have."""
+    """*raises:* ArgumentError: the back end cannot attend to the formats of K and V."""
     from quire.attention import backend
 
     device = backend(name)
-    wanted = {found for layer in spec.layers for found in (layer.k_format, layer.v_format) if found}
-    for found in sorted(wanted):
-        if found not in device.kv_formats:
+    wanted = {name for layer in spec.layers for name in (layer.k_format, layer.v_format) if name}
+    for kv_format in sorted(wanted):
+        if kv_format not in device.kv_formats:
             raise ArgumentError(
                 f"expected a format of K and V that backend {device.name!r} attends to, "
-                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {found} - in `kv_dtype`; take auto, "
-                'or backend="python", slow, which has them all'
+                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {kv_format} - in `kv_dtype`; take "
+                'auto, or backend="python", slow, which has them all'
             )
 
 
 class EngineCore:
     """See the module's text.
 
-    storage: None once closed; tiers: None where there are none, or once closed. monitor: None where prefixes are not
-    shared. profile: None where none is asked for.
+    storage: None once closed; tiers: None without tiers, or once closed. monitor: None if prefixes are not shared.
+    profile: None without `profile=True`.
 
-    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: nothing is kept.
+    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: no part stays open.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # What would be refused after minutes of loading.
+        # Refuses now what would be refused after minutes of loading.
         if is_host_backend(config.backend):
             kv_memory_bytes(config.kv_memory, most_useful_bytes=2**62)
-        packed_folder = _kept_folder(config)
+        packed_folder = _packed_folder(config)
 
         import torch
 
@@ -123,7 +122,7 @@ class EngineCore:
         native = extension(config.backend)
         if config.num_threads is not None and native is not None:
             native.set_num_threads(config.num_threads)
-        with _naming_what_runs():
+        with _with_alternative():
             loaded = load(
                 config.model,
                 dtype=config.dtype,
@@ -142,7 +141,7 @@ class EngineCore:
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
         self.vocab_size: int = loaded.vocab_size
-        with _naming_what_runs():
+        with _with_alternative():
             self.prepared = prepare(
                 loaded,
                 backend=config.backend,
@@ -153,7 +152,7 @@ class EngineCore:
             _log.info("%s: %s", loaded.name, self.prepared.rotary_note)
         if loaded.mapped is not None:
             loaded.mapped.release_read(dense_parameters(loaded.model))
-        give_back_freed()  # what the proof took, before the budget is made
+        give_back_freed()  # the proof's memory, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.monitor: CacheMonitor | None = None
@@ -165,7 +164,7 @@ class EngineCore:
                     f"({loaded.model_type}), which reads them as they are stored, got {spec.kept_in} - in `kv_dtype`; "
                     "take auto"
                 )
-            spec = self._fitted(spec, config)
+            spec = self._with_key_offsets(spec, config)
             fingerprint = (
                 stored_fingerprint(fingerprint, spec, self.prepared.key_offsets) if fingerprint else b""
             )
@@ -185,14 +184,16 @@ class EngineCore:
                 self.prepared, opened.storage, num_threads=config.num_threads, profile=self.profile
             )
             speeds = Throughputs()
-            swap = swap_of(config, opened.cache, opened.storage, speeds)
+            swap = open_swap(config, opened.cache, opened.storage, speeds)
             if shares_prefixes(opened.cache) and opened.cache.prefix_caching:
-                feed = EventDispatcher(opened.cache)
+                dispatcher = EventDispatcher(opened.cache)
                 if config.has_tiers:
-                    self.tiers = open_tiers(config, opened.cache, opened.storage, fingerprint, speeds, feed)
-                tier_events = None if self.tiers is None else self.tiers.events()
+                    self.tiers = open_tiers(
+                        config, opened.cache, opened.storage, fingerprint, speeds, dispatcher
+                    )
+                tier_events = None if self.tiers is None else self.tiers.open_events()
                 mirror = None if self.tiers is None else self.tiers.stores.mirror
-                self.monitor = CacheMonitor(opened.cache, feed, mirror=mirror, tier_events=tier_events)
+                self.monitor = CacheMonitor(opened.cache, dispatcher, mirror=mirror, tier_events=tier_events)
             self.engine = Engine(
                 self.runner,
                 opened.cache,
@@ -233,8 +234,8 @@ class EngineCore:
             self.close()
             raise
 
-    def _fitted(self, spec: KVSpec, config: EngineConfig) -> KVSpec:
-        """`spec`, with what has to be taken off keys for its codes, and without codes where that cannot be."""
+    def _with_key_offsets(self, spec: KVSpec, config: EngineConfig) -> KVSpec:
+        """`spec` with the key offsets that its codes need; layers whose offsets cannot be applied have no codes."""
         if spec.plain is spec:
             return spec
         from quire.model.key_offsets import measure_key_offsets
@@ -260,7 +261,7 @@ class EngineCore:
 
     @property
     def weights(self) -> str:
-        """The weights' formats and sizes where some are held as codes: "weights int4:128 201 MiB, ..."; else ""."""
+        """Formats and sizes if some weights are quantized: "weights int4:128 201 MiB, ..."; else ""."""
         if not self.has_codes:
             return ""
         return "weights " + ", ".join(
@@ -269,16 +270,16 @@ class EngineCore:
 
     @property
     def reader(self) -> TranscriptReader:
-        """How text becomes tokens here."""
+        """Turns text into this model's tokens."""
         return TranscriptReader(self.tokenizer, self.engine.check_tokens)
 
     def snapshots(self) -> Snapshots:
-        """Those of the disk cache. *raises:* ArgumentError: there is none."""
+        """The snapshots of the disk cache. *raises:* ArgumentError: there is no disk cache."""
         return Snapshots(self.tiers, model=self.name)
 
     def load_snapshot(self, name: str, key: PrefixKey, *, recompute: bool = False) -> Transcript:
         """See `LLM.resume`. For any thread."""
-        empty = Transcript.begun(self.reader, key)
+        empty = Transcript.with_prompt(self.reader, key)
         namespace = self.engine.tenants.namespace_of(key)
         return self.snapshots().resume(name, namespace, empty, recompute=recompute)
 
@@ -311,9 +312,9 @@ class EngineCore:
         return done
 
     def close(self) -> None:
-        """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.
+        """Ends all requests, stores missing content in the tiers, frees the cache's memory, restores the model.
 
-        Twice does nothing.
+        A second call does nothing.
         """
         engine: Engine | None = getattr(self, "engine", None)
         if engine is not None:
@@ -323,7 +324,7 @@ class EngineCore:
                 self.tiers.close()
                 self.tiers = None
                 if self.monitor is not None:
-                    self.monitor.subscribers.collect()  # what has been stored, and what ends with this process
+                    self.monitor.subscribers.collect()  # the last stores, and tiers that end with this process
         finally:
             self.prepared.restore()
             if self.storage is not None:

@@ -1,20 +1,18 @@
 """`Driver`: the one thread that computes an engine's steps and touches its engine, scheduler and cache.
 
-Other threads hand it functions. `call` waits for the result, `post` does not; both run between two steps, in the order
-in which they came. Outputs go to the sink of their request: a function that the driver's thread calls once a step with
-all that is new for it.
+Other threads submit functions to it. `call` waits for the result, `post` does not; both run between two steps, in
+order. Outputs go to the sink of their request: a function that the driver's thread calls once a step with all new ones.
 
     driver.call(lambda: driver.expect(engine.submit(prompt, params), mailbox.put))
-    mailbox.take()          # sleeps until something has come
+    mailbox.pop_all()          # sleeps until an answer has come
 
-Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps. Nothing is
-computed for a request of which enough outputs wait unread (`FlowControl`), until its reader has taken half; others
-go on.
+Steps are computed while a caller waits for a request (`expect`, `want`). Otherwise the thread sleeps. A request with
+too many unread outputs (`FlowControl`) pauses until its reader has read half of them; others go on.
 
 Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.
-    D2  whoever waits gets an output, the error of its request, or the error that stopped the step or the driver.
-    D3  the thread keeps alive what it was given, but nothing of a call that has returned.
+    D2  a waiting caller gets an output, the error of its request, or the error that stopped the step or the driver.
+    D3  the thread keeps no reference to a call that has returned.
     D4  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
 
 Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its own.
@@ -44,13 +42,13 @@ _log = logging.getLogger("quire")
 
 Result = TypeVar("Result")
 Answer = RequestOutput | BaseException | None
-"""Of a request: an output, the error that ended it, or None where it was ended by somebody who told nobody."""
+"""An output of a request, the error that ended it, or None if it was ended elsewhere."""
 Sink = Callable[[list[tuple[Any, Answer]]], object]
-"""Takes pairs of ticket and answer in the driver's thread; has to be quick. Ticket: what `expect` was given."""
+"""Called in the driver's thread with [(ticket, answer)]; must not block. `ticket` is the argument of `expect`."""
 
 
 def in_driver(method: Callable[..., Result]) -> Callable[..., Result]:
-    """A method of an object with a `driver`, run in the driver's thread; an ArgumentError once that has ended."""
+    """Runs a method of an object with a `driver` in the driver's thread; an ArgumentError once that has ended."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Result:
@@ -64,56 +62,56 @@ def _closed() -> ArgumentError:
 
 
 class Mailbox:
-    """Where a thread waits for the answers of its requests: the newest of each. `put` is a `Sink`."""
+    """The newest answer of each of a thread's requests; the thread waits for them. `put` is a `Sink`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._something = threading.Event()
+        self._has_answers = threading.Event()
         self._answers: dict[str, Answer] = {}
 
     def put(self, pairs: list[tuple[str, Answer]]) -> None:
         with self._lock:
             self._answers.update(pairs)
-            self._something.set()
+            self._has_answers.set()
 
     @property
     def is_empty(self) -> bool:
-        return not self._something.is_set()
+        return not self._has_answers.is_set()
 
-    def take(self) -> dict[str, Answer]:
-        """Waits until something has come, and takes it all: {request id: answer}."""
-        self._something.wait()
+    def pop_all(self) -> dict[str, Answer]:
+        """Waits for answers, and removes them all: {request id: answer}."""
+        self._has_answers.wait()
         with self._lock:
-            self._something.clear()
+            self._has_answers.clear()
             answers, self._answers = self._answers, {}
             return answers
 
 
 class FlowControl:
-    """How many outputs of a request its reader has not taken: at `most` it pauses, at half of that it goes on.
+    """Counts a request's unread outputs: at `max_unread` the request pauses, at half of that it goes on.
 
-    `count_sent` is the driver's thread's, before the output is on its way; `count_taken` the reader's, behind it. So
-    whoever has paused a request has an output coming to the reader, who sees that it is full.
+    The driver's thread calls `count_sent` before it sends an output, the reader `count_taken` after it has read one. So
+    an output is always on its way to the reader of a paused request, and the reader sees that it is full.
     """
 
-    __slots__ = ("_is_full", "_most", "_num_sent", "_num_taken")
+    __slots__ = ("_is_full", "_max_unread", "_num_sent", "_num_taken")
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_unread: int) -> None:
+        self._max_unread = max_unread
         self._num_sent = self._num_taken = 0
         self._is_full = False
 
     def count_sent(self) -> bool:
-        """Whether the request is to pause."""
+        """True if the request has to pause."""
         self._num_sent += 1
-        if self._num_sent - self._num_taken >= self._most:
+        if self._num_sent - self._num_taken >= self._max_unread:
             self._is_full = True
         return self._is_full
 
     def count_taken(self) -> bool:
-        """Whether the request is to go on."""
+        """True if the request has to go on."""
         self._num_taken += 1
-        if not self._is_full or self._num_sent - self._num_taken > self._most // 2:
+        if not self._is_full or self._num_sent - self._num_taken > self._max_unread // 2:
             return False
         self._is_full = False
         return True
@@ -122,8 +120,8 @@ class FlowControl:
 class Driver:
     """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone.
 
-    on_idle: called in the thread once no step has been computed for `idle_s` seconds since the last one, and after as
-    long again while it says so. clock: seconds that pass.
+    on_idle: called in the thread `idle_s` seconds after the last step, and again after as long while it returns True.
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: BaseException | None = None
-        """What the last step failed with, until one succeeds."""
+        """The error of the last step; None after a successful one."""
         self.process = OwnProcess(
             "an LLM, whose cache, threads and files are of one process,",
             'make a new LLM in the child, or start children with "spawn"',
@@ -154,24 +152,23 @@ class Driver:
         self._is_closing = self._has_ended = False
         self._close_error: BaseException | None = None
         self._sinks: dict[str, tuple[Sink, Any]] = {}  # and the ticket
-        self._wanted: set[str] = set()  # requests that steps are computed for
-        self._pulled: set[str] = set()  # those wanted for one output at a time
-        self._unread: dict[str, FlowControl] = {}  # of those that pause where nobody reads
+        self._wanted: set[str] = set()  # requests for which steps are computed
+        self._pulled: set[str] = set()  # requests wanted for one output at a time
+        self._unread: dict[str, FlowControl] = {}  # of requests that pause if they are not read
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the driver's thread."""
+        """True in the driver's thread."""
         return threading.current_thread() is self._thread
 
     # -- from any thread -------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """What `function()` gives, or raises, in the driver's thread between two steps.
+        """Calls `function` in the driver's thread between two steps; returns its result or raises its error.
 
-        In that thread it is called at once; so it is once the driver has ended, as nobody else has the engine then.
-        *raises:* OtherProcessError.
+        In that thread, and once the driver has ended, it is called at once. *raises:* OtherProcessError.
         """
         self.process.check()
         if self.is_here:
@@ -209,7 +206,7 @@ class Driver:
         return answer
 
     def post(self, command: Callable[[], object]) -> None:
-        """Has the thread call it between two steps. It must not raise. *raises:* OtherProcessError."""
+        """Has the thread call `command`, which must not raise, between two steps. *raises:* OtherProcessError."""
         self.process.check()
         with self._wake:
             if not self._has_ended:
@@ -219,14 +216,14 @@ class Driver:
         command()
 
     def want(self, request_id: str) -> None:
-        """Has steps computed until the request, one that is pulled, has a new output."""
+        """Has steps computed until a pulled request has a new output."""
         self.post(lambda: self._wanted.add(request_id) if request_id in self._sinks else None)
 
     def resume(self, request_id: str, ticket: object) -> None:
-        """Goes on with a request that has paused, once `FlowControl.count_taken` says so."""
+        """Goes on with a paused request, after `FlowControl.count_taken` returned True."""
 
         def resume() -> None:
-            if self.ticket(request_id) is ticket:  # and not a later one of the same name
+            if self.ticket(request_id) is ticket:  # not a later request with the same id
                 self._engine.resume(request_id)
                 self._wanted.add(request_id)
 
@@ -243,7 +240,7 @@ class Driver:
     def close(self) -> None:
         """Ends all requests with a CancelledError, calls `on_close`, and ends the thread; raises what `on_close` does.
 
-        Twice does nothing, nor does it in another process.
+        A second call does nothing, nor does a call in another process.
         """
         if not self.process.is_here:
             return
@@ -268,9 +265,9 @@ class Driver:
         pulled: bool = False,
         unread: FlowControl | None = None,
     ) -> None:
-        """From now on the sink gets the request's outputs, each with the ticket, which is the id if not given.
+        """Sends the request's outputs to the sink, each with the ticket (None: the id).
 
-        pulled: steps are computed for it only after `want`. unread: has it pause where its reader does not keep up.
+        pulled: steps are computed for it only after `want`. unread: has it pause if its reader does not keep up.
         *raises:* ArgumentError: the driver has ended.
         """
         if self._has_ended:
@@ -281,23 +278,23 @@ class Driver:
             self._unread[request_id] = unread
 
     def ticket(self, request_id: str) -> object:
-        """Of the request of that name that somebody waits for; None where nobody does."""
+        """The ticket of the expected request of that id; None if there is none."""
         return self._sinks.get(request_id, (None, None))[1]
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
+        """Stops sending outputs of the request."""
         self._sinks.pop(request_id, None)
         self._wanted.discard(request_id)
         self._pulled.discard(request_id)
         self._unread.pop(request_id, None)
 
     def drop(self, request_id: str) -> RequestOutput | None:
-        """Ends a request of which nobody is to hear; its last output, None if it had ended."""
+        """Ends a request without sending its last output, which is returned; None if it had ended."""
         self.forget(request_id)
         return self._engine.abort(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; who waits for it gets its last output."""
+        """Ends a request; its sink gets the last output."""
         output = self._engine.abort(request_id)
         if output is not None:
             self._deliver([output])
@@ -319,7 +316,7 @@ class Driver:
         for sink, pairs in by_sink.items():
             sink(pairs)
 
-    def _tell_all(self, answer: BaseException | None) -> None:
+    def _end_all(self, answer: BaseException | None) -> None:
         sinks, self._sinks = self._sinks, {}
         self._wanted.clear()
         self._pulled.clear()
@@ -330,25 +327,25 @@ class Driver:
     def _main(self) -> None:
         from quire.torch_threads import torch_threads
 
-        died: BaseException | None = None
+        crash: BaseException | None = None
         try:
             with torch_threads(self._num_threads):
                 self._loop()
         except BaseException as error:  # D2: a bug in here
-            self.failure = died = error
+            self.failure = crash = error
         try:
             self._engine.abort_all()
-            self._tell_all(died or CancelledError("the engine was closed while the request ran"))
+            self._end_all(crash or CancelledError("the engine was closed while the request ran"))
             self._on_close()
         except BaseException as error:
             self._close_error = error
         finally:
             with self._wake:
-                self._is_closing = self._has_ended = True  # no command comes behind these
+                self._is_closing = self._has_ended = True  # the last commands
                 commands, self._commands = self._commands, deque()
             for command in commands:
                 command()
-            self._tell_all(died or CancelledError("the engine was closed before the request ran"))
+            self._end_all(crash or CancelledError("the engine was closed before the request ran"))
             self._sinks.clear()
 
     def _loop(self) -> None:
@@ -368,13 +365,13 @@ class Driver:
             if not self._wanted:
                 continue
             if not engine.has_work:
-                self._tell_all(None)
+                self._end_all(None)
                 continue
             try:
                 outputs = engine.step()
             except BaseException as error:  # the engine has ended all its requests
                 self.failure = error
-                self._tell_all(error)
+                self._end_all(error)
             else:
                 self.failure = None
                 self._deliver(outputs)
@@ -389,6 +386,6 @@ class Driver:
         assert self._on_idle is not None
         try:
             return self._on_idle()
-        except Exception:  # nobody asked for it, so nobody's call fails
-            _log.warning("what is done while the engine is idle failed", exc_info=True)
+        except Exception:  # no caller to raise it to
+            _log.warning("the idle work of the engine failed", exc_info=True)
             return False

@@ -1,15 +1,15 @@
-"""The step loop: requests in, outputs out, every block returned whatever happens.
+"""`Engine`, the step loop: requests in, outputs out; every block is returned, also after an error.
 
-`Engine` ties scheduler, runner, sampler and detokenizer together. It owns no thread: somebody calls `step` while
+`Engine` ties scheduler, runner, sampler and detokenizer together. It owns no thread: its owner calls `step` while
 `has_work`. Not thread-safe.
 
 Invariants
-    E1  after a request has ended, by whatever way, it holds no block and the engine no reference to it.
+    E1  after a request has ended, for any reason, it holds no block and the engine no reference to it.
     E2  an error of one sequence (its logits, its text) ends its own sequence; an error of a step ends the requests
         of that step; requests that wait go on. An interruption ends all requests and is raised.
     E3  a step that the storage has no memory for is as if it had never been; it ends no request but one that is alone.
 
-Cost per step beside the model: O(running sequences), text only for those that stream or have stop strings.
+Cost per step without the model: O(running sequences), text only for those that stream or have stop strings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WAIT_S = 0.05  # that a step waits for tiers at most, where nothing else is to 
 
 
 class StepRunner(Protocol):
-    """What computes a step: `quire.engine.runner.Runner`, or a fake."""
+    """Computes a step: `quire.engine.runner.Runner`, or a fake."""
 
     def run(self, step: Batch[RequestSequence], /) -> Any: ...
 
@@ -61,7 +61,7 @@ class StepRunner(Protocol):
 class Engine:
     """Requests over one cache and one runner.
 
-    cache: a `quire.Cache` nobody else uses. tokenizer: None if only token ids go in and come out.
+    cache: a `quire.Cache` for this engine only. tokenizer: None if only token ids go in and come out.
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
     profile: takes the times of every step. preemption, loads, stores: see `LLM` and the classes; speeds: theirs, kept
@@ -165,7 +165,7 @@ class Engine:
         return self._validator.check_tokens(prompt_token_ids)
 
     def has_grammar(self, params: SamplingParams) -> bool:
-        """Whether `compile_grammar` has nothing to build; any thread may ask."""
+        """True if `compile_grammar` has nothing to build. Any thread may call it."""
         return self._validator.has_grammar(params)
 
     def compile_grammar(self, params: SamplingParams) -> None:
@@ -276,7 +276,7 @@ class Engine:
         return None if request is None else self._finished(request)
 
     def pause(self, request_id: str) -> None:
-        """Computes nothing for it until `resume`; what it holds goes to whoever needs it. Unknown ids are ignored."""
+        """Computes no token for a request until `resume`; others may take its blocks. Unknown ids are ignored."""
         self.scheduler.pause(request_id)
 
     def resume(self, request_id: str) -> None:
@@ -295,7 +295,7 @@ class Engine:
             self._loads.changed.set()
 
     def collect(self) -> None:
-        """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
+        """Collects the cache's events, so that the tiers store content by their policy."""
         monitor = self.monitor
         if monitor is not None:
             if monitor.cache.num_events or monitor.tier_events is not None:
@@ -306,7 +306,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one step; outputs of the requests that ended, and of the streaming ones that grew.
 
-        Where nothing can be computed until a load from a tier has ended, waits for that a moment instead.
+        If no token can be computed until a load from a tier has ended, waits for that a moment instead.
         """
         started = self._clock()
         scheduled: Batch[RequestSequence] | None = None
@@ -326,7 +326,7 @@ class Engine:
                 touched += self._compute(scheduled)
                 seconds = self._clock() - started
                 if scheduled.is_prompt:
-                    self._speeds.computed(len(scheduled.input_ids), seconds)
+                    self._speeds.add_computation(len(scheduled.input_ids), seconds)
                     self._prefill.add(len(scheduled.input_ids), seconds)
                 else:
                     self._decode.add(len(scheduled.sampled), seconds)
@@ -337,7 +337,7 @@ class Engine:
                 profile.lap("detokenize")
             return outputs
         except BaseException:
-            self.abort_all()  # E1: an interruption, or a bug; nobody is left to return the blocks
+            self.abort_all()  # E1: after an interruption, or a bug, the blocks are returned here
             raise
         finally:
             if profile is not None:
@@ -411,9 +411,9 @@ class Engine:
         return self._cache
 
     def _given_up(self, give_up: Callable[[], np.ndarray], reason: str) -> np.ndarray:
-        """Runs a call that gives content up, for a reason of `feed.LOSS_REASONS`.
+        """Runs a call that gives content up, for a reason of `event_dispatcher.LOSS_REASONS`.
 
-        Tiers keep that content, and none that was dropped before the call.
+        Tiers store that content, and none that was dropped before the call.
         """
         self.collect()
         block_ids = give_up()
@@ -425,10 +425,10 @@ class Engine:
         return block_ids
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
-        """Has memory forget all that begins with these tokens, and tells so; tiers keep what they have.
+        """Drops all content that begins with these tokens from memory, with events; tiers keep theirs.
 
-        What requests hold is not found from now on, and free when they end. *raises:* ArgumentError: some of it is
-        pinned; nothing has changed.
+        Blocks that requests hold are not found from now on, and free when they end. *raises:* ArgumentError: some of
+        it is pinned; nothing has changed.
         """
         dropped = self.scheduler.drop(tokens, key)
         self.collect()
@@ -467,7 +467,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The cache's counts and the engine's, since the start. Seconds are those spent in steps.
 
-        evicted_blocks: full blocks whose content memory gave up, for whatever reason; without a monitor the cache's own
+        evicted_blocks: full blocks whose content memory gave up, for any reason; without a monitor the cache's own
         count of what it evicted, partial blocks included.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, where prefixes are shared, else 0. A request
         counts once, at its first start: what a preempted one finds of itself is no hit. hit_rate: their quotient.

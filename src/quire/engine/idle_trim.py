@@ -1,13 +1,13 @@
-"""`IdleTrim`: what an engine without requests gives back to the system.
+"""`IdleTrim`: gives memory of an engine without requests back to the system.
 
-    memory of blocks and state slots that hold nothing      once after the last step
-    values of the host tier, then cached blocks             only while the system is short (`memory.shortage`)
+    memory of unused blocks and state slots         once after the last step
+    values of the host tier, then cached blocks     only while the system is short of memory (`memory.shortage`)
 
-Idle time alone takes no cached content. Where the system is short, as much goes as it misses: of the host tier first,
-which holds what was used longest ago, and is in the same memory; then of the cache, the least recently used first. The
-tiers below the host tier are handed what the cache gives up; the host tier is not, which would take as much memory.
+Idle time alone evicts no cached content. If the system is short, it evicts as many bytes as are missing: first from the
+host tier, which has the content unused for longest, then from the cache, the least recently used first. The cache's
+content goes to the tiers below the host tier, not to the host tier, which would take as much memory again.
 
-Cost: O(blocks) after a step, then a reading of the system for each call; what is given up a copy where tiers take it.
+Cost: O(blocks) after a step, then a reading of the system for each call; a copy of evicted content that tiers store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["IdleTrim"]
 
 
 class IdleTrim:
-    """See the module's text. A call is one look, in the engine's thread while no request is there."""
+    """See the module's text. Call it in the engine's thread while there are no requests."""
 
     def __init__(
         self, budget: KVBudget, tiers: OpenTiers | None, shortage: MemoryShortage | None = None
@@ -34,31 +34,31 @@ class IdleTrim:
         self.shortage = shortage or MemoryShortage()
         self._budget = budget
         self._tiers = tiers
-        self._given_back_at: object = None  # the use of the budget when unused memory was given back last
+        self._trimmed_use: object = None  # the budget's `usage` at the last return of unused memory
 
     def __call__(self) -> bool:
-        """Whether there is something left that could go, so that another look is of use without a step before it."""
+        """Trims; True if content is left, so that another call may be of use before the next step."""
         budget = self._budget
-        if self._given_back_at != budget.use:
-            budget.give_back_unused()
-            self._given_back_at = budget.use
-        if not self._may_go:
+        if self._trimmed_use != budget.usage:
+            budget.release_unused()
+            self._trimmed_use = budget.usage
+        if not self._can_trim:
             return False
         if missing := self.shortage.missing_bytes():
-            self._give_back(missing)
-        return self._may_go
+            self._evict(missing)
+        return self._can_trim
 
     @property
-    def _may_go(self) -> bool:
+    def _can_trim(self) -> bool:
         host = None if self._tiers is None else self._tiers.host
         return self._budget.cached_bytes > 0 or (host is not None and host.stats().num_bytes > 0)
 
-    def _give_back(self, num_bytes: int) -> None:
+    def _evict(self, num_bytes: int) -> None:
         tiers = self._tiers
         if tiers is not None and tiers.host is not None:
-            num_bytes -= tiers.host.give_back(num_bytes)
+            num_bytes -= tiers.host.evict_bytes(num_bytes)
             give_back_freed()
         if num_bytes > 0 and self._budget.cached_bytes:
-            with nullcontext() if tiers is None else tiers.stores.sparing("host"):
-                self._budget.give_back_cached(num_bytes)
-            self._given_back_at = self._budget.use
+            with nullcontext() if tiers is None else tiers.stores.excluding("host"):
+                self._budget.evict_cached(num_bytes)
+            self._trimmed_use = self._budget.usage

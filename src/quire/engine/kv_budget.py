@@ -1,10 +1,10 @@
-"""`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
+"""`KVBudget`: the memory budget of one `LLM`'s KV cache, its capacity, and its changes.
 
-Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, also
-when blocks and state slots exchange memory (`quire.cache.memory_split`), and that pins may take their share of it. Not
-thread-safe: calls are made between two steps.
+The engine's cache and its storage have the blocks; this class keeps their numbers of blocks equal, also when blocks
+and state slots exchange memory (`quire.cache.memory_split`), and limits pins to their share. Not thread-safe: call it
+between two steps.
 
-Cost: `resize`, `trim` and `give_back_...` O(blocks); `prefault` a page fault for each page; figures O(1).
+Cost: `resize`, `trim`, `release_unused`, `evict_cached` O(blocks); `prefault` a page fault a page; figures O(1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["KVBudget"]
 
 
 class KVBudget:
-    """config: what the storage was opened with."""
+    """config: that of the open storage."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class KVBudget:
         self._cache: Any = opened.cache
         self._states = opened.storage.states
         self._engine = engine
-        # "virtual" has blocks of its pieces.
+        # The blocks of "virtual" follow from its pieces.
         self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
         self._config = config
         self._max_model_len = max_model_len
         self._exchange = opened.cache.exchange
-        self._resize_reason = "space"  # why content goes where blocks become fewer
+        self._resize_reason = "space"  # why content is lost when blocks become fewer
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks
-            self._exchange.give_back_slots = self._give_back_slots
+            self._exchange.give_back_slots = self._release_slots
             self._exchange.on_more_slots = self._add_slots
         self._layout = KVLayout(
             opened.name,
@@ -70,17 +70,17 @@ class KVBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values, and of states."""
+        """Bytes of keys, values and states."""
         return self.num_blocks * self._layout.block_bytes + self._state_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
-        """Sequences of `max_model_len` tokens that the cache holds at once, each with a state where there are any."""
+        """Sequences of `max_model_len` tokens that the cache holds at once, with their states, if any."""
         return self.fit.max_num_sequences(self._max_model_len)
 
     @property
     def fit(self) -> KVFit:
-        """What is held, by the arithmetic of a plan."""
+        """The capacity, by the arithmetic of a plan."""
         num_slots = 0 if self._states is None else self._cache.num_state_slots
         exchange_bytes = 0 if self._exchange is None else self._exchange.num_bytes
         return KVFit(self._layout, self.num_blocks, num_slots, exchange_bytes)
@@ -95,7 +95,7 @@ class KVBudget:
         return num_blocks * self._max_model_len // num_alone
 
     def __str__(self) -> str:
-        """What the cache can hold, in one line."""
+        """The capacity in one line."""
         blocks = f"{self.num_blocks} {self._cache.block_name}s"
         if self._name in ("paged", "virtual"):
             blocks += f" of {self.block_size} tokens"
@@ -115,7 +115,7 @@ class KVBudget:
         self._require_elastic()
         config, exchange, states = replace(self._config, kv_memory=kv_memory), self._exchange, self._states
         storage, cache = self._storage, self._cache
-        own_bytes = storage.bytes_committed + (0 if states is None else states.bytes_committed)
+        cache_bytes = storage.bytes_committed + (0 if states is None else states.bytes_committed)
         state_bytes = 0 if exchange is None else cache.least_state_slots * exchange.slot_bytes
         num_blocks = num_blocks_within(
             config,
@@ -123,13 +123,13 @@ class KVBudget:
             self._max_model_len,
             block_size=self.block_size,
             block_bytes=storage.block_bytes,
-            own_bytes=own_bytes,
+            cache_bytes=cache_bytes,
             state_bytes=state_bytes,
         )
         self._engine.tenants.check_resize(num_blocks)
         self._check_pins(num_blocks, kv_memory)
         num_bytes = (
-            exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes) if exchange else 0
+            exchange_bytes_within(config, self._layout, self._max_model_len, cache_bytes) if exchange else 0
         )
         if num_bytes < state_bytes:
             raise ArgumentError(
@@ -149,8 +149,8 @@ class KVBudget:
         self._limit_pins()
 
     def _resize_blocks(self, num_blocks: int) -> None:
-        """Storage and cache have so many blocks; no more are in use. *raises:* CapacityError: the system refuses; both
-        have as many as before."""
+        """Gives storage and cache `num_blocks` blocks; no more may be in use. *raises:* CapacityError: the system
+        refuses; both have as many as before."""
         storage, num_before = self._storage, self.num_blocks
         if num_blocks > storage.num_blocks:
             storage.resize(num_blocks)
@@ -161,31 +161,31 @@ class KVBudget:
             self._cache.resize(num_before)
             raise
 
-    def _give_back_slots(self, slots: list[int]) -> None:
-        """For the exchange: the cache has given these slots up."""
+    def _release_slots(self, slots: list[int]) -> None:
+        """Called by the memory split: frees slots that the cache has given up."""
         if self._states is not None:
             self._states.give_back(slots, self._cache.idle_state_slots())
 
     def _add_slots(self, num_ids: int) -> None:
-        """For the exchange: slots have ids below that now."""
+        """Called by the memory split: adds slots for ids below `num_ids`."""
         if self._states is not None and num_ids > self._states.num_slots:
             self._states.resize(num_ids)
 
     def trim(self) -> None:
         """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
-        self._give_back(0.0, "dropped")
+        self._release(0.0, "dropped")
 
-    def give_back_unused(self) -> None:
-        """Gives back the memory of blocks and state slots that hold nothing: all content stays. *raises:* as `trim`."""
-        self._give_back(1.0, "idle")
+    def release_unused(self) -> None:
+        """Frees the memory of unused blocks and state slots; all content stays. *raises:* as `trim`."""
+        self._release(1.0, "idle")
 
-    def give_back_cached(self, num_bytes: int) -> None:
-        """As `give_back_unused`, and so many bytes of cached content, or all, the least recently used first: a system
-        is short of them. *raises:* as `trim`."""
+    def evict_cached(self, num_bytes: int) -> None:
+        """`release_unused`, and evicts `num_bytes` of cached content, or all, the least recently used first. *raises:*
+        as `trim`."""
         cached = self.cached_bytes
-        self._give_back(max(0.0, 1.0 - num_bytes / cached) if cached else 1.0, "idle")
+        self._release(max(0.0, 1.0 - num_bytes / cached) if cached else 1.0, "idle")
 
-    def _give_back(self, share_kept: float, reason: str) -> None:
+    def _release(self, share_kept: float, reason: str) -> None:
         self._require_elastic()
         self._storage.give_back(self._engine.trim(share_kept, reason=reason))
         if self._states is not None and isinstance(self._cache, StateCache):
@@ -193,7 +193,7 @@ class KVBudget:
 
     @property
     def cached_bytes(self) -> int:
-        """Of this machine's memory, what content takes that no request and no pin holds."""
+        """Bytes of this machine's memory with content that no request and no pin holds."""
         if not getattr(self._storage, "device", HOST).is_host:
             return 0
         state_bytes = 0
@@ -202,13 +202,13 @@ class KVBudget:
         return self._cache.num_cached_blocks * self._cache.block_bytes + state_bytes
 
     @property
-    def use(self) -> tuple[int, int]:
-        """Another pair whenever blocks may have been used since, or have become free."""
+    def usage(self) -> tuple[int, int]:
+        """A pair that changes whenever blocks may have been used, or have become free."""
         return self._engine.scheduler.num_steps, self._cache.num_free_blocks - self._cache.num_cached_blocks
 
     @property
     def idle_trim_s(self) -> float:
-        """Seconds without a step after which an `IdleTrim` is due; 0: never, nor where memory was taken to be kept."""
+        """Seconds without a step after which an `IdleTrim` is due; 0: never, also if memory was taken to be kept."""
         keeps = self._config.prefault or not self._storage.capabilities.elastic
         return 0.0 if keeps else self._config.idle_trim
 
@@ -225,7 +225,7 @@ class KVBudget:
         return 0 if self._states is None else self._cache.num_state_slots * self._states.bytes_per_slot
 
     def check(self) -> None:
-        """There is storage for every block and every slot of the cache. *raises:* InvariantError."""
+        """Checks that every block and slot of the cache has storage. *raises:* InvariantError."""
         cache, storage, states = self._cache, self._storage, self._states
         if storage.capabilities.elastic and cache.num_block_ids > storage.num_blocks:
             raise InvariantError(
@@ -240,21 +240,21 @@ class KVBudget:
         self._cache.pins.max_blocks = self._max_pinned(self._cache.num_possible_blocks)
 
     def _max_pinned(self, num_blocks: int) -> int:
-        """Blocks that pins may have of so many."""
+        """Blocks that pins may take of `num_blocks`."""
         block_bytes = self._cache.block_bytes
         return parse_share("pin_memory", self._config.pin_memory, num_blocks * block_bytes) // block_bytes
 
     def _check_pins(self, num_blocks: int, kv_memory: str | int) -> None:
-        """*raises:* CapacityError where more is pinned than may be of so many blocks."""
-        size, pinned, most = (
+        """*raises:* CapacityError: more blocks are pinned than may be of `num_blocks`."""
+        size, pinned, limit = (
             self._cache.block_bytes,
             self._cache.pins.num_blocks,
             self._max_pinned(num_blocks),
         )
-        if pinned > most:
+        if pinned > limit:
             raise CapacityError(
                 f"expected a kv_memory in whose pin_memory of {self._config.pin_memory!r} fits what is pinned, "
-                f"{format_size(pinned * size)}, got {kv_memory!r}, of which {format_size(most * size)} may be pinned; "
+                f"{format_size(pinned * size)}, got {kv_memory!r}, of which {format_size(limit * size)} may be pinned; "
                 "unpin something first"
             )
 

@@ -1,15 +1,15 @@
-"""What a storage's blocks and state slots hold, by arithmetic alone: what starts and what fits is decided here.
+"""The capacity of a storage's blocks and state slots, by arithmetic alone.
 
-`kv_layout` says what a block is in a storage and how many a sequence takes; `fit_within` how many blocks and state
-slots a budget gives; `KVFit` what they hold. A start opens exactly that (`storages`), `quire plan` tells it before
-anything is loaded. No memory is taken here, no storage is made.
+`kv_layout`: a storage's blocks, and the number of a sequence; `fit_within`: the blocks and state slots of a budget;
+`KVFit`: their capacity. A start opens exactly these (`open_storage`), `quire plan` prints them before anything is
+loaded. This file takes no memory and makes no storage.
 
 Invariants
     F1  of the same config, spec and free memory a start and a plan get the same blocks and slots.
-    F2  `max_num_sequences` and `max_num_tokens` answer the same question: n sequences of t tokens are held if and only
-        if n <= max_num_sequences(t), and if and only if t <= max_num_tokens(n).
+    F2  `max_num_sequences` and `max_num_tokens` agree: n sequences of t tokens fit if and only if
+        n <= max_num_sequences(t), and if and only if t <= max_num_tokens(n).
 
-Cost: O(layers); `max_num_tokens` as often as the tokens have binary digits.
+Cost: O(layers); `max_num_tokens` O(layers) for each binary digit of the tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class KVLayout:
-    """What a block is in one storage.
+    """The blocks of one storage.
 
-    storage: its name. block_size: tokens of a block, 1 where it is not of tokens. block_bytes: what one takes of
-    `kv_memory`; 0 for a model of states alone, whose blocks hold nothing. block_name: what messages call it.
-    num_blocks_for: of a number of tokens, the blocks that a sequence of so many takes. shares_blocks: whether sequences
-    with a common beginning hold its blocks together.
+    storage: its name. block_size: tokens of a block, 1 if blocks are not of tokens. block_bytes: bytes of `kv_memory`;
+    0 for a model of states alone, whose blocks have no bytes. block_name: the word for it in messages. num_blocks_for:
+    from a number of tokens, the blocks of such a sequence. shares_blocks: sequences share blocks of a common beginning.
     """
 
     storage: str
@@ -57,7 +56,7 @@ class KVLayout:
     shares_blocks: bool
 
     def num_blocks(self, num_tokens: int, num_sequences: int = 1, num_shared: int = 0) -> int:
-        """Blocks that so many sequences of `num_tokens` take, the first `num_shared` tokens of all of them the same."""
+        """Blocks of `num_sequences` sequences of `num_tokens` tokens, the first `num_shared` of which they share."""
         if not num_shared or not self.shares_blocks:
             return num_sequences * self.num_blocks_for(num_tokens)
         once, each = blocks_with_prefix(self.spec.groups, num_tokens, num_shared, self.block_size)
@@ -66,10 +65,10 @@ class KVLayout:
 
 @dataclass(frozen=True, eq=False)
 class KVFit:
-    """Blocks and state slots, and what they hold.
+    """Blocks and state slots, and their capacity.
 
-    num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: what blocks and
-    slots may take together, where they exchange memory at run time; 0: their numbers stay.
+    num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: bytes of blocks and
+    slots together, if they exchange memory at run time; 0: their numbers are fixed.
     """
 
     layout: KVLayout
@@ -79,7 +78,7 @@ class KVFit:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, once all blocks are written."""
+        """Bytes of keys and values, once all blocks are written."""
         return self.num_blocks * self.layout.block_bytes
 
     @property
@@ -88,32 +87,32 @@ class KVFit:
 
     @property
     def num_bytes(self) -> int:
-        """Of blocks and slots, however they are shared out."""
+        """Bytes of blocks and slots, in any division."""
         return self.exchange_bytes or self.kv_bytes + self.state_bytes
 
     def max_num_sequences(self, num_tokens: int, num_shared: int = 0) -> int:
-        """Sequences of `num_tokens` tokens that are held at once, the first `num_shared` of all of them the same."""
+        """Sequences of `num_tokens` tokens that fit at once, if they share the first `num_shared`."""
         once, each = 0, self.layout.num_blocks_for(num_tokens)
         if num_shared and self.layout.shares_blocks:
             once, each = blocks_with_prefix(
                 self.layout.spec.groups, num_tokens, num_shared, self.layout.block_size
             )
-        found = max(0, self.num_blocks - once) // each if each else self.num_blocks
+        num_by_blocks = max(0, self.num_blocks - once) // each if each else self.num_blocks
         slot_bytes = self.layout.spec.bytes_per_state
         if not slot_bytes:
-            return found
-        # A slot for each, and one for the prefix that all begin with; never fewer than two.
+            return num_by_blocks
+        # A slot for each, and one for the shared prefix; at least two.
         if not self.exchange_bytes:
-            return max(0, min(found, self.num_state_slots - bool(num_shared)))
+            return max(0, min(num_by_blocks, self.num_state_slots - bool(num_shared)))
         size, left = self.layout.block_bytes, self.exchange_bytes - once * self.layout.block_bytes
-        most = (left - bool(num_shared) * slot_bytes) // (each * size + slot_bytes)
-        if most < 2 and not num_shared:
-            most = int(left >= 2 * slot_bytes + each * size)
-        return max(0, most if size else min(most, found))
+        limit = (left - bool(num_shared) * slot_bytes) // (each * size + slot_bytes)
+        if limit < 2 and not num_shared:
+            limit = int(left >= 2 * slot_bytes + each * size)
+        return max(0, limit if size else min(limit, num_by_blocks))
 
-    def max_num_tokens(self, num_sequences: int, most: int, num_shared: int = 0) -> int:
-        """The most tokens, up to `most`, that each of so many sequences may have; 0: not one."""
-        low, high = 0, most
+    def max_num_tokens(self, num_sequences: int, max_tokens: int, num_shared: int = 0) -> int:
+        """The most tokens, up to `max_tokens`, that each of `num_sequences` sequences may have; 0: not one."""
+        low, high = 0, max_tokens
         while low < high:
             middle = (low + high + 1) // 2
             if self.max_num_sequences(middle, min(num_shared, middle - 1)) >= num_sequences:
@@ -124,19 +123,18 @@ class KVFit:
 
 
 def kv_memory_for(layout: KVLayout, num_blocks: int, num_state_slots: int) -> int:
-    """The least `kv_memory` that comes to hold so many blocks and state slots at once: two slots there are always."""
+    """The least `kv_memory` for so many blocks and state slots at once; there are always two slots."""
     num_slots = max(2, num_state_slots) if layout.spec.states else 0
     return num_blocks * layout.block_bytes + num_slots * layout.spec.bytes_per_state
 
 
-# -- what a block is -------------------------------------------------------------------------------------
+# -- layouts of blocks ----------------------------------------------------------------------------------
 
 
 def kv_layout(storage: str, config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
-    """Of the storage of this name, with the options of `config`.
+    """The layout of a storage with the options of `config`.
 
-    *raises:* ArgumentError: a storage that was registered, of which nothing is known ahead, or one that cannot keep
-    this model.
+    *raises:* ArgumentError: a registered storage, whose layout is not known, or one that cannot keep this model.
     """
     make = _LAYOUTS.get(storage)
     if make is None:
@@ -173,7 +171,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout
 
 
 def layout_of_blocks(storage: str, spec: KVSpec, block_size: int, block_bytes: int) -> KVLayout:
-    """Of a storage whose sequences are lists of blocks."""
+    """The layout of a storage whose sequences are lists of blocks."""
     return KVLayout(
         storage,
         spec,
@@ -186,7 +184,7 @@ def layout_of_blocks(storage: str, spec: KVSpec, block_size: int, block_bytes: i
 
 
 def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
-    # Of a sequence as long as any may be: then each of the reservations is its length.
+    # For a sequence of maximum length: then each kind of reservation is its length.
     return KVLayout(
         "contiguous",
         spec,
@@ -210,7 +208,7 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout
 def growing_buffers(
     config: EngineConfig, spec: KVSpec, max_model_len: int, buffer_tokens: list[int] | None, num_pages: int
 ) -> Buffers:
-    """The buffers of storage growing. buffer_tokens: what each layer's can hold; None: of nothing, for arithmetic."""
+    """The buffers of storage growing. buffer_tokens: capacity of each layer's; None: empty ones, for arithmetic."""
     from quire.baselines.growing import granule
 
     growth, step = parse_growth(config.growth)
@@ -225,11 +223,11 @@ def growing_buffers(
 _LAYOUTS = {"paged": _paged, "virtual": _virtual, "contiguous": _contiguous, "growing": _growing}
 
 
-# -- how many a budget gives ------------------------------------------------------------------------------
+# -- from a budget to blocks ------------------------------------------------------------------------------
 
 
 def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_bytes: int) -> KVFit:
-    """Blocks and state slots of `kv_memory`, where `free_bytes` are free to this process.
+    """Blocks and state slots of `kv_memory`, with `free_bytes` free to this process.
 
     *raises:* ArgumentError, CapacityError: not enough for the first tokens, or a `kv_memory` of more than is free.
     """
@@ -255,13 +253,13 @@ def blocks_within(
     free_bytes: int,
     state_bytes: int = 0,
 ) -> int:
-    """Blocks within `kv_memory`, beside `state_bytes` of state slots. free_bytes: what the cache has already counts as
+    """Blocks within `kv_memory`, less `state_bytes` of state slots. free_bytes: the cache's present memory counts as
     free.
 
     *raises:* as `fit_within`.
     """
     num_blocks, least = layout.num_blocks_for(max_model_len), layout.num_blocks_for(1)
-    if not layout.block_bytes:  # they stand for tokens and hold nothing
+    if not layout.block_bytes:  # blocks without bytes, which count tokens
         return max(1 << 16, min(1 << 20, 2 * num_blocks))
     budget = kv_memory_bytes(
         config.kv_memory,
@@ -270,9 +268,9 @@ def blocks_within(
     )
     budget -= state_bytes
     if budget < least * layout.block_bytes:
-        what = f"{least} {_first_tokens(layout, least)} of {layout.block_bytes} bytes each"
+        needed = f"{least} {_first_tokens(layout, least)} of {layout.block_bytes} bytes each"
         raise ArgumentError(
-            f"expected a kv_memory of at least {least * layout.block_bytes} bytes ({what}), got "
+            f"expected a kv_memory of at least {least * layout.block_bytes} bytes ({needed}), got "
             f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
         )
     return min(budget // layout.block_bytes, 2**31 - 1)
@@ -289,7 +287,7 @@ def _wanted_slots(config: EngineConfig) -> int:
 
 
 def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, free_bytes: int) -> int:
-    """`kv_memory` of a model with state layers, in bytes: of blocks and states together."""
+    """`kv_memory` of a model with state layers in bytes, for blocks and states together."""
     most_kv_bytes = config.max_num_seqs * layout.num_blocks_for(max_model_len) * layout.block_bytes
     most_state_bytes = _wanted_slots(config) * layout.spec.bytes_per_state
     return kv_memory_bytes(
@@ -298,8 +296,8 @@ def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, fre
 
 
 def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
-    """Slots for states at the start: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget, but two. Later they exchange memory with blocks (`quire.cache.memory_split`).
+    """State slots at the start: two for each sequence that may run (one to compute in, one checkpoint), at most half of
+    the budget, at least two. Later they exchange memory with blocks (`quire.cache.memory_split`).
 
     *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
     """

@@ -1,8 +1,8 @@
 """`quire.LLM`: a model, its paged cache and an engine in one object; prompts in, texts out.
 
 Cost: construction loads the model and reserves address space for the cache; its memory is committed on use and
-never exceeds `kv_memory`. A call costs the model's steps. Calls come from any thread; the steps of all are computed by
-one thread of its own (`driver.py`), and share the batch.
+never exceeds `kv_memory`. A call costs the model's steps. Any thread may call; one thread (`driver.py`) computes the
+steps of all calls, which share the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from quire.engine.llm_pins import LLMPins
 from quire.engine.llm_tenants import LLMTenants
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
-from quire.renamed import moved, renamed
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt, paired
 from quire.scheduler.request import RequestOutput
@@ -41,15 +40,15 @@ _log = logging.getLogger("quire")
 
 
 class LLM:
-    """Generates text with any decoder model of transformers, its KV cache bounded and, where it can be, shared.
+    """Generates text with any decoder model of transformers, with a bounded KV cache that shares prefixes if it can.
 
     model: None (the embedded one), a folder, a GGUF file, a Hub id, or a loaded (PreTrainedModel, tokenizer or None).
-    The options are the fields of `quire.config.EngineConfig`; config: all of them at once, in their place.
+    The options are the fields of `quire.config.EngineConfig`; config: all of them in one object instead.
 
-    An LLM is of the process that made it: a child of `os.fork` gets OtherProcessError from every call but `close`,
-    which does nothing there.
+    An LLM belongs to the process that made it: in a child of `os.fork` every call raises OtherProcessError, except
+    `close`, which does nothing.
 
-    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
+    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: one line each; no part stays open.
     """
 
     @overload
@@ -59,7 +58,7 @@ class LLM:
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
     @shows_options
     def __init__(self, model: Any = None, **options: Any) -> None:
-        config = EngineConfig.of(model, options)
+        config = EngineConfig.from_arguments(model, options)
         self.core = core = EngineCore(config)
         self.name, self.tokenizer, self.spec = core.name, core.tokenizer, core.spec
         self.vocab_size, self.max_model_len = core.vocab_size, core.max_model_len
@@ -77,7 +76,7 @@ class LLM:
         self.tenants = LLMTenants(core, self.driver)
         self.pins = LLMPins(core, self.driver)
         self.monitor = LLMMonitor(core, self.driver)
-        self._finalizer = weakref.finalize(  # left without `close`, or at the end of all
+        self._finalizer = weakref.finalize(  # dropped without `close`, or at exit
             self, self.driver.close
         )
         try:
@@ -90,7 +89,7 @@ class LLM:
             raise
         _log.info("%s: %s", self.name, self.capacity)
 
-    # -- what it holds ---------------------------------------------------------------------------------
+    # -- capacity ------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -99,7 +98,7 @@ class LLM:
 
     @property
     def kv_memory_bytes(self) -> int:
-        """What those take at most."""
+        """Bytes that the blocks take at most."""
         return self.core.budget.num_bytes
 
     @property
@@ -114,17 +113,16 @@ class LLM:
 
     @property
     def tiers(self) -> OpenTiers | None:
-        """What is below the cache: None where there is nothing, or once closed."""
+        """The tiers below the cache; None if there are none, or once closed."""
         return self.core.tiers
 
     @property
     def capacity(self) -> str:
-        """What the cache can hold, and the weights where some are held as codes, in one line."""
+        """The cache's capacity, and the sizes of quantized weights, in one line."""
         return "; ".join(filter(None, (str(self.core.budget), self.core.weights)))
 
     # -- generating ------------------------------------------------------------------------------------
 
-    @renamed(retention="cache_priority")
     def generate(
         self,
         prompts: Any,
@@ -139,9 +137,9 @@ class LLM:
             list of such. sampling_params: one for all or one for each. progress: shows a progress bar on stderr.
         priority, cache_priority: see `RequestOptions`. tenant, cache_salt, namespace, extra_keys: see `PrefixKey`.
         *raises:* PromptError, ArgumentError, CapacityError before anything runs if any prompt or parameter
-        cannot be served. A request that fails while it runs has `finish_reason` "error" and `error` set, and
-        the others go on; its error is raised if none of the prompts succeeded. KeyboardInterrupt ends all
-        requests of the call and returns their blocks.
+        cannot be served. A request that fails while it runs has `finish_reason` "error" and `error` set; the
+        others go on, and the error is raised only if no prompt succeeded. KeyboardInterrupt ends all
+        requests of the call and frees their blocks.
         """
         requests = self._requests(prompts, sampling_params, options)
         finished = [output for output in run(self.driver, self.engine, requests, progress=progress) if output]
@@ -153,7 +151,6 @@ class LLM:
                 _log.error("request %s failed: %s", output.request_id, output.error)
         return finished
 
-    @renamed(retention="cache_priority")
     def stream(
         self,
         prompt: Any,
@@ -172,21 +169,21 @@ class LLM:
             self.driver, *begin(self.driver, self.core, lambda engine: engine.submit(*requests[0]))
         )
 
-    def fork(self, what: TextStream | str, params: SamplingParams | None = None) -> TextStream:
-        """Branches a request under way, a stream or a request's id: a stream that goes on from its newest token.
+    def fork(self, request: TextStream | str, params: SamplingParams | None = None) -> TextStream:
+        """Forks a request under way, given as a stream or an id: a stream that continues from its newest token.
 
-        Its blocks are shared, one partial one is copied. params: see `Engine.fork`. A conversation has its own `fork`.
+        They share blocks; a partial one is copied. params: see `Engine.fork`. A conversation has its own `fork`.
         """
-        parent = what if isinstance(what, str) else what.request_id
-        begun = begin(self.driver, self.core, lambda engine: engine.fork(parent, params, stream=True))
-        return TextStream(self.driver, *begun)
+        parent = request if isinstance(request, str) else request.request_id
+        forked = begin(self.driver, self.core, lambda engine: engine.fork(parent, params, stream=True))
+        return TextStream(self.driver, *forked)
 
     def refuse_autocast(self) -> None:
         """*raises:* ArgumentError: the calling thread is inside of `torch.autocast`."""
         self.core.changes.refuse_autocast()
 
     def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
+        """Calls `function` in the engine's thread between two steps, where it may use the engine; its result."""
         return self.driver.call_open(function)
 
     def _requests(
@@ -196,53 +193,53 @@ class LLM:
         self.refuse_autocast()
         self.driver.refuse_to_wait_here()
         pairs = paired(prompts, params, self.tokenizer)
-        return [(prompt, RequestOptions.of(one, stream=stream, **options)) for prompt, one in pairs]
+        return [(prompt, RequestOptions.of(own, stream=stream, **options)) for prompt, own in pairs]
 
     # -- conversations ---------------------------------------------------------------------------------
 
     def conversation(self, prompt: Any = None, **key: Unpack[PrefixKeywords]) -> Conversation:
-        """A conversation that begins with a prompt, as `generate` takes one, or with nothing.
+        """A conversation that begins with a prompt, as for `generate`, or empty.
 
-        key: whose content it is, see `PrefixKey`. *raises:* PromptError.
+        key: of its content, see `PrefixKey`. *raises:* PromptError.
         """
         self.driver.require_open()
-        first = Transcript.begun(self.core.reader, PrefixKey.of(**key), prompt)
+        first = Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt)
         return Conversation(self.core, self.driver, first)
 
     def resume(self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]) -> Conversation:
-        """The conversation that `Conversation.snapshot` has kept under a name in the disk cache.
+        """The conversation that `Conversation.snapshot` has saved under a name in the disk cache.
 
-        key: the one it was made with. recompute: its tokens alone are taken, also where it was another model's.
-        *raises:* ArgumentError: there is none, or another model's; LoadError: its file is damaged.
+        key: that of the saved conversation. recompute: accept another model's snapshot, for its tokens alone.
+        *raises:* ArgumentError: no such snapshot, or another model's; LoadError: its file is damaged.
         """
         self.driver.require_open()
         found = self.core.load_snapshot(name, PrefixKey.of_namespace(**key), recompute=recompute)
         return Conversation(self.core, self.driver, found)
 
     def snapshots(self, **key: Unpack[NamespaceKeywords]) -> list[Snapshot]:
-        """What there is of such a key in the disk cache, by name."""
+        """The snapshots of a key in the disk cache, by name."""
         self.driver.require_open()
         return self.core.snapshots().list(self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 
     def remove_snapshot(self, name: str, **key: Unpack[NamespaceKeywords]) -> None:
-        """*raises:* ArgumentError: there is none of that name."""
+        """*raises:* ArgumentError: no snapshot of that name."""
         self.driver.require_open()
         self.core.snapshots().remove(name, self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 
-    # -- its memory ------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------
 
     @in_driver
     def resize(self, kv_memory: str | int) -> None:
-        """Gives the KV cache another budget, also while requests run; what it gives up goes back to the system at once.
+        """Changes the KV cache's budget, also while requests run; freed memory goes back to the system at once.
 
-        Cached prefixes go first, the least recently used before others; if that is not enough, requests are
+        Cached prefixes are evicted first, the least recently used before others; if that is not enough, requests are
         preempted and computed again when there is room.
         *raises:* ArgumentError, CapacityError: nothing was changed.
         """
         self.core.budget.resize(kv_memory)
 
     def flush(self) -> None:
-        """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing.
+        """Stores all content of the cache in the tiers, durably, and waits for that. Does nothing without tiers.
 
         Steps of other threads go on meanwhile.
         """
@@ -253,9 +250,9 @@ class LLM:
 
     @in_driver
     def trim(self) -> None:
-        """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
+        """Gives the memory of all blocks that no request holds back to the system; cached prefixes are lost.
 
-        The budget stays; memory is taken again as it is needed. An idle engine forgets nothing by itself (`idle_trim`).
+        The budget stays; memory is taken again as needed. An idle engine keeps cached prefixes (`idle_trim`).
         """
         self.core.budget.trim()
 
@@ -263,14 +260,14 @@ class LLM:
     def prefault(self) -> bool:
         """Takes the memory of all blocks from the system now, so that no step waits for page faults.
 
-        Kept weights (`saved_weights`) have come to lie in huge pages by then, if they are to.
-        Whether it was done: not once memory was given back (`trim`, `resize`), nor where the system cannot. Takes about
-        0.2 s for each GiB, and several seconds in a virtual machine whose host has to find the memory first.
+        Also waits until saved weights (`saved_weights`) are in huge pages, if they are moved there. False after memory
+        was given back (`trim`, `resize`), or if the system cannot. Takes about 0.2 s for each GiB, and several seconds
+        in a virtual machine whose host has to find the memory first.
         *raises:* ArgumentError: another storage than "paged".
         """
         return self.core.prefault()
 
-    # -- the rest --------------------------------------------------------------------------------------
+    # -- other -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counts of the cache and of the engine since the start, see `docs/contracts.md`."""
@@ -283,9 +280,9 @@ class LLM:
         return self.core.bytes_committed
 
     def close(self) -> None:
-        """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.
+        """Ends all requests, stores missing content in the tiers, frees the cache's memory, restores the model.
 
-        Twice does nothing, nor does it in a child of `os.fork`: all of that is the parent's.
+        A second call does nothing, nor does a call in a child of `os.fork`.
         """
         if not self.driver.process.is_here:
             return
@@ -299,13 +296,3 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # Names of an earlier release.
-    pin, unpin = moved("pin", "pins.add"), moved("unpin", "pins.remove")
-    publish, keep_for = moved("publish", "pins.publish"), moved("keep_for", "pins.keep_for")
-    check_pin = moved("check_pin", "pins.check")
-    add_tenant, remove_tenant = moved("add_tenant", "tenants.add"), moved("remove_tenant", "tenants.remove")
-    explain, report = moved("explain", "monitor.explain"), moved("report", "monitor.report")
-    subscribe = moved("subscribe", "monitor.subscribe")
-    publish_events = moved("publish_events", "monitor.publish_events")
-    tier_counts = moved("tier_counts", "monitor.tier_counts")

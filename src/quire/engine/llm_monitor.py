@@ -1,6 +1,6 @@
-"""`LLMMonitor`: what an LLM's cache does and why, for any thread: explain, subscribe, publish events, report.
+"""`LLMMonitor`: explanations, events and reports of an LLM's cache, for any thread.
 
-Not here: what is remembered of the cache (`quire.engine.monitor.CacheMonitor`, which this asks).
+Not here: the records of the cache (`quire.engine.monitor.CacheMonitor`), which this class reads.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class LLMMonitor:
     def explain(
         self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
     ) -> PromptExplanation:
-        """How much of a prompt is known, where, and why no more; `str` of it is text to read. Changes nothing.
+        """How much of a prompt is cached, where, and why no more; `str` gives readable text. Changes nothing.
 
-        prompt, key: as for `LLM.generate`. as_administrator: whether to tell of others than this tenant; if not given,
-        where no tenant is named. Tiers are waited for, 5 s at most; steps of other threads go on meanwhile.
+        prompt, key: as for `LLM.generate`. as_administrator: include other tenants' content; None: only if no tenant is
+        named. Waits for tiers, 5 s at most; steps of other threads go on meanwhile.
         *raises:* PromptError, ArgumentError.
         """
-        asked = PrefixKey.of(**key)
+        prefix_key = PrefixKey.of(**key)
         self.driver.require_open()
         monitor, tiers = self._require_monitor(), self._core.tiers
         tokens = encode(prompt, self._core.tokenizer).token_ids
-        is_administrator = asked.tenant is None if as_administrator is None else as_administrator
+        is_administrator = prefix_key.tenant is None if as_administrator is None else as_administrator
 
         def ask() -> Question:
-            request = self._engine.check(tokens, RequestOptions(SamplingParams(max_tokens=1), asked))
-            return Question(request.prompt_token_ids, request.key, asked.tenant, is_administrator)
+            request = self._engine.check(tokens, RequestOptions(SamplingParams(max_tokens=1), prefix_key))
+            return Question(request.prompt_token_ids, request.key, prefix_key.tenant, is_administrator)
 
         return explain(
             self._cache,
@@ -72,7 +72,7 @@ class LLMMonitor:
         )
 
     def _on_disk(self, question: Question, reached: int) -> OnDisk:
-        """What the disk cache has under the key's own root, and more of under others: all, or those of the tenant."""
+        """The disk cache's content under the key's root, and a longer prefix under another root, if visible."""
         tiers, tokens, key, tenant = self._core.tiers, question.tokens, question.key, question.tenant
         if tiers is None or tiers.disk is None or key.num_published:
             return OnDisk()
@@ -80,7 +80,7 @@ class LLMMonitor:
         from quire.tiers.stored_prefix import stored_prefixes
         from quire.tiers.tier import TierError
 
-        own = root_key(tiers.fingerprint, key.namespace)
+        own_root = root_key(tiers.fingerprint, key.namespace)
         try:
             found = stored_prefixes(tiers.disk, tokens, key.extra_keys)
         except TierError:
@@ -88,11 +88,11 @@ class LLMMonitor:
         elsewhere, differs_at, behind = None, 0, np.empty(0, np.int32)
         for prefix in found:
             root = prefix.root
-            if root.root == own:
+            if root.root == own_root:
                 differs_at, behind = prefix.num_common, prefix.behind
                 continue
-            is_told = question.is_administrator or (tenant is not None and tenant in root.owners)
-            if elsewhere is None and prefix.num_tokens > reached and is_told:
+            is_visible = question.is_administrator or (tenant is not None and tenant in root.owners)
+            if elsewhere is None and prefix.num_tokens > reached and is_visible:
                 name = root.description or f"root {root.root.hex()[:12]}"
                 is_ours = fingerprint_tag(tiers.fingerprint) in root.description
                 elsewhere = "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
@@ -100,9 +100,10 @@ class LLMMonitor:
 
     @in_driver
     def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
-        """Has `callback(batch)` told which blocks memory and tiers have: at once all, then what comes and goes.
+        """Calls `callback(batch)` with KV events: first all blocks of memory and tiers, then each change.
 
-        It runs between two steps, and should be quick; one that raises is told no more. Returns what ends it.
+        It runs between two steps and should be quick; one that raises is unsubscribed. Returns a function that
+        unsubscribes.
         """
         monitor = self._require_monitor()
         monitor.collect()
@@ -124,20 +125,20 @@ class LLMMonitor:
         return publisher
 
     def stop_publishing(self) -> None:
-        """Ends what `publish_events` has begun."""
+        """Ends the publishers of `publish_events`."""
         for publisher, unsubscribe in self._publishers:
             unsubscribe()
             publisher.close()
         self._publishers.clear()
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
-        """What each tier holds and has done, top down. May wait for a disk: no step of another thread waits for it."""
+        """The counts of each tier, top down. May wait for a disk, without delaying steps of other threads."""
         self.driver.process.check()
         tiers = self._core.tiers
         return () if tiers is None else tiers.stack.stats().tiers
 
     def report(self) -> str:
-        """The cache as a table: states of its blocks, who has them, the largest prefixes, pins, tenants, tiers."""
+        """The cache as tables: states and owners of its blocks, the largest prefixes, pins, tenants, tiers."""
         return self._report(self.tier_counts())
 
     @in_driver
@@ -221,12 +222,12 @@ class LLMMonitor:
 
 
 def _counts(tier: TierCounts) -> dict[str, Any]:
-    """All but its name."""
+    """The counts of a tier, without its name."""
     return {name: value for name, value in asdict(tier).items() if name != "name"}
 
 
 def _tiers_table(tiers: Sequence[TierCounts]) -> str:
-    """What they hold, gave, took and lost; "" where there are none."""
+    """A table of the tiers' counts; "" if there are none."""
     if not tiers:
         return ""
     names = ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "evicted", "damaged", "failures")

@@ -1,7 +1,7 @@
-"""`LLMPins`: what stays in an LLM's memory, for any thread: `pin = llm.pins.add(prompt)`, `llm.pins.remove(pin)`.
+"""`LLMPins`: pinned prompts of an LLM, for any thread: `pin = llm.pins.add(prompt)`, `llm.pins.remove(pin)`.
 
-Not here: the blocks of a pin (`quire.cache.pins`), what a published prefix is (`quire.scheduler.tenants`). Cost: a call
-into the engine's thread, and the steps that compute what memory lacks of the prompt.
+Not here: the blocks of a pin (`quire.cache.pins`), published prefixes (`quire.scheduler.tenants`). Cost: a call into
+the engine's thread, and the steps that compute the part of the prompt that memory lacks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.scheduler.request_options import RequestOptions
 __all__ = ["COMPUTE_PROMPT", "LLMPins"]
 
 COMPUTE_PROMPT = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-_PUBLIC = "(public)"  # owner of what is published
+_PUBLIC = "(public)"  # the owner of published prefixes
 
 
 class LLMPins:
-    """See the module's text. Iterating gives those there are, the oldest first."""
+    """See the module's text. Iterating gives the pins, the oldest first."""
 
     def __init__(self, core: EngineCore, driver: Driver) -> None:
         self._core = core
@@ -45,19 +45,19 @@ class LLMPins:
         compute: bool = True,
         **key: Unpack[PrefixKeywords],
     ) -> Pin:
-        """Computes a prompt where it is not in memory yet, and keeps it there until `remove`, or `ttl` seconds after
-        the last prompt that began with it. prompt, key: as for `LLM.generate`. owner: for lists; the tenant if not
-        given. compute: False: nothing is computed, so that no step is run.
+        """Computes a prompt that is not in memory yet, and keeps it there until `remove`, or `ttl` seconds after the
+        last prompt that began with it. prompt, key: as for `LLM.generate`. owner: for lists; None: the tenant. compute:
+        False: runs no step.
 
-        *raises:* what `LLM.generate` raises; CapacityError over the budget `pin_memory`, or where a request that waits
-        would never fit again: nothing is pinned. ArgumentError: without `compute`, where memory lacks some of it.
+        *raises:* as `LLM.generate`; CapacityError: above the budget `pin_memory`, or a waiting request would never fit
+        again; no pin is made. ArgumentError: without `compute`, memory lacks a part of the prompt.
         """
-        found = PrefixKey.of(**key)
-        return self._add(prompt, found, owner or found.tenant or "", ttl, compute=compute)
+        prefix_key = PrefixKey.of(**key)
+        return self._add(prompt, prefix_key, owner or prefix_key.tenant or "", ttl, compute=compute)
 
     def publish(self, prompt: Any, *, compute: bool = True) -> Pin:
-        """Computes a prompt and makes its tokens everybody's: whatever tenant a prompt that goes on behind them is of,
-        it finds them, and counts them in no quota. They stay until `remove`. compute: as in `add`.
+        """Computes a prompt and publishes its tokens to all tenants: any prompt that continues them finds them, and no
+        quota counts them. They stay until `remove`. compute: as in `add`.
 
         *raises:* as `add`.
         """
@@ -65,11 +65,11 @@ class LLMPins:
 
     @property
     def public_key(self) -> PrefixKey:
-        """Under which the tokens of a published prefix are computed."""
+        """The key under which published prefixes are computed."""
         return PrefixKey(namespace=self._engine.tenants.public)
 
     def keep_for(self, prompt: Any, seconds: float, **key: Unpack[PrefixKeywords]) -> Pin:
-        """Pins a prompt that is in memory for that long after its last use; the pin there is of it lives on instead.
+        """Pins a prompt that is in memory for `seconds` after its last use; an existing pin of it is prolonged instead.
 
         *raises:* as `add` without `compute`.
         """
@@ -78,22 +78,22 @@ class LLMPins:
 
     @in_driver
     def _keep(self, tokens: np.ndarray, key: PrefixKey, seconds: float) -> Pin:
-        request = self._checked(tokens, key)
+        request = self._request(tokens, key)
         tokens, owner = request.prompt_token_ids, request.tenant or ""
         for pin in self._engine.pins:
-            same = len(pin.tokens) == len(tokens) and pin.is_prefix_of(tokens, request.key.extra_keys)
-            if same and pin.namespace == request.key.namespace and pin.owner == owner:
+            is_same = len(pin.tokens) == len(tokens) and pin.is_prefix_of(tokens, request.key.extra_keys)
+            if is_same and pin.namespace == request.key.namespace and pin.owner == owner:
                 self._engine.pins.prolong(pin, seconds)
                 return pin
         return self._pin(request, owner, seconds)
 
     def check(self, prompt: Any, *, ttl: float | None = None, **key: Unpack[PrefixKeywords]) -> None:
-        """*raises:* what `add` would without computing anything: arguments that cannot be, a budget used up."""
+        """Computes nothing. *raises:* the errors of `add` that are known before: invalid arguments, a full budget."""
         self._check(self._tokens(prompt), PrefixKey.of(**key), ttl)
 
     @in_driver
     def remove(self, pin: Pin) -> None:
-        """Its content may be evicted from now on; what was published is so no more. Twice does nothing."""
+        """Unpins a prompt, so that it may be evicted; withdraws a published one. A second call does nothing."""
         self._engine.tenants.withdraw(pin)
         self._engine.pins.remove(pin)
 
@@ -105,32 +105,32 @@ class LLMPins:
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    # -- how -------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------
 
     def _add(self, prompt: Any, key: PrefixKey, owner: str, ttl: float | None, *, compute: bool) -> Pin:
-        """What was computed may be evicted before it is pinned, hence the loop."""
+        """Tries three times: the computed content may be evicted before it is pinned."""
         tokens = self._tokens(prompt)
         options = RequestOptions(COMPUTE_PROMPT, key)
-        for is_last in (False, False, True) if compute else (True,):
+        for is_last_try in (False, False, True) if compute else (True,):
             if compute:
                 self._check(tokens, key, ttl)
                 (output,) = run(self.driver, self._engine, [(Prompt(None, tokens), options)])
                 if output is not None and output.error is not None:
                     raise output.error
             try:
-                return self.driver.call_open(lambda: self._pin(self._checked(tokens, key), owner, ttl))
+                return self.driver.call_open(lambda: self._pin(self._request(tokens, key), owner, ttl))
             except ArgumentError:
-                if is_last:
+                if is_last_try:
                     raise
-        raise AssertionError("the last time returns or raises")
+        raise AssertionError("the last try returns or raises")
 
     def _tokens(self, prompt: Any) -> np.ndarray:
-        """In the caller's thread: no step waits for a tokenizer."""
+        """Encodes in the caller's thread, so that no step waits for a tokenizer."""
         self.driver.require_open()
         return encode(prompt, self._core.tokenizer).token_ids
 
-    def _checked(self, tokens: np.ndarray, key: PrefixKey) -> Request:
-        """As a request for one token, which is not queued."""
+    def _request(self, tokens: np.ndarray, key: PrefixKey) -> Request:
+        """A checked request for one token, which is not queued."""
         if not self._core.cache.prefix_caching:
             raise ArgumentError(
                 "expected a cache that shares prefixes to pin in, got one that does not; use storage paged or virtual, "
@@ -140,11 +140,11 @@ class LLMPins:
 
     @in_driver
     def _check(self, tokens: np.ndarray, key: PrefixKey, ttl: float | None) -> None:
-        request = self._checked(tokens, key)
+        request = self._request(tokens, key)
         self._engine.pins.check(request.prompt_token_ids, ttl, **request.key.content)
 
     def _pin(self, request: Request, owner: str, ttl: float | None) -> Pin:
-        """*raises:* ArgumentError: memory lacks some of it."""
+        """*raises:* ArgumentError: memory lacks a part of the prompt."""
         pins, tokens, key = self._engine.pins, request.prompt_token_ids, request.key
         pins.check(tokens, ttl, **key.content)
         pin = pins.add(tokens, owner_id=key.owner_id, owner=owner, ttl_s=ttl, **key.content)

@@ -1,7 +1,7 @@
 """`LLMTenants`: the tenants of an LLM's engine, for any thread: `llm.tenants.add("alice", quota="2GiB")`.
 
-Not here: what they mean (`quire.scheduler.tenants`), enforcing (`quire.scheduler.memory_limits`). Cost: a call into the
-engine's thread; `remove` O(what memory has of the tenant).
+Not here: the tenants themselves (`quire.scheduler.tenants`), their limits (`quire.scheduler.memory_limits`). Cost: a
+call into the engine's thread; `remove` O(blocks of the tenant).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LLMTenants"]
 
 
 class LLMTenants:
-    """See the module's text. Iterating gives those there are; `[name]` one, or an ArgumentError."""
+    """See the module's text. Iterating gives the tenants; `[name]` one of them, or an ArgumentError."""
 
     def __init__(self, core: EngineCore, driver: Driver) -> None:
         self._engine = core.engine
@@ -32,11 +32,11 @@ class LLMTenants:
         floor: str | int | None = None,
         priority: int = 0,
     ) -> Tenant:
-        """From now on requests may be the tenant's: `generate(..., tenant=name)`.
+        """Adds a tenant for `generate(..., tenant=name)`.
 
-        quota: bytes of KV memory it may take at most; floor: bytes of what it has that are never evicted for others;
-        both in whole blocks. priority: added to that of its requests, smaller is served first.
-        *raises:* ArgumentError, CapacityError: limits that cannot be, with the numbers; nothing was changed.
+        quota: the most bytes of KV memory that it may take; floor: bytes of its content that are never evicted for
+        others; both in whole blocks. priority: added to that of its requests, smaller is served first.
+        *raises:* ArgumentError, CapacityError: impossible limits, with the numbers; nothing was changed.
         """
         tenant = self._engine.tenants.add(name, quota=quota, floor=floor, priority=priority)
         try:
@@ -48,9 +48,9 @@ class LLMTenants:
 
     @in_driver
     def remove(self, name: str) -> None:
-        """Forgets the tenant, its pins and what memory has of it; what lower tiers have nobody finds any more.
+        """Removes the tenant, its pins and its content in memory; its content in lower tiers becomes unreachable.
 
-        *raises:* ArgumentError while requests of it are there.
+        *raises:* ArgumentError: it has requests.
         """
         live = [r.request_id for r in self._engine.scheduler.requests.values() if r.tenant == name]
         if live:

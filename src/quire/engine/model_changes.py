@@ -1,14 +1,12 @@
-"""A model that somebody changes while an engine has it open: seen when the engine gets to work, and followed.
+"""`ModelChanges`: detects a model that was changed while an engine has it open, and prepares it again.
 
-Looked at is the stamp of the proof (`quire.model.prove.model_record`), in the engine's thread, before the first
-request of an
-idle engine is taken: never between two steps, so that one answer is one model's. Changed: the model is prepared and
-proved again as it is, cached content is forgotten, and tiers go on under another fingerprint, where what they hold of
-the model as it was is found again if it ever is that again. What cannot be followed (another dtype, vocabulary or
-device, training mode, autocast) is an error for each request until it is changed back; the model is then as it would be
-without Quire.
+Before an idle engine takes a request it compares the model with its recorded state (`quire.model.prove.model_record`);
+never between two steps, so that one answer is from one model. A changed model is prepared and proved again, cached
+content is dropped, and tiers continue under another fingerprint; their content of the old model is found again if the
+model is changed back. Some changes cannot be followed (another dtype, vocabulary or device, training mode, autocast):
+each request is an error until they are undone; the model is then as it would be without Quire.
 
-Cost: a look, some 0.2 ms; following, what opening the model costs once it is loaded.
+Cost: a comparison some 0.2 ms; following a change as much as opening the loaded model.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _log = logging.getLogger("quire")
 
 
 class ModelChanges:
-    """Of the model that `prepared` runs for `engine`. tiers: None where there are none. backend: as in `LLM`."""
+    """Watches the model that `prepared` runs for `engine`. tiers: None if there are none. backend: as in `LLM`."""
 
     def __init__(
         self,
@@ -51,10 +49,10 @@ class ModelChanges:
         self._opened: LoadedModel = prepared.loaded
         self._stamp = prepared.stamp
         self._hooks = prepared.stamp.look().hooks
-        self._failure: QuireError | None = None  # why the model as it is cannot be run
+        self._failure: QuireError | None = None  # why the changed model cannot be run
 
     def refuse_autocast(self) -> None:
-        """In the caller's thread, whose state it is. *raises:* ArgumentError inside of `torch.autocast`."""
+        """Checks the calling thread. *raises:* ArgumentError: it is inside of `torch.autocast`."""
         if torch.is_autocast_enabled("cpu"):
             raise ArgumentError(
                 f"expected no torch.autocast around an LLM, which computes in its model's {self._opened.spec.dtype}; "
@@ -62,7 +60,7 @@ class ModelChanges:
             )
 
     def follow(self) -> None:
-        """Have the engine run the model as it is now. *raises:* ArgumentError, UnsupportedModelError: it cannot."""
+        """Has the engine run the model in its present state. *raises:* ArgumentError, UnsupportedModelError."""
         look = self._stamp.look()
         if look.changed is None and look.hooks == self._hooks:
             if self._failure is not None:
@@ -84,9 +82,9 @@ class ModelChanges:
             loaded = load((model, before.tokenizer), dtype=dtype)
             self._check(loaded, reason)
             if self._tiers is not None:
-                found = engine_fingerprint(loaded, self._backend)
+                fingerprint = engine_fingerprint(loaded, self._backend)
                 offsets = self._prepared.key_offsets
-                self._tiers.renew(stored_fingerprint(found, self._storage.spec, offsets))
+                self._tiers.set_fingerprint(stored_fingerprint(fingerprint, self._storage.spec, offsets))
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error
@@ -97,28 +95,28 @@ class ModelChanges:
         self._hooks = self._stamp.look().hooks
 
     def _check(self, loaded: LoadedModel, reason: str) -> None:
-        """*raises:* ArgumentError: memory and limits that were made for the model do not fit it any more."""
+        """*raises:* ArgumentError: the memory and limits made for the model do not fit it any more."""
         before = self._opened
-        for what, then, now in (
+        for subject, then, now in (
             ("weights of", before.spec.dtype, loaded.spec.dtype),
             ("a vocabulary of", before.vocab_size, loaded.vocab_size),
             ("layers that keep", before.spec.layers, loaded.spec.layers),
         ):
             if then != now:
                 got: tuple[Any, Any] = (then, now)
-                if what == "layers that keep":
+                if subject == "layers that keep":
                     got = "the keys and values they kept", "others"
                 raise ArgumentError(
-                    f"expected the model of an open LLM with {what} {got[0]}, as it was opened, got {got[1]} "
+                    f"expected the model of an open LLM with {subject} {got[0]}, as it was opened, got {got[1]} "
                     f"({reason}); change it back, or close this LLM and open another"
                 )
 
     def _forget(self) -> None:
-        """Let go of all content: it is of the model as it was."""
+        """Drops all content: it is of the old model."""
         pins = list(self._cache.pins)
         if pins:
             _log.warning(
-                "%s: %d pins are gone, as the model they were made of was changed; pin again",
+                "%s: %d pins are removed, because the model was changed; pin again",
                 self._opened.name,
                 len(pins),
             )

@@ -1,6 +1,6 @@
-"""What an engine remembers of its cache beside it: the mirror, the log of losses, those who are told of events.
+"""`CacheMonitor`: an engine's records of its cache: the mirror, the log of losses, the subscribers to events.
 
-Costs what its parts do, see there; engines made without one have none of it.
+Cost: that of its parts, see there; an engine without a monitor has none.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["CacheMonitor"]
 
 
 class CacheMonitor:
-    """feed: the cache's, which others may listen to as well. max_blocks: lost ones that are remembered.
+    """feed: the cache's dispatcher, which may have other listeners. max_blocks: losses that are remembered.
 
-    mirror: one that the feed keeps up already. tier_events: of the tiers below the cache, for who is told of events.
-    The engine's thread calls all of this.
+    mirror: one that is a listener already. tier_events: events of the tiers below the cache, for subscribers. Only the
+    engine's thread may call it.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class CacheMonitor:
             feed.listen(self.mirror.apply)
 
     def collect(self, forgotten: Forgotten = DROPPED) -> None:
-        """Hands on what has happened in the cache (see `EventDispatcher.collect`) and in the tiers since the last
-        call."""
+        """Dispatches the events of the cache (see `EventDispatcher.collect`) and of the tiers since the last call."""
         self.feed.collect(forgotten)
         self.subscribers.collect()
 

@@ -1,7 +1,7 @@
-"""`storage=` made real: from a config and a model's KV shape to a storage and the cache that goes with it.
+"""Opens the storage of a config for a model's KV shape, and the cache over its blocks.
 
-The one place that knows all storages, those that were registered too. Each is a `quire.memory.storage.Storage` and a
-`quire.Cache` (or `RowCache`) over the same blocks; scheduler, runner and model know neither by name.
+The only file that knows all storages, registered ones included. Each is a `quire.memory.storage.Storage` and a
+`quire.Cache` (or `RowCache`) over the same blocks; scheduler, runner and model know no storage by name.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class OpenStorage:
 
 
 def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> OpenStorage:
-    """The storage and the cache of a model whose sequences are at most so long.
+    """The storage and the cache of a model with sequences of at most `max_model_len` tokens.
 
-    Storage "auto" is virtual, or paged (said once) where this machine cannot map memory at will.
-    *raises:* ArgumentError, CapacityError, BackendError; nothing is kept then.
+    Storage "auto" is virtual, or paged (with one warning) if this machine cannot map memory at will.
+    *raises:* ArgumentError, CapacityError, BackendError: no storage stays open.
     """
     name = storage_of(config, spec)
     return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
 
 
 def storage_of(config: EngineConfig, spec: KVSpec) -> str:
-    """The storage's name, "auto" resolved. *raises:* ArgumentError: one that this back end cannot reach."""
+    """The storage's name, with "auto" resolved. *raises:* ArgumentError: the back end cannot use its memory."""
     name = config.storage
     if not is_host_backend(config.backend):
         if name not in ("paged", "auto"):
@@ -85,7 +85,7 @@ def storage_of(config: EngineConfig, spec: KVSpec) -> str:
             )
         return "paged"
     if name == "auto":
-        return _chosen() if spec.stores_kv else "paged"
+        return _auto_storage() if spec.stores_kv else "paged"
     return name
 
 
@@ -96,16 +96,16 @@ def num_blocks_within(
     *,
     block_size: int,
     block_bytes: int,
-    own_bytes: int = 0,
+    cache_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Blocks of `block_bytes` within `kv_memory`, beside `state_bytes` of state slots. own_bytes: memory the cache has
-    already, as good as free."""
+    """Blocks of `block_bytes` within `kv_memory`, less `state_bytes` of state slots. cache_bytes: the cache's present
+    memory, which counts as free."""
     return blocks_within(
         config,
         layout_of_blocks(config.storage, spec, block_size, block_bytes if spec.stores_kv else 0),
         max_model_len,
-        free_bytes=device_of(config).free_bytes() + own_bytes,
+        free_bytes=device_of(config).free_bytes() + cache_bytes,
         state_bytes=state_bytes,
     )
 
@@ -135,12 +135,12 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         layout.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # With a prefix cache a parked row that is adopted whole is worth more than a short one.
+        # With a prefix cache a parked row that is adopted whole is worth more than a short row.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
         device=device_of(config),
     )
     try:
-        # What the rows' addresses leave, where those are limited.
+        # After the rows have their addresses, which may be limited.
         fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
         if spec.states:
             storage.states = _states(spec, fit)
@@ -152,23 +152,27 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 
 def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
-    """Those of the start, with addresses for as many as all of the budget would make, and for more, where there are
-    any: the budget may be raised."""
-    most = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
+    """The state slots of the start, with addresses for as many as the whole budget, and for more if there are any,
+    because the budget may be raised."""
+    max_slots = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
     try:
-        return StateSlots(spec, fit.num_state_slots, max(most, HOST.total_bytes() // spec.bytes_per_state))
+        return StateSlots(
+            spec, fit.num_state_slots, max(max_slots, HOST.total_bytes() // spec.bytes_per_state)
+        )
     except CapacityError:
-        return StateSlots(spec, fit.num_state_slots, most)
+        return StateSlots(spec, fit.num_state_slots, max_slots)
 
 
-def exchange_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len: int, own_bytes: int) -> int:
-    """`KVFit.exchange_bytes` of `kv_memory`. own_bytes: as good as free."""
-    free_bytes = device_of(config).free_bytes() + own_bytes
+def exchange_bytes_within(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, cache_bytes: int
+) -> int:
+    """`KVFit.exchange_bytes` of `kv_memory`. cache_bytes: count as free."""
+    free_bytes = device_of(config).free_bytes() + cache_bytes
     return state_budget(config, layout, max_model_len, free_bytes)
 
 
-def _exchange(storage: PagedStorage | VirtualStorage, cache: StateCache, fit: KVFit) -> MemorySplit:
-    """What has the blocks and the slots that there are at the start exchange their memory."""
+def _make_memory_split(storage: PagedStorage | VirtualStorage, cache: StateCache, fit: KVFit) -> MemorySplit:
+    """Has blocks and state slots exchange their memory."""
     slots = storage.states
     assert slots is not None  # as the cache has states
     return MemorySplit(
@@ -200,7 +204,7 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
-            cache.exchange = _exchange(storage, cache, fit)
+            cache.exchange = _make_memory_split(storage, cache, fit)
     except BaseException:
         storage.close()
         raise
@@ -226,15 +230,15 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 
 def device_of(config: EngineConfig) -> DeviceMemory:
-    """Whose memory it is."""
+    """The device of the storage's memory."""
     from quire.attention import backend
 
     return backend(config.backend)
 
 
 @functools.cache
-def _chosen() -> str:
-    """What "auto" is on this machine."""
+def _auto_storage() -> str:
+    """The storage that "auto" stands for on this machine."""
     from quire.memory.placement import why_not
 
     if (reason := why_not()) is None:
@@ -252,12 +256,12 @@ _MAKERS: Registry[_Maker] = Registry(
 
 
 def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
-    """Have `LLM(storage=name)` keep K and V in what `make(config, spec, max_model_len)` returns: a storage, and a cache
-    over its blocks.
+    """Registers a storage for `LLM(storage=name)`: `make(config, spec, max_model_len)` returns it and a cache over its
+    blocks.
 
-    shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
+    shares_blocks: sequences can share blocks; the storage is a `BlockStorage`, the cache a `quire.Cache`.
 
-    *raises:* ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: the name is taken.
     """
     if name == "auto":
         raise ArgumentError('expected a new name for a storage, got "auto", which chooses one; take another')
@@ -266,6 +270,6 @@ def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
 
 
 def unregister(name: str) -> None:
-    """Undo `register`. Engines that have such a storage go on."""
+    """Undoes `register`. Engines with such a storage go on."""
     _MAKERS.unregister(name)
     REGISTERED_STORAGES.unregister(name)

@@ -1,6 +1,6 @@
-"""`Outputs`: what a request has come to, as callers see it: token ids and text so far, times; and counts.
+"""`Outputs`: makes the outputs of requests for callers (token ids, text, times), and counts.
 
-Cost: O(tokens) for a request that shows all it has, O(new tokens) for one that streams deltas.
+Cost: O(tokens) for an output with all tokens, O(new tokens) for a delta.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """tokenizer: None where only token ids go out.
+    """tokenizer: None if only token ids go out.
 
     num_finished, num_prompt_tokens, num_cached_tokens, hit_tokens: of the requests that have ended. num_first_tokens,
-    first_tokens_s: those of them that had a first token, and the seconds until it, summed.
+    first_tokens_s: the number of these that had a first token, and the sum of seconds until it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,7 +31,7 @@ class Outputs:
         self.first_tokens_s = 0.0
 
     def finished(self, request: Request) -> RequestOutput:
-        """The last output of a request that has ended: call it once."""
+        """The last output of a request that has ended; call it once."""
         self.num_finished += 1
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_cached_tokens += request.num_cached_tokens
@@ -42,7 +42,7 @@ class Outputs:
         return self.so_far(request)
 
     def so_far(self, request: Request) -> RequestOutput:
-        """Of a request under way. What it shows of a stream is not shown again."""
+        """The output of a request under way. Text and tokens of a delta are not repeated in the next."""
         arrival = request.arrival_s
         times = (request.started_s, request.first_token_s, request.finished_s)
         return RequestOutput(
@@ -77,12 +77,12 @@ class Outputs:
         )
 
     def _text(self, sequence: RequestSequence) -> tuple[str, str]:
-        """The text so far, and what of it no output has shown yet."""
+        """(the text so far, the part that no output has had yet)."""
         detokenizer = sequence.detokenizer
         if detokenizer is not None:
             if sequence.finished:
                 detokenizer.finish()
-            return detokenizer.text, detokenizer.take_new()
+            return detokenizer.text, detokenizer.pop_new_text()
         if self._tokenizer is None or not sequence.finished:
             return "", ""
         ids = sequence.output_ids

@@ -1,4 +1,4 @@
-"""A bar of finished prompts on stderr, or nothing; rich is imported only where there is one."""
+"""A progress bar of finished prompts on stderr; imports rich only if it is enabled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """Shown inside its `with` block, if enabled. total: of what `advance` counts."""
+    """Shown inside its `with` block, if enabled. total: the sum of all `advance` calls."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         self._bar: Any = None

@@ -1,13 +1,13 @@
-"""Why a prompt is found no further: what memory and the tiers have of it, and what became of the rest.
+"""`PromptExplanation`: how much of a prompt memory and the tiers have, and the reason for the first missing token.
 
-Who asks as a tenant is told of that tenant's content and of what is published, and of nothing else: not what
-another has, nor for whose need something was evicted. The administrator is told all.
+A tenant sees its own content and published content only: not other tenants' content, nor for whom a block was evicted.
+The administrator sees all.
 
-No step waits for a tier: memory is looked at between two steps, twice; the tiers are asked, and the disk's index is
-read, in the caller's thread meanwhile.
+No step waits for a tier: the engine's thread reads memory between two steps, twice; the caller's thread waits for the
+tiers and reads the disk's index.
 
-Cost: two matches, a hash for each block, and one look at the tiers, which is waited for (5 s at most). Where nothing in
-memory tells, every row of the disk's index is read.
+Cost: two matches, a hash for each block, and one lookup in the tiers (5 s at most). If memory has no reason, every row
+of the disk's index is read.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ Reason = Literal[
     "differs",
     "never seen",
 ]
-_TIERS_S = 5.0  # how long the tiers' answer is waited for
+_TIERS_S = 5.0  # the longest wait for the tiers
 _SHOWN = 8  # tokens on each side of a difference
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What the disk cache has beside what can be loaded. elsewhere: more of the prompt, under another name that the
-    asker may know of. differs_at, behind: where what is stored under the prompt's own name leaves the prompt, and its
-    tokens from there on; empty where it does not."""
+    """The disk cache's content that cannot be loaded. elsewhere: a longer prefix under another root that the asker may
+    see. differs_at, behind: where the content under the prompt's own root leaves the prompt, and its tokens from there
+    on; empty if it does not."""
 
     elsewhere: tuple[Reason, str] | None = None
     differs_at: int = 0
@@ -61,18 +61,17 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class PromptExplanation:
-    """How far a prompt is known, and why not further.
+    """How much of a prompt is cached, and why no more.
 
-    num_hit_tokens: found in memory. num_tier_tokens: by tier, those beyond that a tier has. stop: the first token that
-    nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
-    the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory;
-    where `differs_on_disk`, what the disk cache has stored from `differs_at` on. is_end: the first token missing is
-    one of the last, which fill no block: of such nothing is remembered. silent_tiers: that failed, did not answer in
-    time, or are given a rest after a failure, while they were asked: what they have is not known.
-    lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
-    gave it up, by tier. lost_for, by: the tenant for whose
-    need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
-    num_kv_tokens: of a model with state layers, how far K and V go where no state was kept of the last of them.
+    num_hit_tokens: found in memory. num_tier_tokens: by tier, tokens beyond those. stop: the first missing token; None
+    if all but the last token, which is always computed, are found. reason: the first that holds, in the order of
+    `Reason`. nearest: int32, the stored block nearest to the one with the first token missing in memory; with
+    `differs_on_disk`, the disk cache's tokens from `differs_at` on. is_end: the first missing token is one of the last,
+    which fill no block and leave no record. silent_tiers: tiers that failed, did not answer in time, or pause after a
+    failure: their content is unknown. lost_s_ago, idle_s: seconds since memory lost the token, and from its last use
+    until then. tier_losses: by tier, seconds since it evicted the token. lost_for: the tenant whose request needed the
+    room, for the administrator. elsewhere: the other namespace or root. is_log_full: older losses are not recorded.
+    num_kv_tokens: for a model with state layers, the tokens with K and V, if no state was stored at their end.
     """
 
     num_tokens: int
@@ -111,16 +110,16 @@ class PromptExplanation:
         where = f"token {self.stop} is the first one missing"
         ago = "" if self.lost_s_ago is None else f"{self.lost_s_ago:.1f} s ago"
         if self.reason in ("evicted", "forgotten", "expired"):
-            what = (
+            event = (
                 "its pin expired, and it was evicted" if self.reason == "expired" else f"it was {self.reason}"
             )
-            told = f"{where}: {what} {ago}".rstrip()
+            text = f"{where}: {event} {ago}".rstrip()
             if self.idle_s is not None:
-                told += f", unused for {self.idle_s:.1f} s"
-            told += "" if self.lost_for is None else f", for the need of {self.lost_for}"
+                text += f", unused for {self.idle_s:.1f} s"
+            text += "" if self.lost_for is None else f", for the need of {self.lost_for}"
             for tier, seconds in self.tier_losses.items():
-                told += f", from the tier {tier} {seconds:.1f} s ago"
-            return told
+                text += f", from the tier {tier} {seconds:.1f} s ago"
+            return text
         if self.reason == "other namespace":
             return f"{where}: it is in another namespace ({self.elsewhere})"
         if self.reason == "other fingerprint":
@@ -143,7 +142,7 @@ class PromptExplanation:
 
 @dataclass(frozen=True)
 class Question:
-    """tenant: who asks; is_administrator: who is told of others too."""
+    """tenant: the asker's; is_administrator: the asker sees other tenants' content."""
 
     tokens: np.ndarray
     key: ResolvedKey
@@ -152,8 +151,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class _Unknown:
-    """What memory says of a prompt of which nothing was lost: how far it is found, and what is nearest there."""
+class _NotLost:
+    """A prompt whose missing part memory never lost: the tokens found, and the nearest block."""
 
     common: dict[str, Any]
     reached: int
@@ -172,9 +171,9 @@ def explain(
     loads: TierLoads | None = None,
     on_disk: Callable[[Question, int], OnDisk] = lambda question, reached: OnDisk(),
 ) -> PromptExplanation:
-    """ask, and all that looks at memory, is called by `in_engine`; the tiers are waited for in the caller's thread.
+    """`in_engine` calls `ask` and all functions that read memory; the caller's thread waits for the tiers.
 
-    on_disk: says what the disk cache has of a prompt beside so many tokens that are found.
+    on_disk: the disk cache's content of a prompt beyond a number of tokens found.
     """
 
     def begin() -> tuple[Question, Search | None]:
@@ -184,14 +183,14 @@ def explain(
             return question, None
         return question, loads.look_up(question.tokens, key.namespace, key.extra_keys)
 
-    before = {} if loads is None else loads.unanswered()
+    before = {} if loads is None else loads.num_unanswered()
     question, search = in_engine(begin)
     silent: tuple[str, ...] = ()
     if loads is not None and search is not None:
         search.ended.wait(_TIERS_S)
-        waited_for = loads.waited_for(search)
-        after = loads.unanswered()
-        silent = tuple(name for name in after if name in waited_for or after[name] > before[name])
+        pending = loads.pending_tiers(search)
+        after = loads.num_unanswered()
+        silent = tuple(name for name in after if name in pending or after[name] > before[name])
     found = in_engine(lambda: _in_memory(cache, monitor, tenants, question, loads, search, silent))
     if isinstance(found, PromptExplanation):
         return found
@@ -206,14 +205,14 @@ def _in_memory(
     loads: TierLoads | None,
     search: Search | None,
     silent: tuple[str, ...],
-) -> PromptExplanation | _Unknown:
-    """The engine's part, once the tiers have answered: they are not asked here."""
+) -> PromptExplanation | _NotLost:
+    """The engine's part, after the tiers have answered."""
     tokens, key = question.tokens, question.key
     monitor.feed.collect()
     found = cache.match(tokens, namespace=key.namespace, extra_keys=key.extra_keys).num_tokens
     by_tier = _in_tiers(search, found) if search is not None else {}
     reached = found + sum(by_tier.values())
-    loss, expired_at, at, nearest = _look(monitor, tokens, key, reached)
+    loss, expired_at, at, nearest = _loss_and_nearest(monitor, tokens, key, reached)
     common: dict[str, Any] = {
         "num_tokens": len(tokens),
         "num_hit_tokens": found,
@@ -232,22 +231,22 @@ def _in_memory(
             return PromptExplanation(**common, reason="no state", num_kv_tokens=stored)
     if loads is not None and search is not None:
         common["tier_losses"] = loads.losses(search, reached)
-    if loss is None and common.get("tier_losses"):  # of an earlier process, or forgotten in memory long ago
+    if loss is None and common.get("tier_losses"):  # of an earlier process, or no longer in memory's log
         return PromptExplanation(**common, reason="evicted")
     if loss is not None:
         is_expired = expired_at is not None and expired_at <= loss.at
-        is_told = question.is_administrator and loss.reason == "evicted"
+        is_visible = question.is_administrator and loss.reason == "evicted"
         return PromptExplanation(
             **common,
             reason="expired" if is_expired else "evicted" if loss.reason == "evicted" else "forgotten",
             lost_s_ago=monitor.clock() - loss.at,
             idle_s=loss.idle_s,
-            lost_for=_name(tenants, loss.owner_id) if is_told else None,
+            lost_for=_name(tenants, loss.owner_id) if is_visible else None,
         )
     elsewhere = _other_namespace(cache, tenants, question, reached)
     if elsewhere is not None:
         return PromptExplanation(**common, reason="other namespace", elsewhere=elsewhere)
-    return _Unknown(
+    return _NotLost(
         common,
         reached,
         differs_at=at,
@@ -256,8 +255,8 @@ def _in_memory(
     )
 
 
-def _beyond_memory(found: _Unknown, there: OnDisk) -> PromptExplanation:
-    """What the disk says of it, else what memory does."""
+def _beyond_memory(found: _NotLost, there: OnDisk) -> PromptExplanation:
+    """The reason from the disk cache, else from memory."""
     common, at = found.common, found.differs_at
     has_nearest = len(common["nearest"]) > 0
     if there.elsewhere is not None:
@@ -277,21 +276,21 @@ def _beyond_memory(found: _Unknown, there: OnDisk) -> PromptExplanation:
 
 
 def _in_tiers(search: Search, found: int) -> dict[str, int]:
-    """Tokens beyond `found` that could be loaded, by tier."""
+    """By tier, tokens beyond `found` that could be loaded."""
     by_tier: dict[str, int] = {}
     last = search.num_tokens(found) if search.done else found
-    for name, tier in search.beyond(found) if search.done else []:
-        stop = min(name.end, last)
+    for key, tier in search.chain_behind(found) if search.done else []:
+        stop = min(key.end, last)
         if stop > found:
             by_tier[tier] = by_tier.get(tier, 0) + stop - found
             found = stop
     return by_tier
 
 
-def _look(
+def _loss_and_nearest(
     monitor: CacheMonitor, tokens: np.ndarray, key: ResolvedKey, found: int
 ) -> tuple[Loss | None, float | None, int, np.ndarray]:
-    """What became of the block in which token `found` lies; where the nearest one differs, and its tokens."""
+    """(loss of the block with token `found`, end of a pin of it, where the nearest block differs, its tokens)."""
     mirror = monitor.mirror
     size = mirror.node_tokens
     hashes = mirror.hashes(key.namespace, tokens, key.extra_keys)
@@ -317,10 +316,10 @@ def _look(
 
 
 def _may_be_shown(block: Block, keys: Mapping[int, bytes], key: ResolvedKey, start: int) -> bool:
-    """In the public namespace: what is published, and what carries the asking tenant's own key."""
+    """True for published blocks of the public namespace, and for blocks with the asking tenant's key."""
     if not key.num_published:
         return True
-    behind = key.num_published - start  # offset of the first token that is a tenant's own
+    behind = key.num_published - start  # offset of the first token of a tenant
     if behind >= len(block.tokens):
         return True
     return behind < 0 or block.extra_keys.get(behind) == keys.get(behind)
@@ -337,7 +336,7 @@ def _num_common(block: Block, rest: np.ndarray, keys: Mapping[int, bytes]) -> in
 
 
 def _other_namespace(cache: KVCache, tenants: Tenants, question: Question, reached: int) -> str | None:
-    """A namespace that the asker may know of and that has more of it."""
+    """A namespace that the asker may see and that has a longer prefix of the prompt."""
     tokens, key = question.tokens, question.key
     own = [] if question.tenant is None else tenants.namespaces_of(question.tenant)
     if question.is_administrator:

@@ -1,12 +1,12 @@
-"""A sample of what a disk cache holds computed again and compared bit for bit: `quire cache verify --recompute`.
+"""Computes a sample of a disk cache's segments again and compares the bits: `quire cache verify --recompute`.
 
-Checksums prove that a value is what was stored; this proves that what was stored is what the model computes. The tokens
-from the beginning to the segment's end are run through the model, in chunks, over blocks that nobody has written
-before, and the segment's bytes are read out before anything is given up, sliding windows included.
+Checksums prove that a value is the one that was stored; this proves that the stored value is what the model computes.
+The model runs the tokens from the beginning to the segment's end, in chunks, over new blocks; the segment's bytes are
+read before any block is given up, also behind sliding windows.
 
-Comparable is what this model, dtype, build and kind of processor stored, in a known namespace, all of whose tokens are
-still there. Extra keys stand for more than tokens, which is not here: what depends on one is not comparable. Nor is
-what the python back end stored: its bits depend on how a prompt was divided into steps (docs/exactness.md).
+Segments are comparable if this model, dtype, build and kind of processor stored them, in a known namespace, and all
+their tokens are still there. Segments with extra keys are not: their content depends on more than tokens. Nor are those
+of the python back end: its bits depend on the division of a prompt into steps (docs/exactness.md).
 
 Cost: for each segment one forward over all tokens up to its end.
 """
@@ -31,18 +31,17 @@ from quire.tiers.disk import DiskTier
 from quire.tiers.disk_index import StoredEntry
 from quire.tiers.segment import SegmentError, decode
 
-__all__ = ["Compared", "block_size_for", "compare_sample", "first_difference", "recomputed"]
+__all__ = ["SegmentComparison", "block_size_for", "compare_sample", "first_difference", "recompute_payload"]
 
-_NAMESPACE = b"\0quire recompute"  # nobody's: nothing is found in it
+_NAMESPACE = b"\0quire recompute"  # private: no other content is in it
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What came of one segment.
+class SegmentComparison:
+    """The result for one segment.
 
-    difference: "" where all bits are equal. reason: why it could not be compared, "" if it was. layer, token: the
-    first layer, of those with keys and values of their own, and its first token (position in the sequence) that
-    differ.
+    difference: "" if all bits are equal. reason: why it could not be compared, else "". layer, token: the first layer
+    with keys and values of its own that differs, and its first differing token (position in the sequence).
     """
 
     entry: StoredEntry
@@ -53,7 +52,7 @@ class Compared:
 
 
 def block_size_for(entries: Sequence[StoredEntry]) -> int:
-    """A block size at whose boundaries all of these segments begin."""
+    """A block size with a block boundary at the beginning of each of these segments."""
     return gcd(16, *(entry.info.start for entry in entries))
 
 
@@ -63,10 +62,10 @@ def compare_sample(
     num_segments: int,
     *,
     seed: int = 0,
-) -> Iterator[Compared]:
-    """Compares `num_segments` segments drawn from the comparable ones; what is not comparable comes first.
+) -> Iterator[SegmentComparison]:
+    """Compares `num_segments` random segments of the comparable ones; yields the others first.
 
-    open_llm: the model, with a tier (which is what names its world) and the block size it is given.
+    open_llm: opens the model with a tier, for its fingerprint, and with the given block size.
     """
     entries = list(tier.entries())
     with open_llm(block_size_for(entries)) as llm:
@@ -75,48 +74,50 @@ def compare_sample(
         candidates = []
         for entry in entries:
             if entry.info.root != own_root:
-                yield Compared(
+                yield SegmentComparison(
                     entry, reason="of another model, dtype, build or processor, or another namespace"
                 )
             elif llm.cache.backend != "native":
-                yield Compared(entry, reason="the python back end's bits are not exact")
+                yield SegmentComparison(entry, reason="the python back end's bits are not exact")
             else:
                 candidates.append(entry)
         for entry in random.Random(seed).sample(candidates, min(num_segments, len(candidates))):
             yield _compare(tier, llm, entry)
 
 
-def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> Compared:
+def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> SegmentComparison:
     chain = tier.chain(entry.key)
     if chain is None:
-        return Compared(entry, reason="the segments before it are gone")
-    if any(one.info.extra_keys for one in chain):
-        return Compared(entry, reason="it depends on more than tokens (extra keys)")
+        return SegmentComparison(entry, reason="the segments before it are gone")
+    if any(link.info.extra_keys for link in chain):
+        return SegmentComparison(entry, reason="it depends on more than tokens (extra keys)")
     value = tier.peek(entry.key)
     if value is None:
-        return Compared(entry, reason="it is gone")
-    tokens = np.concatenate([np.frombuffer(one.info.tokens, "<i4") for one in chain])
+        return SegmentComparison(entry, reason="it is gone")
+    tokens = np.concatenate([np.frombuffer(link.info.tokens, "<i4") for link in chain])
     start = entry.info.start
     layout = PayloadLayout.of(llm.cache.spec)
     try:
         stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, layout=layout)
     except SegmentError as error:
-        return Compared(entry, difference=str(error))
+        return SegmentComparison(entry, difference=str(error))
     if len(tokens) > llm.max_model_len:
-        return Compared(entry, reason=f"{len(tokens)} tokens, more than max_model_len {llm.max_model_len}")
+        return SegmentComparison(
+            entry, reason=f"{len(tokens)} tokens, more than max_model_len {llm.max_model_len}"
+        )
     try:
-        computed = llm.driver.call(lambda: recomputed(llm, tokens, start))
+        computed = llm.driver.call(lambda: recompute_payload(llm, tokens, start))
     except CapacityError as error:
-        return Compared(entry, reason=str(error))
+        return SegmentComparison(entry, reason=str(error))
     found = first_difference(stored, computed, layout)
     if found is None:
-        return Compared(entry)
+        return SegmentComparison(entry)
     layer, token = found
-    return Compared(entry, difference="other bits than computed", layer=layer, token=start + token)
+    return SegmentComparison(entry, difference="other bits than computed", layer=layer, token=start + token)
 
 
-def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
-    """The payload of tokens `start` .. of these, uint8; `start` a multiple of a node's tokens. Nothing of it is kept.
+def recompute_payload(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
+    """The payload of the tokens from `start` on, uint8; `start` a multiple of a node's tokens. Leaves no cached block.
 
     *raises:* CapacityError: the sequence does not fit.
     """
@@ -133,7 +134,7 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     try:
         done = 0
         while done < len(tokens):
-            stop, plan = _reserved(llm, cache_sequence, done, len(tokens))
+            stop, plan = _reserve(llm, cache_sequence, done, len(tokens))
             if tiers is not None:
                 tiers.stores.collect()
             llm.runner.run(_step(cache_sequence, tokens, done, stop, plan))
@@ -141,7 +142,7 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
                 tables = [cache_sequence.block_table(group) for group in range(cache.num_groups)]
                 own = node_table(spec, tables)[:, first_node:]
                 storage.read_blocks(own, stop - start, first=max(0, done - start), out=payload)
-            cache.commit(cache_sequence, stop)  # not before: what lies behind a window goes now
+            cache.commit(cache_sequence, stop)  # not before: a commit gives up blocks behind a window
             done = stop
     finally:
         cache.close(cache_sequence)
@@ -149,8 +150,8 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     return payload
 
 
-def _reserved(llm: LLM, cache_sequence: CacheSequence, done: int, end: int) -> tuple[int, StepPlan]:
-    """As many tokens as there is room for, halved until they fit."""
+def _reserve(llm: LLM, cache_sequence: CacheSequence, done: int, end: int) -> tuple[int, StepPlan]:
+    """Reserves as many tokens as fit, halving their number: (end, plan)."""
     count = min(end - done, llm.engine.scheduler.max_batch_tokens)
     while count:
         plan = llm.cache.reserve([cache_sequence], [count])
@@ -179,7 +180,7 @@ def _step(cache_sequence: CacheSequence, tokens: np.ndarray, start: int, stop: i
 def first_difference(
     stored: np.ndarray, computed: np.ndarray, layout: PayloadLayout
 ) -> tuple[int, int] | None:
-    """The first layer in which two payloads differ and its first token that does; None where they are equal."""
+    """(first layer in which two payloads differ, its first differing token); None if they are equal."""
     num_tokens = stored.nbytes // layout.bytes_per_token
     found: list[tuple[int, int]] = []
     for layer, rows in layout.rows(num_tokens):

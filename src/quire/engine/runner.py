@@ -40,8 +40,8 @@ class Runner:
         self._num_threads = num_threads
         self._profile = profile
         self.prepare_seconds = 0.0  # spent in having the storage prepared so far
-        # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
-        # Where no layer attends, the one table leads nowhere, and blocks are the cache's.
+        # Tokens of an entry of each table: constant, like a view's shape except its number of blocks. If no layer
+        # attends, the only table is unused, and blocks are the cache's.
         self._table_tokens = [getattr(storage, "block_size", 1)] * storage.num_tables
         for group in storage.spec.groups:
             for layer in group.layers:
@@ -58,7 +58,7 @@ class Runner:
         plan, storage = batch.plan, self._storage
         began = time.perf_counter()
         if plan.states is not None and storage.states is not None:
-            storage.states.apply(plan.states.operations)  # whatever becomes of the step
+            storage.states.apply(plan.states.operations)  # also if the step is refused
         if len(batch.closed_ids):
             storage.forget(batch.closed_ids)
         try:

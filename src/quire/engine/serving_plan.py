@@ -1,18 +1,18 @@
-"""`plan`: what an engine of a model takes and holds, told before any weight is loaded; the start asks it too.
+"""`plan`: the memory and the capacity of a model's engine, before any weight is loaded; a start uses it too.
 
-    weights   as they will be held (`quire.model.weight_sizes`)
+    weights   in their final formats (`quire.model.weight_sizes`)
     tokenizer by the counts of its words and merges (`quire.model.tokenizer`)
-    kv        what the asked requests hold of keys and values, by kind of layer
-    states    what they hold of states
-    scratch   what a step takes beside them: activations of its tokens, logits
-    runtime   Python, torch, transformers and this model's code, as this process has them
+    kv        keys and values of the requests, by kind of layer
+    states    states of the requests
+    scratch   memory of a step: activations of its tokens, logits
+    runtime   Python, torch, transformers and this model's code in this process
 
-Config and headers are read, a model without memory is made, and the allocator's own arithmetic asked (`kv_fit`):
-blocks, their padding, state slots, the budget that `kv_memory` gives of what the weights leave free. `Plan.fits` is
-the verdict of a start with the same options. A start that would fail for want of memory has the plan's lines as notes
-of its error.
+It reads config and headers, makes a model without memory, and uses the allocator's own arithmetic (`kv_fit`): blocks,
+their padding, state slots, the budget of `kv_memory` from the memory that the weights leave free. `Plan.fits` is the
+verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of its
+error.
 
-Not a promise of speed. Not known ahead: what another process takes meanwhile.
+Not a promise of speed. Not known ahead: memory that other processes take meanwhile.
 
 Cost: importing torch and transformers; then 0.05 to 0.6 s.
 """
@@ -46,20 +46,20 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-# Threads, buffers of the kernels, what the proof leaves; and more where attention keeps partial sums.
+# Threads, buffers of the kernels, the rest of the proof; and more if attention has partial sums.
 _ENGINE_BYTES, _LONG_PROMPT_BYTES = 17 << 20, 19 << 20
-# Of torch, of `tokenizers`, of the kernels: pages that are read once it serves; and where torch computes in layers.
+# Pages of torch, `tokenizers` and the kernels that serving reads; and if torch computes in layers.
 _CODE_BYTES, _CODE_BYTES_IN_LAYERS = 22 << 20, 30 << 20
-# Of the parts that a thread rounds, in the heap of the C library that an ended thread leaves: two are in use by turns.
+# Parts that a thread quantizes, in the C library's heap, which an ended thread leaves: two in turn.
 _ROUNDING_BYTES = 8 << 20
 _COPIES = 4  # of a layer's outputs, where torch computes between the products
-# Of which attention keeps a sum, while several threads compute a row (native/kernels/attention_kernel.hpp).
+# Tokens of a partial sum, if several threads compute a row (native/kernels/attention_kernel.hpp).
 _PARTIAL_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, tokenizer, kv, states, scratch or runtime. name: what of it. note: how it comes about."""
+    """part: weights, tokenizer, kv, states, scratch or runtime. name: a piece of the part. note: its origin."""
 
     part: str
     name: str
@@ -69,18 +69,18 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a start with these options takes and holds; bytes are integers, lengths are tokens.
+    """The memory and capacity of a start with these options; bytes are integers, lengths are tokens.
 
     Attributes:
-        model, model_type, dtype, kv_dtype, storage, block_size: what starts, in what blocks (1: not blocks of tokens).
+        model, model_type, dtype, kv_dtype, storage, block_size: of the start (block_size 1: blocks are not of tokens).
         rows: the parts of `total_bytes`.
-        context, concurrency, shared_prefix: the requests that the rows are of: asked for, or the most that is held.
+        context, concurrency, shared_prefix: the requests of the rows: those asked for, or the most that fit.
         max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
-        fits: whether a start holds them. reason: why it does not.
-        memory_bytes: what the process may have in all: of `memory`, or what it has and what is free.
-        budget_bytes: what `kv_memory` gives to keys, values and states. needed_bytes: what the requests need of it.
+        fits: True if they fit. reason: why they do not.
+        memory_bytes: all memory for the process: `memory`, or its present memory and the free memory.
+        budget_bytes: for keys, values and states by `kv_memory`. needed_bytes: the requests' need of it.
         num_blocks, num_state_slots: of that budget.
-        support: how well the model's type and each form of its weights is proved.
+        support: the level of proof of the model's type and of each format of its weights.
     """
 
     model: str
@@ -105,12 +105,12 @@ class Plan:
     support: tuple[Support, ...] = field(repr=False)
 
     def num_bytes(self, part: str) -> int:
-        """Of all rows of a part."""
+        """Bytes of all rows of a part."""
         return sum(row.num_bytes for row in self.rows if row.part == part)
 
     @property
     def total_bytes(self) -> int:
-        """Of the process, while it holds these requests."""
+        """Bytes of the process with these requests."""
         return sum(row.num_bytes for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Plan:
         return {**asdict(self), "total_bytes": self.total_bytes}
 
     def lines(self) -> list[str]:
-        """The rows as a table, the verdict, and why it is so where it does not fit."""
+        """The rows as a table, the verdict, and the reason if the requests do not fit."""
         shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
         shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
         widths = [max(len(row[column]) for row in shown) for column in range(3)]
@@ -131,7 +131,8 @@ class Plan:
             cells = f"{first:{widths[0]}}  {name:{widths[1]}}  {size:>{widths[2]}}  {note}"
             lines.append(cells.rstrip())
         lines += [
-            f"{'' if number else 'support':{widths[0]}}  {one}" for number, one in enumerate(self.support)
+            f"{'' if number else 'support':{widths[0]}}  {support}"
+            for number, support in enumerate(self.support)
         ]
         lines.append(
             f"kv_memory {format_size(self.budget_bytes)}: {self.num_blocks} blocks"
@@ -145,13 +146,13 @@ class Plan:
 
     @property
     def requests(self) -> str:
-        """What the plan is of, in words."""
+        """The plan's requests, in words."""
         shared = f" (the first {self.shared_prefix} shared)" * bool(self.shared_prefix)
         return f"{self.concurrency} request{'s' * (self.concurrency != 1)} of {self.context} tokens{shared}"
 
     @property
     def verdict(self) -> str:
-        """Whether that fits, and the most that does, in one line."""
+        """The verdict, and the most that fits, in one line."""
         ways = (self.max_concurrency, self.context), (self.concurrency, self.max_context)
         most = ", or ".join(dict.fromkeys(f"{number} of {length} tokens" for number, length in ways))
         if self.fits:
@@ -173,31 +174,31 @@ def plan(
     weights: str | None = None,
     **options: Any,
 ) -> Plan:
-    """What an engine of `model` with these options takes and holds, before anything is loaded.
+    """The memory and capacity of an engine of `model` with these options, before anything is loaded.
 
     Args:
         model: None (the embedded one), a folder (config.json is enough), a GGUF file, a Hub id in the local cache.
         context: tokens of a request, prompt and answer together; the most that fits if not given.
         concurrency: requests at once; the most that fit if not given.
         shared_prefix: tokens at the beginning that all of them have in common.
-        memory: what the machine or container has, in place of what is free to this process.
-        kv_dtype, weights: forms of keys and values and of weights that the engine has.
+        memory: memory of the machine or container, in place of the free memory of this process.
+        kv_dtype, weights: as of `LLM`.
         options: as of `LLM` (`config=`: all of them at once).
 
     Raises:
-        ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
+        ArgumentError: a wrong option, or an unknown format. LoadError, ConfigError,
         UnsupportedModelError: the model, as far as its config and headers tell.
     """
-    config = EngineConfig.of(model, options)
+    config = EngineConfig.from_arguments(model, options)
     forms = {"kv_dtype": kv_dtype, "weights": weights}
     config = replace(config, **{name: value for name, value in forms.items() if value is not None})
-    for name, value, least in (
+    for name, value, minimum in (
         ("context", context, 1),
         ("concurrency", concurrency, 1),
         ("shared_prefix", shared_prefix, 0),
     ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ArgumentError(f"expected an integer of at least {least}, got {value!r} - in `{name}`")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+            raise ArgumentError(f"expected an integer of at least {minimum}, got {value!r} - in `{name}`")
     if config.model is not None and not isinstance(config.model, str | Path):
         raise ArgumentError(
             f"expected a model as None, folder, GGUF file or Hub id to plan for, got {type(config.model).__name__} - "
@@ -208,9 +209,9 @@ def plan(
 
 
 def require_room(config: EngineConfig) -> None:
-    """For a start that asks for a length or a size, before it loads: whether there will be room.
+    """Checks, before a start with a given length or size loads, that there will be room.
 
-    *raises:* CapacityError, ArgumentError: what the start would say once all is loaded; the plan's lines are its notes.
+    *raises:* CapacityError, ArgumentError: as the start would once all is loaded; the plan's lines are its notes.
     """
     is_of_files = config.model is None or isinstance(config.model, str | Path)
     is_explicit = isinstance(parse_budget(config.kv_memory, where="kv_memory"), int)
@@ -219,14 +220,14 @@ def require_room(config: EngineConfig) -> None:
     try:
         unloaded = _unloaded(config)
     except QuireError:
-        return  # `load` says it, or fetches what is not there
+        return  # `load` raises it, or fetches missing files
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
     if not found.fits:
         raise _refusal(found, config)
 
 
 def refuse_if_none_fits(fit: KVFit, config: EngineConfig, max_model_len: int) -> None:
-    """The same once all is loaded. *raises:* CapacityError: the cache holds no request of the length asked for."""
+    """The same check once all is loaded. *raises:* CapacityError: no request of the given length fits."""
     if (reason := _why_not(fit, config, max_model_len)) is not None:
         raise CapacityError(reason)
 
@@ -241,7 +242,7 @@ def _refusal(found: Plan, config: EngineConfig) -> QuireError:
 
 
 def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None:
-    """Why a start is refused, the verdict that plan and start share: a length that was asked for must be held once."""
+    """Why a start is refused, for plan and start alike: one request of the given length must fit."""
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
     layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
@@ -254,7 +255,7 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     )
 
 
-# -- how ----------------------------------------------------------------------------------------------------
+# -- internals -------------------------------------------------------------------------------------------------
 
 
 def _unloaded(config: EngineConfig) -> UnloadedModel:
@@ -291,7 +292,7 @@ def _plan_of(
     layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
     weights = _weight_rows(config, unloaded)
     tokenizer = _tokenizer_rows(unloaded)
-    runtime_bytes = _own_bytes()
+    runtime_bytes = _process_bytes()
     loaded_bytes = sum(row.num_bytes for row in (*weights, *tokenizer))
     free_bytes = device_of(config).free_bytes()
     if memory is not None:
@@ -304,7 +305,7 @@ def _plan_of(
         max_concurrency = max_context = 0
     else:
         if context is None:
-            # As the start: a model's own length need not be held in full.
+            # As in a start: a request of the model's own length need not fit.
             asked = max(1, fit.max_num_tokens(concurrency or 1, max_model_len, shared_prefix))
         shared_prefix = min(shared_prefix, asked - 1)
         max_concurrency = min(fit.max_num_sequences(asked, shared_prefix), config.max_num_seqs)
@@ -359,7 +360,7 @@ def _plan_of(
 
 
 def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> tuple[Support, ...]:
-    """Of the model's type, and of its weights as files have them and as they are rounded."""
+    """The support of the model's type, and of the formats of its weights, saved and quantized."""
     from quire.model.support import family_support, weight_support
 
     forms = [*(unloaded.stored_forms or (spec.dtype,))]
@@ -427,7 +428,7 @@ def _tokenizer_rows(unloaded: UnloadedModel) -> list[PlanRow]:
 
 
 def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: int) -> list[PlanRow]:
-    """Of each kind of layer, what the requests hold, padding included."""
+    """Bytes of the requests by kind of layer, padding included."""
     spec = layout.spec
     if not spec.stores_kv:
         num_blocks = layout.num_blocks(context, concurrency, shared_prefix)
@@ -462,7 +463,7 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
 def _prompt_rows(
     config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_bytes: int
 ) -> list[PlanRow]:
-    """What layers that forget hold beside their windows while prompts are computed: a step's tokens of them."""
+    """Bytes of layers with windows while prompts are computed: a step's tokens beyond the windows."""
     forgetting = [group for group in layout.spec.groups if group.span.kind != "full"]
     if not forgetting or not layout.shares_blocks:
         return []
@@ -489,7 +490,7 @@ def _state_rows(
     each = spec.bytes_per_state
     rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
     every = context // config.checkpoint_every if config.checkpoint_every else 0
-    # Two slots are there always.
+    # There are always two slots.
     spare_slots = max(0, 2 - num_slots) + spare_bytes // each
     if config.prefix_caching and (num_kept := min(spare_slots, concurrency * (1 + every))):
         note = f"{num_kept} of {format_size(each)}, given up when slots are short"
@@ -500,7 +501,7 @@ def _state_rows(
 def _scratch_rows(
     config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
 ) -> list[PlanRow]:
-    """What a step takes, measured over models of ten kinds and rounded up: no allocator decides it (docs/plan.md)."""
+    """Memory of a step, measured for models of ten kinds and rounded up; no allocator limits it (docs/plan.md)."""
     from quire.attention import backend
     from quire.model.weight_sizes import outputs_per_token
 
@@ -513,7 +514,7 @@ def _scratch_rows(
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
     partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
     engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
-    # In the model's type, and in float32 where they are drawn from.
+    # In the model's dtype, and in float32 for sampling.
     logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
     return [
         PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
@@ -528,7 +529,7 @@ def _scratch_rows(
 
 
 def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
-    """The memory that rounding leaves: the C library keeps the end of an ended thread's heap."""
+    """The memory that quantizing leaves: the C library keeps the end of an ended thread's heap."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -539,8 +540,8 @@ def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
 
 
 def _partial_bytes(unloaded: UnloadedModel, num_tokens: int, context: int) -> int:
-    """What the kernels keep of a step's rows while their tokens are summed: of each head and each partial a result, a
-    largest score and a sum, in float32. Rows of one partial keep nothing."""
+    """Bytes of the kernels' partial sums of a step's rows: for each head and each partial a result, a largest score and
+    a sum, in float32. Rows with one partial have none."""
     text: Any = unloaded.model.config.get_text_config(decoder=True)
     num_heads, most = getattr(text, "num_attention_heads", None) or 0, 0
     if not isinstance(num_heads, int):  # of each layer
@@ -552,8 +553,8 @@ def _partial_bytes(unloaded: UnloadedModel, num_tokens: int, context: int) -> in
     return num_tokens * num_heads * most
 
 
-def _own_bytes() -> int:
-    """Proportional resident bytes of this process; where there is no smaps_rollup, resident ones."""
+def _process_bytes() -> int:
+    """Proportional resident bytes of this process; 0 without smaps_rollup."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:

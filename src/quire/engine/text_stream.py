@@ -1,6 +1,6 @@
 """`TextStream`: the text of one request as it comes, for a `for` loop. See `LLM.stream`.
 
-Cost: a step of the engine for each piece, unless another call's step has brought it already.
+Cost: one step of the engine for each piece, unless another call's step has computed it already.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["TextStream"]
 
 
 class TextStream:
-    """An iterator over pieces of text; `result` is the output so far, whole once the iteration has ended.
+    """An iterator over pieces of text; `result` is the output so far, complete once the iteration has ended.
 
-    mailbox: where its outputs come, pulled one by one. Closing it (or leaving it to the garbage collector) ends the
-    request and returns its blocks.
+    mailbox: receives its outputs, pulled one by one. Closing the stream (or its garbage collection) ends the request
+    and frees its blocks.
     """
 
     def __init__(self, driver: Driver, request_id: str, mailbox: Mailbox) -> None:
@@ -50,13 +50,13 @@ class TextStream:
         raise StopIteration
 
     def _next_output(self) -> RequestOutput | None:
-        """None where somebody else has ended the request. Where it raises, interrupted too, the request has ended."""
+        """The next output; None: the request was ended elsewhere. An error, or an interruption, ends the request."""
         self._driver.process.check()
         self._driver.refuse_to_wait_here()
         try:
             if self._mailbox.is_empty:
                 self._driver.want(self.request_id)
-            answer = self._mailbox.take()[self.request_id]
+            answer = self._mailbox.pop_all()[self.request_id]
             if isinstance(answer, BaseException):
                 raise answer
             return answer
@@ -65,7 +65,7 @@ class TextStream:
             raise
 
     def close(self) -> None:
-        """Ends the request if it still runs; in a child of `os.fork`, where it never did, only the iteration."""
+        """Ends the request if it still runs; in a child of `os.fork` only the iteration."""
         if not self._closed:
             self._closed = True
             if not self._driver.process.is_here or (self.result is not None and self.result.finished):

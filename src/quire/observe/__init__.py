@@ -1,11 +1,11 @@
-"""What can be seen of the cache: mirror of the tree, events, history, explanations.
+"""Observation of the cache: mirror of the tree, events, history.
 
 Others may use
-    mirror         a copy of the tree, fed by events
-    history        what was given up, and when
+    tree_mirror    a copy of the tree, kept up by events
+    history        the log of lost blocks, and uses
     event_types    events in process
-    known_parents  of all events, those that a consumer can place
-    kv_events      events as other programs read them
-    publisher      where those events go
+    known_parents  the events whose parent block a consumer knows
+    kv_events      subscribers, and the events' wire format
+    publisher      the events over ZeroMQ
     prefixes       the report of the largest prefixes
 """

@@ -1,4 +1,4 @@
-"""KV events in process: what came and went in a medium. See `kv_events`."""
+"""KV events in process: blocks stored in and removed from a medium. See `kv_events`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 __all__ = ["MEDIUM", "AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent"]
 
-MEDIUM = "CPU"  # where the pool's blocks lie
+MEDIUM = "CPU"  # the pool's
 
 
 @dataclass(frozen=True)
 class BlockStored:
-    """Blocks one behind the other. token_ids: of all of them. extra_keys: of each, (offset, key)."""
+    """Consecutive blocks. token_ids: of all of them. extra_keys: (offset, key) pairs of each block."""
 
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None
@@ -25,11 +25,11 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """reason: "evicted", "forgotten" (drop, resize, trim; of a tier: not followed any more) or "cleared".
+    """reason: "evicted", "forgotten" (drop, resize, trim; in a tier: not followed any more) or "cleared".
 
-    "unreachable": it is there, and its parent is nowhere any more (`known_parents`).
+    "unreachable": the block is there, but its parent is in no medium any more (`known_parents`).
 
-    Of a tier also "damaged", "missing" (not found any more: others have removed it) and "dropped" (asked to go).
+    In a tier also "damaged", "missing" (another process has removed it) and "dropped" (on request).
     """
 
     block_hashes: tuple[int, ...]
@@ -40,7 +40,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is there any more: in a medium, whose blocks were told as removed before, or (None) in any."""
+    """A medium is empty, after its blocks were reported as removed; or (None) all media are."""
 
     medium: str | None = None
 

@@ -1,13 +1,13 @@
-"""What a cache has lost, and when and why: a bounded log, by the name of each block (`tree_mirror.py`).
+"""`History`: a bounded log of the blocks that a cache has lost, with time and reason, by block hash (`tree_mirror.py`).
 
-Also what the losses and the uses add up to: how many blocks memory gave up, why (`feed.LOSS_REASONS`), how long they
-had been unused and how old they were; how long it takes until a prefix is used again.
+Also sums of losses and uses: the number of lost blocks by cause (`event_dispatcher.LOSS_REASONS`), how long they had
+been unused and how old they were; the time between two uses of a prefix.
 
-The log is a ring of records in one buffer, not objects: those would live so long, and be so many, that they keep what
-the requests of their time left around them from being given back (3.5 KB a loss were seen in a busy server).
+The log is a ring of records in one buffer, not objects: many long-lived objects would keep the heap around them from
+being given back (3.5 KB a loss in a busy server).
 
-Cost: a few us for each block lost; at most `max_blocks` of them are remembered, the latest, in 99 bytes and 4 a token.
-A question reads the whole log: about 2 ms of a full one.
+Cost: a few us for each lost block; the latest `max_blocks` losses, in 99 bytes and 4 a token each. A query reads the
+whole log: about 2 ms if it is full.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _BOUNDS = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # seconds
 
 @dataclass(frozen=True)
 class Loss:
-    """A block that was there. at: of the mirror's clock. reason: "evicted" (for `owner_id`'s need), "forgotten" (drop,
-    resize) or "cleared". idle_s: since it was last used; age_s: since it was stored. name, parent: of the block and of
-    the one before it, None where it is the first. tokens, extra_keys: its own. cause: of `LOSS_REASONS`.
-    cache_priority: the block's."""
+    """A lost block. at: by the mirror's clock. reason: "evicted" (for a request of `owner_id`), "forgotten" (drop,
+    resize) or "cleared". idle_s: since its last use; age_s: since it was stored. name, parent: hashes of the block and
+    of the one before it, or None. tokens, extra_keys, cache_priority: the block's. cause: of `LOSS_REASONS`."""
 
     at: float
     reason: str
@@ -49,10 +48,10 @@ class Loss:
 
 
 class LossLog:
-    """The latest `max_blocks` losses; a block may be among them more than once."""
+    """The latest `max_blocks` losses; a block may occur several times."""
 
     REASONS = ("", "evicted", "forgotten", "cleared")
-    _NONE = bytes(32)  # for the parent of a first block: no hash is
+    _NONE = bytes(32)  # parent of a first block; no hash has this value
 
     def __init__(self, node_tokens: int, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -67,7 +66,7 @@ class LossLog:
         ]
         fields += [("owner_id", "<i8"), ("reason", "u1"), ("cause", "u1"), ("cache_priority", "u1")]
         fields += [("tokens", "<i4", (node_tokens,))]
-        # Not zeros: where they lie in memory that was used before, all of it would be touched at once.
+        # Not zeros: in memory that was used before, all of it would be touched at once.
         self._rows = np.empty(max_blocks, np.dtype(fields))
         assert self._rows.itemsize == self._record.size
         self._bytes = self._rows.view(np.uint8).data
@@ -78,7 +77,7 @@ class LossLog:
 
     @property
     def nbytes(self) -> int:
-        """What it takes when it is full, but for extra keys."""
+        """Bytes of a full log, without extra keys."""
         return self._rows.nbytes
 
     def add(self, block: Block, change: Change, now: float) -> None:
@@ -94,39 +93,40 @@ class LossLog:
             self._extra_keys.pop(row, None)
         self.num_added += 1
 
-    def of(self, name: bytes) -> Loss | None:
-        """The latest loss of the block of that name."""
+    def latest_loss(self, name: bytes) -> Loss | None:
+        """The latest loss of a block, by hash; None: none."""
         return next(self._latest("name", name), None)
 
-    def below(self, parent: bytes) -> Iterator[Loss]:
-        """Losses of blocks behind that one, the latest first."""
+    def losses_behind(self, parent: bytes) -> Iterator[Loss]:
+        """Losses of blocks behind a block, the latest first."""
         return self._latest("parent", parent)
 
     def __iter__(self) -> Iterator[Loss]:
-        """The latest first."""
+        """All losses, the latest first."""
         count = self.num_added
         return (self._at(number % self.max_blocks) for number in range(count - 1, count - 1 - len(self), -1))
 
     def _latest(self, field: str, name: bytes) -> Iterator[Loss]:
-        asked, names = np.frombuffer(name, "<u8"), self._rows[field][: len(self)]
-        found = np.flatnonzero(names[:, 0] == asked[0])  # leaves next to nothing to compare in full
+        wanted, names = np.frombuffer(name, "<u8"), self._rows[field][: len(self)]
+        found = np.flatnonzero(names[:, 0] == wanted[0])  # few are left to compare in full
         newest = self.num_added - 1
         for row in sorted(found.tolist(), key=lambda row: (newest - row) % self.max_blocks):
-            if np.array_equal(names[row], asked):
+            if np.array_equal(names[row], wanted):
                 yield self._at(row)
 
     def _at(self, row: int) -> Loss:
-        one = self._rows[row]
-        parent = one["parent"].tobytes()
+        record = self._rows[row]
+        parent = record["parent"].tobytes()
         return Loss(
-            float(one["at"]), self.REASONS[one["reason"]], int(one["owner_id"]), float(one["idle_s"]),
-            float(one["age_s"]), one["name"].tobytes(), None if parent == self._NONE else parent, one["tokens"].copy(),
-            self._extra_keys.get(row, {}), LOSS_REASONS[one["cause"]], int(one["cache_priority"]),
+            float(record["at"]), self.REASONS[record["reason"]], int(record["owner_id"]), float(record["idle_s"]),
+            float(record["age_s"]), record["name"].tobytes(), None if parent == self._NONE else parent,
+            record["tokens"].copy(),
+            self._extra_keys.get(row, {}), LOSS_REASONS[record["cause"]], int(record["cache_priority"]),
         )  # fmt: skip
 
 
 class History:
-    """See the module's text. Listens to the mirror from when it is made."""
+    """See the module's text. Listens to the mirror from its construction on."""
 
     def __init__(self, mirror: TreeMirror, max_blocks: int = 65536) -> None:
         self.mirror = mirror
@@ -144,12 +144,12 @@ class History:
 
     @property
     def num_evicted(self) -> int:
-        """Full blocks whose content memory has given up since the start, for whatever reason."""
+        """Full blocks that memory has lost since the start, for any reason."""
         return sum(spans.count for spans in self.evictions.values())
 
     @property
     def num_forgotten(self) -> int:
-        """Losses the log has no room for any more."""
+        """Losses that have left the full log."""
         return self.losses.num_added - len(self.losses)
 
     def _note(self, changes: list[Change]) -> None:
@@ -170,7 +170,7 @@ class History:
         num_hit_tokens: int,
         began_at: float,
     ) -> None:
-        """A prompt was served that found `num_hit_tokens` at `began_at`, and is used no more."""
+        """Notes the use of a prompt that has ended; it found `num_hit_tokens` at `began_at`."""
         path = self.mirror.path(self.mirror.hashes(namespace, tokens, extra_keys))
         num_hit = min(num_hit_tokens // self.mirror.node_tokens, len(path))
         if num_hit:
@@ -180,7 +180,7 @@ class History:
             block.used_at = now
 
     def expired(self, namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> None:
-        """A pin of these tokens has ended."""
+        """Notes the end of a pin of these tokens."""
         now = self.mirror.clock()
         for name in self.mirror.hashes(namespace, tokens, extra_keys):
             self._expired[name] = now
@@ -188,21 +188,21 @@ class History:
         while len(self._expired) > self.max_blocks:
             self._expired.popitem(last=False)
 
-    # -- questions -------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------
 
     def loss_of(
         self, hashes: list[bytes], index: int, rest: np.ndarray, extra_keys: Mapping[int, bytes]
     ) -> tuple[Loss | None, float | None]:
-        """What became of block `index` of a prompt, and when a pin of it ended.
+        """(latest loss of block `index` of a prompt or None, end of a pin of it or None).
 
-        hashes: of its full blocks. rest, extra_keys: the prompt from the block's beginning on; where it is less than a
-        block, one that began so is looked for.
+        hashes: of the prompt's full blocks. rest, extra_keys: the prompt from the block's beginning on; if it is less
+        than a block, a lost block that begins with it counts.
         """
         if index < len(hashes):
             name = hashes[index]
-            return None if self._is_there(name) else self.losses.of(name), self._expired.get(name)
+            return None if self._is_there(name) else self.losses.latest_loss(name), self._expired.get(name)
         if 0 < index == len(hashes) and len(rest):
-            for loss in self.losses.below(hashes[-1]):
+            for loss in self.losses.losses_behind(hashes[-1]):
                 keys = {at: key for at, key in loss.extra_keys.items() if at < len(rest)}
                 if (
                     np.array_equal(loss.tokens[: len(rest)], rest)

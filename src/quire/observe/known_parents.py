@@ -1,15 +1,16 @@
-"""Of all that memory and tiers have, what a consumer can place: blocks whose parents it was told of.
+"""`KnownParents`: of the events of memory and tiers, those whose parent block a consumer already knows.
 
-A tier may have a tail without its head, and the head may be nowhere. Such a tail is not told. It is told when its
-parent is (in whatever medium), and told as removed, reason "unreachable", when the parent leaves the last medium.
+A tier may have a tail without its head, and the head may be nowhere. Events of such a tail are held back until its
+parent is reported (in any medium); it is reported as removed, reason "unreachable", when the parent leaves the last
+medium.
 
 Invariants
-    P1  after each event, the parent of each block that was told and not removed is told as well, in some medium; or
-        the block begins a sequence.
-    P2  what has such a parent and is held in a medium is told of that medium: nothing else is kept back.
-    P3  per medium, stored and removed take turns for each block, beginning with stored.
+    P1  after each event, the parent of each reported block is reported as well, in some medium; or the block begins a
+        sequence.
+    P2  a block with such a parent is reported in each medium that has it.
+    P3  per medium, stored and removed alternate for each block, beginning with stored.
 
-Cost: a step for each block of an event that comes and of one that goes out; a block's token ids while it is held.
+Cost: a step for each block of an incoming and of an outgoing event; a block's token ids while it is held.
 """
 
 from __future__ import annotations
@@ -27,95 +28,95 @@ _UNREACHABLE = "unreachable"
 
 @dataclass(slots=True)
 class _KnownBlock:
-    """one: the block alone, as an event, of whatever medium. media: those that have it, in order."""
+    """event: the stored event of this block alone, of any medium. media: media that have the block, in order."""
 
-    one: BlockStored
+    event: BlockStored
     media: dict[str, None] = field(default_factory=dict)
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class KnownParents:
-    """See the module's text. Of one thread."""
+    """See the module's text. For one thread."""
 
     def __init__(self) -> None:
         self._held: dict[int, _KnownBlock] = {}
         self._children: dict[int, dict[int, None]] = {}  # of blocks that are held, by parent
 
-    def pass_on(self, events: Iterable[KVEvent]) -> list[KVEvent]:
-        """What to tell after these events. They hold P3 themselves."""
-        told: list[KVEvent] = []
+    def filter_events(self, events: Iterable[KVEvent]) -> list[KVEvent]:
+        """The events to report after these, which must satisfy P3."""
+        reported: list[KVEvent] = []
         for event in events:
             if isinstance(event, BlockStored):
-                self._store(event, told)
+                self._store(event, reported)
             elif isinstance(event, BlockRemoved):
-                self._remove(event, told)
+                self._remove(event, reported)
             else:
                 if event.medium is None:
                     self._held.clear()
                     self._children.clear()
-                told.append(event)
-        return told
+                reported.append(event)
+        return reported
 
-    def _store(self, event: BlockStored, told: list[KVEvent]) -> None:
-        for one in _each(event):
-            number, parent = one.block_hashes[0], one.parent_block_hash
+    def _store(self, event: BlockStored, reported: list[KVEvent]) -> None:
+        for block in _each(event):
+            number, parent = block.block_hashes[0], block.parent_block_hash
             held = self._held.get(number)
             if held is None:
-                held = self._held[number] = _KnownBlock(one)
+                held = self._held[number] = _KnownBlock(block)
                 if parent is not None:
                     self._children.setdefault(parent, {})[number] = None
             held.media[event.medium] = None
         parent = event.parent_block_hash
-        if parent is not None and not self._is_told(parent):
+        if parent is not None and not self._is_reported(parent):
             return
-        told.append(event)
-        new = [number for number in event.block_hashes if not self._held[number].is_told]
+        reported.append(event)
+        new = [number for number in event.block_hashes if not self._held[number].is_reported]
         for number in new:
-            self._held[number].is_told = True
+            self._held[number].is_reported = True
         more: list[BlockStored] = []
         for number in new:
             held = self._held[number]
-            more += (replace(held.one, medium=medium) for medium in held.media if medium != event.medium)
+            more += (replace(held.event, medium=medium) for medium in held.media if medium != event.medium)
         waiting = [child for number in new for child in self._children.get(number, ())]
         while waiting:
             number = waiting.pop()
             held = self._held[number]
-            if held.is_told:
+            if held.is_reported:
                 continue
-            held.is_told = True
-            more += (replace(held.one, medium=medium) for medium in held.media)
+            held.is_reported = True
+            more += (replace(held.event, medium=medium) for medium in held.media)
             waiting += self._children.get(number, ())
-        told += _joined(more)
+        reported += _joined(more)
 
-    def _remove(self, event: BlockRemoved, told: list[KVEvent]) -> None:
-        known = tuple(number for number in event.block_hashes if self._is_told(number))
+    def _remove(self, event: BlockRemoved, reported: list[KVEvent]) -> None:
+        known = tuple(number for number in event.block_hashes if self._is_reported(number))
         for number in event.block_hashes:
             if number in self._held:
                 self._held[number].media.pop(event.medium, None)
-        told += self._in_order(event, known, self._unreachable(known))
+        reported += self._in_order(event, known, self._unreachable(known))
         for number in event.block_hashes:
             held = self._held.get(number)
             if held is not None and not held.media:
-                self._forget(number, held.one.parent_block_hash)
+                self._forget(number, held.event.parent_block_hash)
 
     def _unreachable(self, known: tuple[int, ...]) -> list[int]:
-        """What is told no longer because some of `known` have left their last medium: those, and what stands on them.
-        Children before their parents."""
+        """Blocks to report as removed because some of `known` have left their last medium: these and their
+        descendants, children before parents."""
         gone: list[int] = []
         for root in known:
             waiting = [] if self._held[root].media else [root]
             under: list[int] = []  # parents first
             while waiting:
                 number = waiting.pop()
-                if self._is_told(number):
-                    self._held[number].is_told = False
+                if self._is_reported(number):
+                    self._held[number].is_reported = False
                     under.append(number)
                     waiting += self._children.get(number, ())
             gone += reversed(under)
         return gone
 
     def _in_order(self, event: BlockRemoved, known: tuple[int, ...], gone: list[int]) -> list[KVEvent]:
-        """The removals of `known` from the event's medium, and of `gone` from all media, as P1 wants them."""
+        """The removals of `known` from the event's medium, and of `gone` from all media, in the order that P1 needs."""
         going, there = set(known), set(gone)
         pieces: list[tuple[int, str, str]] = []  # number, reason, medium
         for number in gone:
@@ -130,8 +131,8 @@ class KnownParents:
             )
         pieces += ((number, event.reason, event.medium) for number in known if number not in there)
         return [
-            replace(event, block_hashes=tuple(one[0] for one in run), reason=reason, medium=medium)
-            for (reason, medium), run in groupby(pieces, key=lambda one: one[1:])
+            replace(event, block_hashes=tuple(block[0] for block in run), reason=reason, medium=medium)
+            for (reason, medium), run in groupby(pieces, key=lambda block: block[1:])
         ]
 
     def _forget(self, number: int, parent: int | None) -> None:
@@ -142,13 +143,13 @@ class KnownParents:
             if not siblings:
                 del self._children[parent]
 
-    def _is_told(self, number: int) -> bool:
+    def _is_reported(self, number: int) -> bool:
         held = self._held.get(number)
-        return held is not None and held.is_told
+        return held is not None and held.is_reported
 
 
 def _each(event: BlockStored) -> Iterable[BlockStored]:
-    """Its blocks, an event each."""
+    """One event for each block."""
     size, parent = event.block_size, event.parent_block_hash
     for at, number in enumerate(event.block_hashes):
         yield replace(
@@ -161,17 +162,17 @@ def _each(event: BlockStored) -> Iterable[BlockStored]:
         parent = number
 
 
-def _joined(ones: list[BlockStored]) -> list[KVEvent]:
-    """Those one behind the other in one event."""
+def _joined(blocks: list[BlockStored]) -> list[KVEvent]:
+    """Joins consecutive blocks into one event."""
     joined: list[KVEvent] = []
     run: list[BlockStored] = []
-    for at, one in enumerate(ones):
-        run.append(one)
-        following = ones[at + 1] if at + 1 < len(ones) else None
+    for at, block in enumerate(blocks):
+        run.append(block)
+        following = blocks[at + 1] if at + 1 < len(blocks) else None
         if (
             following is not None
-            and following.medium == one.medium
-            and following.parent_block_hash == one.block_hashes[0]
+            and following.medium == block.medium
+            and following.parent_block_hash == block.block_hashes[0]
         ):
             continue
         joined.append(

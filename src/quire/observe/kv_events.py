@@ -1,19 +1,18 @@
-"""KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
+"""KV events for other programs: blocks stored in and removed from memory and tiers, in vLLM's format.
 
-A block is `block_size` tokens, as the engine was told, whatever some layers' blocks have. Made from the mirror's
-changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can place: a block whose
-parent is in no medium is not told. Blocks that come one behind the other are one event; a batch is what happened
-between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send and its consumers read
-it:
+A block has `block_size` tokens, the engine's option, whatever the blocks of some layers have. The mirror's changes
+give memory's events, `tier_events` those of tiers; `known_parents` holds back blocks whose parent is in no medium.
+Consecutive blocks are one event; a batch has the events between two calls of `collect`. On the wire (`to_wire`) a batch
+is a msgpack array, as vLLM's publishers send it and its consumers read it:
 
     [ts, [event, ...], data_parallel_rank]
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
-medium says where: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
-block may be in several: what is told of one medium says nothing of another. AllBlocksCleared has no medium on the
-wire, so that it means all of them: where there are tiers, a clear of one medium is sent as BlockRemoved alone.
+medium: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
+block may be in several; an event of one medium says nothing of another. AllBlocksCleared has no medium on the wire and
+means all of them: with tiers, a clear of one medium is sent as BlockRemoved only.
 
 Block hashes are unsigned 64-bit integers, of a hash chained over namespace and tokens. extra_keys has an entry for each
 block: null, or its extra keys in hexadecimal; for a namespace's first block they begin with the namespace's digest.
@@ -44,7 +43,7 @@ __all__ = [
     "to_wire",
 ]
 
-MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # of tiers, by name
+MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # by tier
 
 _log = logging.getLogger("quire")
 
@@ -58,25 +57,25 @@ class EventBatch:
 
 
 class TierSource(Protocol):
-    """What tells of tiers: `tier_events.TierEvents`."""
+    """A source of the tiers' events: `tier_events.TierEvents`."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
-    def take(self) -> list[KVEvent]:
-        """What has happened since the last call."""
+    def pop_events(self) -> list[KVEvent]:
+        """The events since the last call."""
         ...
 
     def snapshot(self) -> list[KVEvent]:
-        """What tiers have now, as far as `take` has told it."""
+        """Stored events of the tiers' content up to the last `pop_events`."""
         ...
 
 
 class KVEventSubscribers:
-    """Those who want to know. Called in the engine's thread, between steps: what takes long should go elsewhere.
+    """The subscribers. Each is called in the engine's thread, between steps, and should be quick.
 
-    A subscriber that raises is told no more, and the log says so.
+    A subscriber that raises is removed, and the error is logged.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class KVEventSubscribers:
         self._tiers = tiers
         self._wall_clock = wall_clock
         self._callbacks: list[Callable[[EventBatch], None]] = []
-        self._known = KnownParents()  # as all that listen were told
+        self._known = KnownParents()  # the state that all subscribers know
 
     def add(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
-        """Tells first what there is; returns what ends it."""
+        """Sends the present content first; returns a function that unsubscribes."""
         self.collect()
         events = _events(self._mirror.snapshot(), self._mirror.block_size, AllBlocksCleared())
         if self._tiers is not None:
@@ -98,14 +97,14 @@ class KVEventSubscribers:
             events += self._tiers.snapshot()
         known = KnownParents()
         try:
-            callback(EventBatch(self._wall_clock(), tuple(known.pass_on(events))))
+            callback(EventBatch(self._wall_clock(), tuple(known.filter_events(events))))
         except BaseException:
             if self._tiers is not None and not self._callbacks:
                 self._tiers.stop()
             raise
         if not self._callbacks:
             self._known = known
-            self._mirror.listeners.append(self._tell_changes)
+            self._mirror.listeners.append(self._send_changes)
         self._callbacks.append(callback)
         return lambda: self._remove(callback)
 
@@ -113,31 +112,31 @@ class KVEventSubscribers:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
             if not self._callbacks:
-                self._mirror.listeners.remove(self._tell_changes)
+                self._mirror.listeners.remove(self._send_changes)
                 self._known = KnownParents()
                 if self._tiers is not None:
                     self._tiers.stop()
 
     def collect(self) -> None:
-        """Tells what tiers have done since the last call."""
-        if self._callbacks and self._tiers is not None and (events := self._tiers.take()):
-            self._tell(events)
+        """Sends the tiers' events since the last call."""
+        if self._callbacks and self._tiers is not None and (events := self._tiers.pop_events()):
+            self._send(events)
 
-    def _tell_changes(self, changes: list[Change]) -> None:
-        # Where there are tiers memory is not all there is.
+    def _send_changes(self, changes: list[Change]) -> None:
+        # With tiers, a clear of memory is not a clear of all.
         cleared = AllBlocksCleared(None if self._tiers is None else MEDIUM)
-        self._tell(_events(changes, self._mirror.block_size, cleared))
+        self._send(_events(changes, self._mirror.block_size, cleared))
 
-    def _tell(self, events: list[KVEvent]) -> None:
-        told = self._known.pass_on(events)
-        if not told:
+    def _send(self, events: list[KVEvent]) -> None:
+        known = self._known.filter_events(events)
+        if not known:
             return
-        batch = EventBatch(self._wall_clock(), tuple(told))
+        batch = EventBatch(self._wall_clock(), tuple(known))
         for callback in tuple(self._callbacks):
             try:
                 callback(batch)
             except Exception:
-                _log.exception("a subscriber to KV events failed, and is told no more: %r", callback)
+                _log.exception("a subscriber to KV events failed and is removed: %r", callback)
                 self._remove(callback)
 
 
@@ -205,12 +204,12 @@ def _stored(run: list[Block], block_size: int) -> BlockStored:
 
 
 def _numbers(block: Block) -> list[int]:
-    """Of the blocks of `block_size` tokens that it is."""
-    return [block_number(one) for one in (*block.inner_hashes, block.hash)]
+    """The numbers of the blocks of `block_size` tokens in a node."""
+    return [block_number(block_hash) for block_hash in (*block.inner_hashes, block.hash)]
 
 
 def to_wire(batch: EventBatch, data_parallel_rank: int | None = None) -> list[Any]:
-    """What msgpack is given; see the module's text."""
+    """The batch as msgpack packs it; see the module's text."""
     events = [
         _wire_event(event)
         for event in batch.events

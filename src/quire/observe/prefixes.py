@@ -1,4 +1,4 @@
-"""The largest prefixes of a mirrored tree, in a table that a person can read: owners, sizes, ages.
+"""A table of the largest prefixes of a mirrored tree: owners, sizes, ages.
 
 Cost: O(nodes).
 """

@@ -1,11 +1,11 @@
-"""KV events over ZeroMQ, as vLLM's consumers read them: PUB with sequence numbers, ROUTER for what was missed.
+"""KV events over ZeroMQ, as vLLM's consumers read them: PUB with sequence numbers, ROUTER for missed batches.
 
     PUB      [topic, sequence number, payload]                    numbers: 8 bytes, big endian, from 0
     ROUTER   asked   [empty, first number wanted]                 (a REQ or DEALER socket)
              answers [empty, number, payload] for each batch kept from there on, then [empty, -1, empty]
 
 The payload is msgpack (`kv_events.to_wire`). A thread of its own sends and answers; the engine's only appends to a
-queue. What finds that full is dropped: its number is missing, and nothing can bring it back.
+queue. A batch that finds the queue full is dropped for good: its number is missing.
 
 Needs pyzmq and msgpack (`pip install "quire-kv[events]"`). Cost: nothing for the engine but the queue.
 """
@@ -28,10 +28,10 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KVEventPublisher:
-    """A subscriber (`publisher(batch)`) that sends what it is told.
+    """A subscriber (`publisher(batch)`) that sends each batch.
 
-    endpoint: where PUB binds, "tcp://127.0.0.1:5557"; replay_endpoint: where ROUTER does, None for no replay; both say
-    afterwards what was bound (port 0 or "*" takes a free one). max_batches: kept for replay; max_waiting: in the queue.
+    endpoint: PUB's address, "tcp://127.0.0.1:5557"; replay_endpoint: ROUTER's, None for no replay; both attributes have
+    the bound address (port 0 or "*" takes a free one). max_batches: kept for replay; max_waiting: in the queue.
     *raises:* BackendError: a package is missing. ArgumentError: an endpoint that cannot be bound.
     """
 
@@ -118,17 +118,17 @@ class KVEventPublisher:
                 return
 
     def _answer(self, replay: Any) -> None:
-        """Whoever asks wrongly gets the end mark alone; whoever does not read loses it, and delays nobody."""
+        """Answers a replay request; a malformed one gets the end mark only. A client that does not read loses some."""
         client, *rest = replay.recv_multipart()
-        asked = rest[-1] if rest else b""
-        first = int.from_bytes(asked, "big") if len(asked) == 8 else self._next
+        request = rest[-1] if rest else b""
+        first = int.from_bytes(request, "big") if len(request) == 8 else self._next
         for number, payload in self._kept:
             if number >= first:
                 replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
         replay.send_multipart([client, b"", _END, b""])
 
     def close(self) -> None:
-        """Sends what waits, and lets go of sockets and thread. Twice does nothing."""
+        """Sends the waiting batches, closes sockets and thread. A second call does nothing."""
         if not self._is_closing:
             self._is_closing = True
             self._ring()

@@ -1,12 +1,12 @@
-"""The full nodes of a cache's prefix tree, kept up by its events: what reports, explanations, subscribers and
-stores read, each of which hangs its own data on these blocks. A *block* here is a node's tokens in all groups.
+"""`TreeMirror`: the full nodes of a cache's prefix tree, kept up by its events, for reports, explanations, subscribers
+and stores, which attach their own data to its blocks. A *block* here is a node's tokens in all groups.
 
-A block *is there* while all its groups that keep everything have it (in a model without such groups: any group):
-only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys, `block_size`
-tokens a link: of a node that is several blocks long it is the last link (`KVGroup.blocks_per_node`). Whoever does not
-know the namespace can compute none.
+A block *is there* while all groups with full attention have it (in a model without such groups: any group): only then
+can a prefix go through it. Its hash is chained over namespace, tokens and extra keys, `block_size` tokens a link; the
+hash of a node of several blocks is the last link (`KVGroup.blocks_per_node`). It cannot be computed without the
+namespace.
 
-Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
+Cost: 15 us and at most 0.8 KB for each new block, the log of its loss included (one core, blocks of 16 tokens).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.cache.protocol import PrefixKVCache
 
 __all__ = ["Block", "BlockRecorder", "Change", "TreeMirror"]
 
-_CAUSES = {"evicted": "space", "quota": "quota"}  # of the reasons of events that are one by themselves
+_CAUSES = {"evicted": "space", "quota": "quota"}  # by reason of an event that has its own cause
 
 
 class Block:
-    """A full block. children: by node id. made_at, used_at: of the mirror's clock."""
+    """A full block. children: by node id. made_at, used_at: by the mirror's clock."""
 
     __slots__ = (
         "block_ids",
@@ -71,8 +71,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """A block has come or gone, or all have (block None). Of one that is gone: reason ("evicted" for a quota too),
-    owner and cache priority as in `CacheEvent`; cause: of `feed.LOSS_REASONS`."""
+    """A block was stored or removed, or all were (block None). For a removed one: reason ("evicted" for a quota too),
+    owner and cache priority as in `CacheEvent`; cause: of `event_dispatcher.LOSS_REASONS`."""
 
     kind: Literal["stored", "removed", "cleared"]
     block: Block | None = None
@@ -83,22 +83,21 @@ class Change:
 
 
 class BlockRecorder(Protocol):
-    """Who keeps something of its own for each block, and acts while the bytes of what goes are still there."""
+    """A listener with a record of each block; it can act while the bytes of a lost block are still there."""
 
-    def block_stored(self, block: Block, event: CacheEvent) -> None:
-        """The block is new, or has blocks that it had not; they stand in it already."""
+    def record_stored(self, block: Block, event: CacheEvent) -> None:
+        """The block is new, or has new block ids, which are set already."""
         ...
 
-    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
-        """Some of its blocks are given up: they stand in it still, and their bytes where they were
-        (`EventDispatcher`)."""
+    def record_loss(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
+        """Some block ids are given up; they are still set, and their bytes unchanged (`EventDispatcher`)."""
         ...
 
-    def block_gone(self, block: Block) -> None:
-        """It has no blocks any more, and is not in the mirror."""
+    def record_removed(self, block: Block) -> None:
+        """The block has no block ids any more, and has left the mirror."""
         ...
 
-    def all_gone(self) -> None:
+    def record_cleared(self) -> None:
         """The mirror is empty."""
         ...
 
@@ -106,8 +105,8 @@ class BlockRecorder(Protocol):
 class TreeMirror:
     """See the module's text. `apply` is an `EventDispatcher`'s listener.
 
-    watchers: called with each block as it comes and goes. listeners: take every change in order, those of several
-    events together.
+    recorders: called for each block stored and lost. listeners: receive every change in order, those of several events
+    together.
     """
 
     def __init__(self, cache: PrefixKVCache, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,9 +121,9 @@ class TreeMirror:
         self.by_id: dict[int, Block] = {}
         self.by_hash: dict[bytes, Block] = {}
         self.roots: dict[bytes, dict[int, Block]] = {}
-        # Gone, with a block behind them still, which a floor keeps: the tree's node is there, and may be filled again.
+        # Lost, with a block behind them that a floor keeps: the tree's node is there, and may be filled again.
         self._hollow: dict[int, Block] = {}
-        self.watchers: list[BlockRecorder] = []
+        self.recorders: list[BlockRecorder] = []
         self.listeners: list[Callable[[list[Change]], None]] = []
 
     def apply(self, events: list[CacheEvent], forgotten: Forgotten = DROPPED) -> None:
@@ -139,8 +138,8 @@ class TreeMirror:
             gone = [block for block in self.by_id.values() if block.is_there]
             for table in (self.by_id, self.by_hash, self.roots, self._hollow):
                 table.clear()
-            for watcher in self.watchers:
-                watcher.all_gone()
+            for recorder in self.recorders:
+                recorder.record_cleared()
             for block in gone:
                 block.is_there = False
                 yield Change("removed", block, "cleared", cause="dropped")
@@ -149,22 +148,22 @@ class TreeMirror:
         block = self.by_id.get(event.node_id)
         if event.kind == "stored":
             if block is None and event.parent_id >= 0 and event.parent_id not in self.by_id:
-                return  # below a block that no group keeps: nothing goes through that
+                return  # below a block that no group keeps: no prefix goes through it
             if block is None:
                 block = self._add(event, now)
             for column, block_id in enumerate(event.block_ids):
                 if block_id >= 0:
                     block.block_ids[column] = block_id
-            for watcher in self.watchers:
-                watcher.block_stored(block, event)
+            for recorder in self.recorders:
+                recorder.record_stored(block, event)
             if self._is_whole(block) and not block.is_there:
                 block.is_there, block.made_at, block.owner_id = True, now, event.owner_id
                 yield Change("stored", block)
             return
         if block is None:
             return
-        for watcher in self.watchers:
-            watcher.block_going(block, event, forgotten)
+        for recorder in self.recorders:
+            recorder.record_loss(block, event, forgotten)
         for column, block_id in enumerate(event.block_ids):
             if block_id >= 0:
                 block.block_ids[column] = -1
@@ -175,8 +174,8 @@ class TreeMirror:
             yield Change("removed", block, reason, event.owner_id, cause, event.cache_priority)
         if max(block.block_ids) < 0:
             self._remove(block)
-            for watcher in self.watchers:
-                watcher.block_gone(block)
+            for recorder in self.recorders:
+                recorder.record_removed(block)
 
     def _is_whole(self, block: Block) -> bool:
         if self._needed:
@@ -210,21 +209,21 @@ class TreeMirror:
     def hashes(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None
     ) -> list[bytes]:
-        """The names of a prompt's full nodes."""
+        """The hashes of a prompt's full nodes."""
         links = self.node_tokens // self.block_size
         return block_hashes(namespace, tokens, extra_keys, self.block_size)[links - 1 :: links]
 
     def path(self, hashes: list[bytes]) -> list[Block]:
-        """The blocks that are there, from the first on."""
+        """The leading blocks that are there."""
         found: list[Block] = []
-        for name in hashes:
-            block = self.by_hash.get(name)
+        for block_hash in hashes:
+            block = self.by_hash.get(block_hash)
             if block is None or not block.is_there:
                 break
             found.append(block)
         return found
 
     def snapshot(self) -> list[Change]:
-        """What there is, as changes from nothing: parents first."""
+        """The present content as changes from an empty mirror: parents first."""
         there = sorted((b for b in self.by_id.values() if b.is_there), key=lambda b: (b.depth, b.node_id))
         return [Change("cleared"), *(Change("stored", block) for block in there)]

@@ -1,10 +1,10 @@
-"""What moves blocks between the pool and what is below it: load, store, swap.
+"""Moves blocks between the pool and the tiers below it, or host memory: load, store, swap.
 
 Others may use
-    tiering              the tiers of an engine, opened from its config
-    load, store, swap    what moves blocks: in, out, and of a sequence that waits
-    states               states of recurrent layers, in and out
-    speeds               what moving and computing take
-    tier_events          the tiers' events
-    waiting              how far a search, a load or a swap has come
+    open_tiers              the tiers of an engine, opened from its config
+    tier_load, store, swap  loads from tiers, stores into them, swaps of preempted sequences
+    states                  states of recurrent layers, in and out
+    throughputs             measured seconds of copying and computing
+    tier_events             the tiers' KV events
+    offloaded_sequence      the fields of a sequence that the offload needs
 """

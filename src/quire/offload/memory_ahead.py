@@ -1,14 +1,14 @@
-"""Memory of a fresh pool, taken from the system before a prefix is loaded into it.
+"""Commits memory of a new pool before a prefix is loaded into it.
 
-Memory is committed where it is first written, at a page fault each: 0.2 s for each GiB in huge pages, several seconds
-in a virtual machine whose host has to find the memory first. A prompt that is computed hides that; a prefix that comes
-from a tier in less time does not. So where a tier has something already when an engine starts, a thread
-of the lowest priority has memory put behind the blocks that will be handed out first: as many bytes as there are to
-be loaded, `MAX_BYTES` at most, so that an engine still takes little before it is used.
+The first write to a page commits it, by a page fault: 0.2 s for each GiB in huge pages, several seconds in a virtual
+machine whose host has to find the memory first. Computing a prompt hides that time; loading a prefix from a tier is
+faster and does not. So if a tier has values when an engine starts, a thread of the lowest priority commits the blocks
+that will be used first: as many bytes as there are to load, `MAX_BYTES` at most, so that an unused engine still takes
+little memory.
 
-Not a reservation: it decides nothing, and gives way to whoever gives memory back (`PagedStorage.commit_ahead`).
+Not a reservation: it decides nothing, and stops for a call that gives memory back (`PagedStorage.commit_ahead`).
 
-Cost: a thread for a moment; a call of it holds up giving memory back for as long as `_CHUNK_BYTES` take.
+Cost: a thread for a moment; a call that gives memory back waits for at most `_CHUNK_BYTES`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class MemoryAhead:
-    """Has memory behind the first `num_bytes` of the storage's blocks, `MAX_BYTES` at most; begins at once.
+    """Commits the first `num_bytes` of the storage's blocks, `MAX_BYTES` at most; begins at once.
 
     block_bytes: of a block.
     """
@@ -46,11 +46,11 @@ class MemoryAhead:
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended within `timeout` seconds (None: however long it takes)."""
+        """True if it has ended within `timeout` seconds (None: no limit)."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends it, where it is. Twice is harmless."""
+        """Stops it at the current chunk. A second call does nothing."""
         self._stopping = True
         self._thread.join()

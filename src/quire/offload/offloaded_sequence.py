@@ -1,6 +1,6 @@
-"""What the offload needs of a request's sequence: it puts there how far a search, a load or a swap has come.
+"""`OffloadedSequence`: the fields of a request's sequence that the offload needs, for its searches, loads and swaps.
 
-Not the sequence itself: that is the scheduler's (`quire.scheduler.request.RequestSequence`), which stands below.
+Not the sequence itself: that is the scheduler's (`quire.scheduler.request.RequestSequence`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.cache.protocol import CacheSequence
 
 __all__ = ["InEngine", "OffloadedSequence"]
 
-# Calls a function in the thread that owns the engine, and returns what it returns.
+# Calls a function in the engine's thread, and returns its result.
 InEngine = Callable[[Callable[[], Any]], Any]
 
 
@@ -30,7 +30,7 @@ class _OffloadedRequest(Protocol):
 class OffloadedSequence(Protocol):
     """cache_sequence: open while it runs or loads. num_computed: tokens whose KV is computed.
 
-    search, load, swapped: set and read by the offload alone (`Search`, `TierLoad`, `Swapped`); None without one.
+    search, load, swapped: for the offload only (`Search`, `TierLoad`, `Swapped`); None if there is none.
     """
 
     cache_sequence: CacheSequence
@@ -42,5 +42,5 @@ class OffloadedSequence(Protocol):
     @property
     def request(self) -> _OffloadedRequest: ...
     def token_ids(self) -> np.ndarray:
-        """All known ones, prompt and output; int32."""
+        """All known tokens, prompt and output; int32."""
         ...

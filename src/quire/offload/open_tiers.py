@@ -1,7 +1,6 @@
-"""`host_cache=`, `disk_cache=`, `remote_cache=` and `preemption=` made real.
+"""Opens the tiers and the swap of an engine's config: `host_cache`, `disk_cache`, `remote_cache`, `preemption`.
 
-The one place that knows all tiers. What cannot be reached at the start is left out with one warning: service goes on
-without it.
+The only file that knows all tiers. A tier that cannot be reached at the start is left out with one warning.
 """
 
 from __future__ import annotations
@@ -38,30 +37,29 @@ if TYPE_CHECKING:
     from quire.tiers.remote import RemoteTier
     from quire.tiers.stack import TierStack
 
-__all__ = ["OpenTiers", "fingerprint_tag", "open_tiers", "swap_of"]
+__all__ = ["OpenTiers", "fingerprint_tag", "open_swap", "open_tiers"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
-_HEADER_BYTES = 1 << 20  # what a value says of itself, and a signature; less than that
-_DISK_BYTES = 8 << 30  # where no disk_cache_size is given
+_HEADER_BYTES = 1 << 20  # more than a value's header and signature take
+_DISK_BYTES = 8 << 30  # if no disk_cache_size is given
 _TRUST_S = 60.0
-_GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
-_SWAP_SHARE = 4  # of the KV memory, one part in so many, where swap_memory is "auto"
+_GREETING_S = 1.5  # a server's time-out and a little, also if resolving its name takes longer
+_SWAP_SHARE = 4  # the KV memory's divisor for swap_memory "auto"
 
 _log = logging.getLogger("quire")
 
 
 def fingerprint_tag(fingerprint: bytes) -> str:
-    """What tells fingerprints apart in lists."""
+    """A short form of a fingerprint, for lists."""
     return f"[{fingerprint.hex()[:12]}]"
 
 
 @dataclass(eq=False)
 class OpenTiers:
-    """What an engine is given: the stack, and the two who use it; and what names the segments there.
+    """The tiers of an engine: the stack, its loads and stores, and the fields that name segments.
 
-    ahead: takes memory for what the tiers have. host, disk: the tier in this process's memory, and the one that
-    survives, if there is one. fingerprint: of the
-    model, see `quire.cache.block_hash.root_key`.
+    ahead: commits memory for loads. host, disk: these tiers, if there are any. fingerprint: of the model, see
+    `quire.cache.block_hash.root_key`.
     """
 
     stack: TierStack
@@ -76,25 +74,25 @@ class OpenTiers:
     node_tokens: int
     _events: TierEvents | None = None
 
-    def events(self) -> TierEvents:
-        """What tells subscribers to KV events of the tiers; one for each engine."""
+    def open_events(self) -> TierEvents:
+        """The tiers' KV events for subscribers; call once for each engine."""
         self._events = TierEvents(self.stack, self.stores, self.loads, self.fingerprint, self.block_size)
         return self._events
 
-    def renew(self, fingerprint: bytes) -> None:
-        """The model is another one now: what is stored and looked up from now on is named so. Of an idle engine."""
+    def set_fingerprint(self, fingerprint: bytes) -> None:
+        """Names segments by another model from now on. Only for an idle engine."""
         if fingerprint == self.fingerprint:
             return
         self.fingerprint = fingerprint
         for user in (self.loads, self.stores, self._events):
             if user is not None:
-                user.renew(fingerprint)
+                user.set_fingerprint(fingerprint)
 
     def describe_roots(self, name: str, settle: Callable[[bytes], None] = lambda namespace: None) -> None:
-        """Has the disk cache's lists call what namespaces hold by the model's name, before anything of it is there.
+        """Has the disk cache describe each namespace's root by the model's name, before its first segment is stored.
 
-        So that who finds it later, after a crash too, knows whether it is of another model or another namespace.
-        settle: called with each namespace then, in the disk's thread.
+        So lists tell another model from another namespace, also after a crash. settle: called with each namespace
+        after that, in the disk's thread.
         """
         disk, text = self.disk, f"{name} {fingerprint_tag(self.fingerprint)}"
         if disk is None:
@@ -102,36 +100,38 @@ class OpenTiers:
 
         def describe(namespace: bytes) -> None:
             root = root_key(self.fingerprint, namespace)
-            self.stack.queue(disk.name, "name a root", lambda: disk.describe(root, text))
+            self.stack.submit_job(disk.name, "name a root", lambda: disk.describe(root, text))
             if self.stores.states is not None:
                 states = state_root(root)
-                self.stack.queue(disk.name, "name a root", lambda: disk.describe(states, f"{text} states"))
-            self.stack.queue(disk.name, "let go of removed snapshots", lambda: settle(namespace))
+                self.stack.submit_job(
+                    disk.name, "name a root", lambda: disk.describe(states, f"{text} states")
+                )
+            self.stack.submit_job(disk.name, "let go of removed snapshots", lambda: settle(namespace))
 
         self.stores.on_root = describe
 
     def flush(self, in_engine: InEngine, timeout: float | None = None) -> None:
-        """Has the tiers hold all that memory does, for good; or as much as they took within `timeout` seconds.
+        """Stores in the tiers, durably, all that memory holds; or as much as they take within `timeout` seconds.
 
-        in_engine: calls what touches the engine; the tiers are waited for in the caller's thread, and so is whether
-        what memory holds can be trusted.
+        in_engine: runs the calls that touch the engine. The caller's thread waits for the tiers, and for the check
+        that the content of memory can be trusted.
         """
         self.stores.is_trusted(_TRUST_S if timeout is None else timeout)
         while True:
-            num_segments, is_all = in_engine(self.stores.hand_over)
+            num_segments, is_all = in_engine(self.stores.store_all)
             in_time = self.stack.flush(timeout)
             if is_all or not (in_time and num_segments):
                 return
 
     def close(self) -> None:
-        """Stores what is not stored yet, and lets go of threads, files and connections."""
+        """Stores the segments that are not stored yet; ends threads, closes files and connections."""
         self.ahead.stop()
         self.flush(lambda function: function(), timeout=60.0)
         self.stack.close()
 
 
-def swap_of(config: EngineConfig, cache: KVCache, storage: Storage, speeds: Throughputs) -> Swap:
-    """Of an engine over this cache and storage; one that swaps out nothing where the storage cannot."""
+def open_swap(config: EngineConfig, cache: KVCache, storage: Storage, speeds: Throughputs) -> Swap:
+    """The swap of an engine over this cache and storage; it never swaps if the storage does not share blocks."""
     if not storage.capabilities.shares_prefix:
         return Swap(cache, None, mode="recompute")
     if config.swap_memory == "auto":
@@ -149,13 +149,13 @@ def open_tiers(
     storage: BlockStorage,
     fingerprint: bytes,
     speeds: Throughputs,
-    feed: EventDispatcher | None = None,
+    dispatcher: EventDispatcher | None = None,
 ) -> OpenTiers | None:
-    """The tiers that can be used; None if there are none. feed: of the cache's events, if others listen too.
+    """The tiers that can be used; None if there are none. dispatcher: the cache's, if it has other listeners.
 
-    *raises:* ArgumentError: a tier that cannot be, on any machine.
+    *raises:* ArgumentError: an option that no machine could serve.
     """
-    tiers = _tiers(config)
+    tiers = _open_each(config)
     if not tiers:
         return None
     from quire.tiers.disk import DiskTier
@@ -168,12 +168,12 @@ def open_tiers(
     stack = TierStack(
         tiers,
         layout,
-        max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a state of a large model takes as much
+        max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a large model's state may need it
         check_finite=("remote",),
     )
     for server in _servers(tiers):
-        server.allow(largest)
-    _greet(tiers, stack)
+        server.raise_max_value_bytes(largest)
+    _ping_servers(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
     states = None
     if isinstance(cache, StateCache) and storage.states is not None:
@@ -187,8 +187,8 @@ def open_tiers(
     return OpenTiers(
         stack,
         TierLoads(*shared, speeds, states),
-        TierStores(*shared, policy=config.cache_write, feed=feed, states=states),
-        MemoryAhead(storage, cache.block_bytes, _bytes_there(stack)),
+        TierStores(*shared, policy=config.cache_write, dispatcher=dispatcher, states=states),
+        MemoryAhead(storage, cache.block_bytes, _bytes_in_tiers(stack)),
         host=next((tier for tier in tiers if isinstance(tier, HostTier)), None),
         disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
         fingerprint=fingerprint,
@@ -198,10 +198,10 @@ def open_tiers(
     )
 
 
-def _greet(tiers: list[Tier], stack: TierStack) -> None:
-    """Has a server that is not there said now, and not by the first request, which then need not wait for it."""
+def _ping_servers(tiers: list[Tier], stack: TierStack) -> None:
+    """Pings the servers, so that the first request need not wait for one that is down, and the log tells now."""
     for server in _servers(tiers):
-        stack.queue(server.name, "start", server.greet)
+        stack.submit_job(server.name, "start", server.ping)
         stack.flush(_GREETING_S)
 
 
@@ -213,7 +213,7 @@ def _servers(tiers: list[Tier]) -> list[RemoteTier]:
     return [tier for tier in inner if isinstance(tier, RemoteTier)]
 
 
-def _tiers(config: EngineConfig) -> list[Tier]:
+def _open_each(config: EngineConfig) -> list[Tier]:
     tiers: list[Tier] = []
     try:
         for name, make in (
@@ -224,7 +224,7 @@ def _tiers(config: EngineConfig) -> list[Tier]:
                     tiers.append(make(config))
                 except (TierError, ArgumentError) as error:
                     if isinstance(error, ArgumentError) and not isinstance(error.__cause__, PermissionError):
-                        raise  # what was asked for cannot be, on any machine
+                        raise  # no machine could serve it
                     _log.warning("without the tier %s: %s", name, error)
     except BaseException:
         for tier in tiers:
@@ -251,15 +251,15 @@ def _disk_tier(config: EngineConfig) -> Tier:
         config.disk_cache,
         size,
         min_free_bytes=0 if spare is None else parse_size(spare, where="disk_cache_min_free"),
-        files=Files.of(config.backend),
+        files=Files.with_backend(config.backend),
     )
 
 
 def _remote_tier(config: EngineConfig) -> Tier:
-    from quire.tiers.by_url import tier_of
+    from quire.tiers.by_url import tier_from_url
 
     assert config.remote_cache is not None
-    tier = tier_of(config.remote_cache)
+    tier = tier_from_url(config.remote_cache)
     if config.remote_secret is None:
         return tier
     from quire.tiers.signed import SignedTier
@@ -267,6 +267,6 @@ def _remote_tier(config: EngineConfig) -> Tier:
     return SignedTier(tier, secret_bytes(config.remote_secret))
 
 
-def _bytes_there(stack: TierStack) -> int:
-    """What the tiers have already, as far as they can say; a server cannot."""
+def _bytes_in_tiers(stack: TierStack) -> int:
+    """Bytes in the tiers; a server, which cannot tell, counts as `MAX_BYTES`."""
     return sum(MAX_BYTES if tier.bytes < 0 else tier.bytes for tier in stack.stats().tiers)

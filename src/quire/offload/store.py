@@ -1,25 +1,25 @@
-"""What goes down to the tiers, and when: whole segments as they are committed, or what memory is about to lose.
+"""`TierStores`: stores segments in the tiers, as they are committed or just before memory loses them.
 
-Driven by the cache's events alone (`quire.cache.events`): they tell which full blocks there are, in which blocks, and
-which have just been given up while their bytes are still there. The blocks are those of the cache's mirror; what is
-kept here of each is whether it is stored, and the keys of segments (`quire.cache.block_hash`) along each path.
+The cache's events drive it (`quire.cache.events`): they name the full blocks, and those given up while their bytes are
+still there. The blocks are those of the cache's mirror; a record of each block says whether it is stored, and has the
+keys of segments (`quire.cache.block_hash`) along its path.
 
     through    a segment is stored when its last block is committed
-    eviction   when the first of its blocks is given up: the deepest goes first, so the others are still there
+    eviction   when its first block is given up: the deepest block goes first, so the others are still there
 
-A block that only requests with cache priority "discard" have used is stored in no tier; one that was used to be kept is
-stored so, which the tiers' own eviction respects. A use that comes after the store is made good when memory gives the
-block up, or by `flush`.
+A block that only requests with cache priority "discard" have used is stored in no tier. A block is stored with the
+highest cache priority of its uses, which the tiers' eviction respects; a use after the store counts when memory gives
+the block up, or at `flush`.
 
-What ends within a segment is stored block by block, each a value of its own: on eviction, and by `flush`, which stores
-all that is not stored yet. With sliding windows in the model policy is always "through": what lies behind a window is
-soon gone from memory, and a segment is of use only with the bytes of every group.
+An unfinished segment is stored block by block, each a value of its own: on eviction, and by `flush`, which stores all
+that is not stored yet. For a model with sliding windows the policy is always "through": blocks behind a window soon
+leave memory, and a segment is of use only with the bytes of every group.
 
-Nothing is stored while it is not known that what is computed here is right (`is_trusted`): it can be stored later, as
+While it is not known that the computed content is right (`is_trusted`), no block is stored; it can be stored later, as
 long as memory has it.
 
-Cost: about 10 us for each block that comes or goes; the bytes of what is stored are copied by the engine's thread, the
-rest is done by the stack's.
+Cost: about 10 us for each block that comes or goes. The engine's thread copies the bytes, the stack's threads do the
+rest.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from quire.offload.states import StateStores
 from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 
-__all__ = ["POLICIES", "OnName", "Policy", "TierStores"]
+__all__ = ["POLICIES", "OnSegment", "Policy", "TierStores"]
 
 Policy = Literal["eviction", "through"]
 POLICIES = ("eviction", "through")
-OnName: TypeAlias = Callable[[SegmentKey, bytes, bytes], None]
-"""Takes a segment that goes to or comes from tiers, its namespace, and the mirror's hash of the block before it."""
+OnSegment: TypeAlias = Callable[[SegmentKey, bytes, bytes], None]
+"""Receives a segment stored in or loaded from tiers, its namespace, and the mirror's hash of the block before it."""
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Of a block of the mirror. root: of its namespace. before_key: of the segment before its own, None for none.
+class _BlockRecord:
+    """A block of the mirror. root: of its namespace. before_key: of the segment before its own, or None.
 
-    Both are kept here because blocks of a path may have gone: a floor keeps a tail whose head is evicted.
-    end_key: of the whole segment that ends with it, if one does. cache_priority: the highest of those who have used it.
-    stored_as: that with which it was stored, alone or in its segment; -1 for not yet.
+    Both are copied here because blocks of a path may be gone: a floor keeps a tail whose head is evicted.
+    end_key: of the whole segment that ends with the block, if any. cache_priority: the highest of its uses.
+    stored_as: the cache priority with which it was stored, alone or in its segment; -1: not stored.
     """
 
     root: bytes
@@ -66,9 +66,9 @@ class _Kept:
 
 
 class TierStores:
-    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's, for lists.
+    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's owner, for lists.
 
-    states: of a model with state layers.
+    states: for a model with state layers.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TierStores:
         segment_tokens: int,
         *,
         policy: Policy = "eviction",
-        feed: EventDispatcher | None = None,
+        dispatcher: EventDispatcher | None = None,
         owner_of: Callable[[bytes], str] = lambda _: "",
         states: StateStores | None = None,
     ) -> None:
@@ -91,81 +91,84 @@ class TierStores:
         self._segment_blocks = segment_tokens // cache.node_tokens
         has_windows = any(group.span.kind != "full" for group in cache.spec.groups)
         self.policy: Policy = "through" if has_windows else policy
-        self._kept: dict[int, _Kept] = {}  # by node id
-        self._num_handed_over = 0
+        self._records: dict[int, _BlockRecord] = {}  # by node id
+        self._num_stored = 0
         self._roots: dict[bytes, bytes] = {}
         self._namespaces: dict[bytes, bytes] = {}  # by root
         self.owner_of = owner_of
         self.on_root: Callable[[bytes], None] = lambda _: None
-        """Called with each namespace before anything of it is stored."""
+        """Called with each namespace before its first block is stored."""
         self.is_trusted: Callable[[float], bool] = lambda timeout_s: True
-        """Whether K and V computed here are known to be right; waits for so long to know."""
-        self.spared: tuple[str, ...] = ()
-        """Tiers that take nothing now, see `sparing`."""
-        self.on_name: OnName | None = None
-        """Called with each segment before it is handed to the stack, where anybody wants to know."""
-        self.feed = feed or EventDispatcher(cache)
+        """True if K and V computed here are known to be right; waits up to `timeout_s` for that."""
+        self.excluded: tuple[str, ...] = ()
+        """Names of tiers to which no block goes now, see `excluding`."""
+        self.on_segment: OnSegment | None = None
+        """Called with each segment before it is stored, if set."""
+        self.dispatcher = dispatcher or EventDispatcher(cache)
         self.mirror = TreeMirror(cache)
-        """For who else looks at the tree: the only listener of the feed that keeps it."""
-        self.mirror.watchers.append(self)
-        self.feed.listen(self.mirror.apply)
+        """For other readers of the tree. This object's listener keeps it up to date."""
+        self.mirror.recorders.append(self)
+        self.dispatcher.listen(self.mirror.apply)
         self.states = states
         if states is not None:
-            states.follow(self)
+            states.attach(self)
             if self.policy == "through":
-                self.feed.listen(self._states_through)
+                self.dispatcher.listen(self._store_states)
 
-    def renew(self, fingerprint: bytes) -> None:
-        """Name what is stored from now on by another model. Memory holds nothing then."""
+    def set_fingerprint(self, fingerprint: bytes) -> None:
+        """Names segments by another model from now on. Memory must hold no content."""
         self._fingerprint = fingerprint
         self._roots.clear()
         if self.states is not None:
-            self.states.renew(fingerprint)
+            self.states.set_fingerprint(fingerprint)
 
     def collect(self, forgotten: Forgotten = DROPPED) -> None:
-        """Takes what has happened since the last call, and copies out what is to be stored.
+        """Reads the cache's events since the last call, and copies the blocks to store.
 
-        When to call it: see `EventDispatcher.collect`. forgotten: what is kept of it is stored like evicted blocks.
+        When to call it: see `EventDispatcher.collect`. forgotten: with `is_kept`, its blocks are stored like evicted
+        ones.
         """
-        self.feed.collect(forgotten)
+        self.dispatcher.collect(forgotten)
 
     @contextmanager
-    def sparing(self, *tiers: str) -> Iterator[None]:
-        """Until it is left, nothing of what memory gives up goes to these tiers."""
-        self.spared = tiers
+    def excluding(self, *tiers: str) -> Iterator[None]:
+        """A context in which no block goes to these tiers."""
+        self.excluded = tiers
         try:
             yield
         finally:
-            self.spared = ()
+            self.excluded = ()
 
-    def _states_through(self, events: list[CacheEvent], forgotten: Forgotten) -> None:
+    def _store_states(self, events: list[CacheEvent], forgotten: Forgotten) -> None:
         assert self.states is not None
-        self.states.hand_over(self)
+        self.states.store_all(self)
 
-    # -- what the mirror tells (`BlockRecorder`) ---------------------------------------------------------
+    # -- called by the mirror (`BlockRecorder`) ----------------------------------------------------------
 
-    def block_stored(self, block: Block, event: CacheEvent) -> None:
-        kept = self._kept.get(block.node_id)
-        if kept is None:
-            kept = self._kept[block.node_id] = _Kept(self._root(block.namespace), self._before_key(block))
-        kept.cache_priority = max(kept.cache_priority, event.cache_priority)
+    def record_stored(self, block: Block, event: CacheEvent) -> None:
+        record = self._records.get(block.node_id)
+        if record is None:
+            record = self._records[block.node_id] = _BlockRecord(
+                self._root(block.namespace), self._before_key(block)
+            )
+        record.cache_priority = max(record.cache_priority, event.cache_priority)
         if block.depth % self._segment_blocks == 0:
-            if kept.end_key is None:
-                kept.end_key = self._names(self._path(block), whole=True)[0].key
+            if record.end_key is None:
+                record.end_key = self._keys(self._segment_path(block), whole=True)[0].hash
             if self.policy == "through":
                 self._save(block)
 
-    def block_going(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
-        kept = self._kept[block.node_id]
-        kept.cache_priority = max(kept.cache_priority, event.cache_priority)
+    def record_loss(self, block: Block, event: CacheEvent, forgotten: Forgotten) -> None:
+        record = self._records[block.node_id]
+        record.cache_priority = max(record.cache_priority, event.cache_priority)
         if event.is_eviction or forgotten.is_kept:
             self._save(block)
 
-    def block_gone(self, block: Block) -> None:
-        del self._kept[block.node_id]
+    def record_removed(self, block: Block) -> None:
+        del self._records[block.node_id]
 
-    def all_gone(self) -> None:
-        self._kept.clear()
+    def record_cleared(self) -> None:
+        self._records.clear()
 
     def _root(self, namespace: bytes) -> bytes:
         root = self._roots.get(namespace)
@@ -175,43 +178,44 @@ class TierStores:
             self.on_root(namespace)
         return root
 
-    # -- what is asked for -------------------------------------------------------------------------------
+    # -- calls of others ---------------------------------------------------------------------------------
 
-    def hand_over(self) -> tuple[int, bool]:
-        """Hands what is not stored yet to the tiers, as far as their queues take it: how many segments, whether all.
+    def store_all(self) -> tuple[int, bool]:
+        """Queues all blocks that are not stored yet, as far as the queues have room: (how many segments, whether all).
 
-        Nothing, which is all, where what is here is not trusted.
+        (0, True) while the content is not trusted.
         """
         self.collect()
-        self._note_uses()
+        self._update_priorities()
         blocks = self.mirror.by_id.values()
         whole = [block for block in blocks if block.depth % self._segment_blocks == 0]
         ends = sorted(blocks, key=lambda block: -block.depth)
-        num_before = self._num_handed_over
+        num_before = self._num_stored
         is_all = all(
-            self._save(block, must=True) for block in [*sorted(whole, key=lambda block: block.depth), *ends]
+            self._save(block, must_queue=True)
+            for block in [*sorted(whole, key=lambda block: block.depth), *ends]
         )
         if self.states is not None:
-            num, is_all_states = self.states.hand_over(self)
-            self._num_handed_over += num
+            num, is_all_states = self.states.store_all(self)
+            self._num_stored += num
             is_all = is_all and is_all_states
-        return self._num_handed_over - num_before, is_all
+        return self._num_stored - num_before, is_all
 
     def save_path(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
     ) -> None:
-        """Stores what memory has of the beginning of `tokens`, as far as that is not done; queues may be full."""
+        """Stores the blocks of the beginning of `tokens` that memory has and tiers lack; full queues drop them."""
         path = self.mirror.path(self.mirror.hashes(namespace, tokens, dict(extra_keys)))
-        for block in [one for one in path if one.depth % self._segment_blocks == 0] + path[-1:]:
+        for block in [block for block in path if block.depth % self._segment_blocks == 0] + path[-1:]:
             self._save(block)
 
-    def _note_uses(self) -> None:
-        """Retentions as they are in the tree now: a use that follows the store makes no event."""
+    def _update_priorities(self) -> None:
+        """Reads the cache priorities from the tree: a use after the store makes no event."""
         tree = self._cache.tree()
         highest = tree.cache_priorities.max(axis=1, initial=DISCARD)
         for node_id, cache_priority in zip(tree.node_ids.tolist(), highest.tolist(), strict=True):
-            if (kept := self._kept.get(node_id)) is not None:
-                kept.cache_priority = max(kept.cache_priority, cache_priority)
+            if (record := self._records.get(node_id)) is not None:
+                record.cache_priority = max(record.cache_priority, cache_priority)
 
     def path(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
@@ -221,32 +225,32 @@ class TierStores:
         return self.mirror.path(self.mirror.hashes(namespace, tokens, dict(extra_keys)))
 
     def payload(self, blocks: list[Block], num_tokens: int) -> np.ndarray | None:
-        """The bytes of blocks of a `path`; None where a group has given one up meanwhile."""
+        """The bytes of blocks of a `path`; None if a group has given one up meanwhile."""
         self.collect()
         if any(min(block.block_ids) < 0 for block in blocks):
             return None
         return self._storage.read_blocks(np.array([block.block_ids for block in blocks]).T, num_tokens)
 
     def namespace_of(self, root: bytes) -> bytes | None:
-        """Whose root (`keys.root_key`) it is, of those that have had a block here."""
+        """The namespace of a root (`block_hash.root_key`), if it has had a block here."""
         return self._namespaces.get(root)
 
     def namespaces(self) -> list[bytes]:
         return list(self._roots)
 
-    def ends(self) -> dict[bytes, tuple[bytes, bytes]]:
-        """By key, of the whole segments that end with a block of memory's: namespace, and hash of that block."""
+    def segment_ends(self) -> dict[bytes, tuple[bytes, bytes]]:
+        """{key of a whole segment whose last block is in memory: (namespace, hash of that block)}."""
         blocks = self.mirror.by_id
         return {
-            kept.end_key: (blocks[node_id].namespace, blocks[node_id].hash)
-            for node_id, kept in self._kept.items()
-            if kept.end_key is not None
+            record.end_key: (blocks[node_id].namespace, blocks[node_id].hash)
+            for node_id, record in self._records.items()
+            if record.end_key is not None
         }
 
     # -- storing ---------------------------------------------------------------------------------------
 
-    def _path(self, block: Block) -> list[Block]:
-        """The blocks of its segment up to this one."""
+    def _segment_path(self, block: Block) -> list[Block]:
+        """The blocks of a block's segment up to the block."""
         path = [block]
         while (path[-1].depth - 1) % self._segment_blocks:
             parent = path[-1].parent
@@ -255,66 +259,70 @@ class TierStores:
         return path[::-1]
 
     def _before_key(self, block: Block) -> bytes | None:
-        """The key of the segment before the new block's own: its parent is there still."""
+        """The key of the segment before that of a new block, whose parent is in memory."""
         if block.parent is None:
             return None
-        parent = self._kept[block.parent.node_id]
+        parent = self._records[block.parent.node_id]
         return parent.before_key if (block.depth - 1) % self._segment_blocks else parent.end_key
 
-    def _names(self, path: list[Block], *, whole: bool) -> list[SegmentKey]:
+    def _keys(self, path: list[Block], *, whole: bool) -> list[SegmentKey]:
         size = self._cache.node_tokens
-        kept = self._kept[path[-1].node_id]
+        record = self._records[path[-1].node_id]
         start = (path[0].depth - 1) * size
-        keys = [
+        extra_keys = [
             (start + i * size + at, key)
             for i, block in enumerate(path)
             for at, key in sorted(block.extra_keys.items())
         ]
         return segment_keys(
-            kept.root,
+            record.root,
             np.concatenate([block.tokens for block in path]),
             size * (self._segment_blocks if whole else 1),
             start=start,
-            parent=kept.before_key,
-            extra_keys=keys,
+            parent=record.before_key,
+            extra_keys=extra_keys,
         )
 
-    def _save(self, block: Block, *, must: bool = False) -> bool:
-        """Stores the segment that ends with the block, or the blocks of an unfinished one, unless that was done.
+    def _save(self, block: Block, *, must_queue: bool = False) -> bool:
+        """Stores the segment that ends with the block, or the blocks of an unfinished one, if they are not stored.
 
-        must: what finds every queue full is not given up; False then.
+        must_queue: returns False if every queue is full; otherwise the segment is dropped then.
         """
-        own = self._kept[block.node_id]
-        if own.cache_priority == DISCARD or own.stored_as >= own.cache_priority or not self.is_trusted(0.0):
+        record = self._records[block.node_id]
+        is_stored = record.stored_as >= record.cache_priority
+        if record.cache_priority == DISCARD or is_stored or not self.is_trusted(0.0):
             return True
-        if not self._stack.has_others(self.spared):
+        if not self._stack.has_tiers_besides(self.excluded):
             return True
-        path = self._path(block)
-        if any(min(one.block_ids) < 0 for one in path):
-            return True  # a group has lost what would make it of use
+        path = self._segment_path(block)
+        if any(min(part.block_ids) < 0 for part in path):
+            return True  # a group has lost its part: of no use
         is_whole = len(path) == self._segment_blocks
-        for name, blocks in self._parts(path, is_whole):
-            all_kept = [self._kept[one.node_id] for one in blocks]
-            cache_priority = max(one.cache_priority for one in all_kept)
-            if min(one.stored_as for one in all_kept) < cache_priority:
-                block_ids = np.array([one.block_ids for one in blocks]).T
-                payload = self._storage.read_blocks(block_ids, len(name.tokens))
+        for key, blocks in self._parts(path, is_whole):
+            records = [self._records[part.node_id] for part in blocks]
+            cache_priority = max(record.cache_priority for record in records)
+            if min(record.stored_as for record in records) < cache_priority:
+                block_ids = np.array([part.block_ids for part in blocks]).T
+                payload = self._storage.read_blocks(block_ids, len(key.tokens))
                 namespace, before = block.namespace, blocks[0].parent
-                owner = self.owner_of(namespace)
-                kept = {"owner": owner, "cache_priority": cache_priority}
-                if self.on_name is not None:
-                    self.on_name(name, namespace, root_hash(namespace) if before is None else before.hash)
-                num = self._stack.store([(name, payload)], spared=self.spared, **kept)
-                if must and not num:
+                if self.on_segment is not None:
+                    self.on_segment(key, namespace, root_hash(namespace) if before is None else before.hash)
+                num = self._stack.store(
+                    [(key, payload)],
+                    cache_priority=cache_priority,
+                    owner=self.owner_of(namespace),
+                    excluded=self.excluded,
+                )
+                if must_queue and not num:
                     return False
-                self._num_handed_over += num
-                for one in all_kept:
-                    one.stored_as = cache_priority
+                self._num_stored += num
+                for record in records:
+                    record.stored_as = cache_priority
         return True
 
     def _parts(self, path: list[Block], is_whole: bool) -> Iterator[tuple[SegmentKey, list[Block]]]:
-        names = self._names(path, whole=is_whole)
+        keys = self._keys(path, whole=is_whole)
         if is_whole:
-            yield names[0], path
+            yield keys[0], path
         else:
-            yield from zip(names, ([block] for block in path), strict=True)
+            yield from zip(keys, ([block] for block in path), strict=True)

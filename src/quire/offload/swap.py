@@ -1,20 +1,19 @@
-"""What becomes of a preempted sequence: its bytes are swapped out in host memory, or its tokens are computed again.
+"""`Swap`: preempted sequences are swapped out to host memory, or their tokens are computed again.
 
-Parked: the bytes of everything it has computed, the partial block included, are copied out before its sequence is
-closed, and those that the prefix tree has lost meanwhile are copied back when it is opened again: the same bits.
-Recomputed: prompt and output are one prompt, of which the tree may still know a part. Which of the two is `mode`:
-"swap", "recompute", or "auto": what is expected to take less time, by measured speeds of copying and computing.
+Swapped: the bytes of all computed tokens, the partial block included, are copied out before the sequence is closed;
+those that the prefix tree has lost meanwhile are copied back when it is opened again: the same bits. Recomputed: prompt
+and output become one prompt, of which the tree may still have a part. `mode` selects: "swap", "recompute", or "auto",
+the faster one by measured throughputs of copying and computing.
 
-Of a sequence whose windows have given blocks up only what is left is swapped out, and only that comes back
-(`Cache.restore`): what lies behind its windows is not found of it. What finds the memory for swapped out sequences
-taken is computed again. Of a model with state layers the sequence's state goes and comes with its K and V; one whose
-state no slot has yet is computed again.
+If a sequence's windows have given up blocks, only the rest is swapped out and restored (`Cache.restore`). If the memory
+for swapped out sequences is full, the sequence is computed again. For a model with state layers the state is swapped
+with K and V; a sequence whose state has no slot yet is computed again.
 
 Invariants
     K1  swapped out bytes never exceed `max_bytes`; a sequence that runs or has ended has none.
-    K2  a sequence that cannot be restored is computed again: nothing is lost, nothing waits for ever.
+    K2  a sequence that cannot be restored is computed again: no token is lost, no sequence waits for ever.
 
-Cost: one copy each way of the bytes that the sequence has.
+Cost: one copy of the sequence's bytes each way.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ MODES = ("auto", "swap", "recompute")
 
 @dataclass(frozen=True, eq=False)
 class Swapped:
-    """The payload of a sequence's first `num_tokens` tokens: in each group from its origin on, which is what it had.
+    """The payload of a sequence's first `num_tokens` tokens, in each group from its origin on.
 
-    state: of a model with state layers, the state behind them, see `quire.spec.state_payload`.
+    state: for a model with state layers, the state behind them, see `quire.spec.state_payload`.
     """
 
     num_tokens: int
@@ -60,7 +59,7 @@ class Swapped:
 class Swap:
     """Host memory for the bytes of preempted sequences.
 
-    storage: None where it cannot give bytes (rows): everything is computed again. on_reserved: called between a
+    storage: None if its blocks cannot be read (rows): every sequence is computed again. on_reserved: called between a
     reservation and the writing of bytes into it.
     """
 
@@ -81,13 +80,13 @@ class Swap:
         self.max_bytes = max_bytes
         self._speeds = speeds or Throughputs()
         self._clock = clock
-        self.on_reserved: Callable[[], None] = lambda: None  # between a reservation and what is written there
+        self.on_reserved: Callable[[], None] = lambda: None
         self.num_bytes = 0
         self.num_swapped = 0  # since the start
         self.num_restored_tokens = 0
 
     def swap_out(self, sequence: OffloadedSequence) -> bool:
-        """Copies the sequence's bytes out, if that is possible and worth it. Its sequence is open still."""
+        """Copies the sequence's bytes out, if possible and worth it; True if so. Its cache sequence must be open."""
         if self._storage is None or self._mode == "recompute" or not sequence.num_computed:
             return False
         origins = self._origins(sequence.num_computed)
@@ -111,7 +110,7 @@ class Swap:
         else:
             payload = np.empty(0, np.uint8)
         state = None if states is None or slot is None else states.read(slot)
-        self._speeds.copied(num_bytes, self._clock() - began)
+        self._speeds.add_copy(num_bytes, self._clock() - began)
         sequence.swapped = Swapped(sequence.num_computed, origins, payload, state)
         self.num_bytes += num_bytes
         self.num_swapped += 1
@@ -124,16 +123,16 @@ class Swap:
     def num_blocks_needed(
         self, sequence: OffloadedSequence, cache_sequence: CacheSequence, num_more: int
     ) -> int:
-        """Blocks that `restore` would take now for the sequence, and a reservation of `num_more` tokens after it."""
+        """Blocks that `restore` and a reservation of `num_more` tokens after it would take now."""
         known = self.num_tokens(sequence)
         now = self._cache.num_blocks_to_restore(cache_sequence, known)
         sizes = [group.tokens_per_block(self._cache.block_size) for group in self._cache.spec.groups]
         return now + sum(-(-(known + num_more) // size) - -(-known // size) for size in sizes)
 
     def restore(self, sequence: OffloadedSequence, cache_sequence: CacheSequence) -> int | None:
-        """Copies back what the sequence, just opened, has not found; its computed tokens then.
+        """Copies back the tokens that the just opened sequence lacks; returns its computed tokens.
 
-        None if there is no memory behind the blocks: close the sequence then, as it may name one without its bytes.
+        None: the system has no memory for the blocks. Close the sequence then: it may have blocks without their bytes.
         """
         found, swapped = cache_sequence.num_computed_tokens, sequence.swapped
         if swapped is None or found >= swapped.num_tokens:
@@ -151,7 +150,7 @@ class Swap:
             self._storage.run_copies(plan)
         except CapacityError:  # K2
             return None
-        # Blocks before an origin, of a hit that others hold too, are not written.
+        # Blocks before an origin, which belong to a shared hit, are not written.
         block_ids, origins = self._block_ids(cache_sequence), swapped.origins
         if self._cache.spec.stores_kv:
             self._storage.write_blocks(
@@ -162,19 +161,19 @@ class Swap:
         num_restored = swapped.num_tokens - found
         num_bytes = self._layout.num_bytes(swapped.num_tokens, [max(found, origin) for origin in origins])
         num_bytes += 0 if swapped.state is None else swapped.state.nbytes
-        self._speeds.copied(num_bytes, self._clock() - began)
+        self._speeds.add_copy(num_bytes, self._clock() - began)
         self._cache.commit(cache_sequence, swapped.num_tokens)
         self.num_restored_tokens += num_restored
         return swapped.num_tokens
 
     def drop(self, sequence: OffloadedSequence) -> None:
-        """Gives the sequence's swapped out bytes up."""
+        """Drops the sequence's swapped out bytes."""
         if sequence.swapped is not None:
             self.num_bytes -= sequence.swapped.num_bytes
             sequence.swapped = None
 
     def _origins(self, num_tokens: int) -> tuple[int, ...]:
-        """Where the first block begins that each group has of a sequence so long."""
+        """By group, the beginning of the first block of a sequence with `num_tokens` tokens."""
         sizes = [
             (group.span, group.tokens_per_block(self._cache.block_size)) for group in self._cache.spec.groups
         ]

@@ -1,4 +1,4 @@
-"""What copying a byte and computing a token have cost lately, for decisions between the two. Not thread-safe."""
+"""Measured seconds per copied byte and per computed token, to decide between the two. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from quire.tiers.throughput import Throughput
 
 __all__ = ["Throughputs"]
 
-_SECONDS_PER_BYTE = 1 / 4e9  # until a copy was measured
-_SECONDS_PER_TOKEN = 1e-3  # until a prompt was computed
+_SECONDS_PER_BYTE = 1 / 4e9  # before the first copy
+_SECONDS_PER_TOKEN = 1e-3  # before the first prompt
 
 
 class Throughputs:
-    """Of one engine."""
+    """The measurements of one engine."""
 
     def __init__(self) -> None:
         self._copying, self._computing = Throughput(), Throughput()
 
-    def copied(self, num_bytes: int, seconds: float) -> None:
+    def add_copy(self, num_bytes: int, seconds: float) -> None:
         self._copying.add(seconds, num_bytes)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step with a prompt in it: what it computed and how long it took."""
+    def add_computation(self, num_tokens: int, seconds: float) -> None:
+        """Adds a step that computed tokens of a prompt."""
         self._computing.add(seconds, num_tokens)
 
     def copy_s(self, num_bytes: int) -> float:
-        """Seconds that copying so many bytes is expected to take."""
+        """Expected seconds to copy `num_bytes`."""
         return num_bytes * (_SECONDS_PER_BYTE if (s := self._copying.seconds_each) is None else s)
 
     def compute_s(self, num_tokens: int) -> float:
-        """Seconds that computing so many tokens of a prompt is expected to take."""
+        """Expected seconds to compute `num_tokens` of a prompt."""
         return num_tokens * (_SECONDS_PER_TOKEN if (s := self._computing.seconds_each) is None else s)

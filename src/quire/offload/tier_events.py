@@ -1,28 +1,27 @@
-"""What tiers have, as KV events: blocks stored in a tier and given up by it, in the form the pool's blocks are told in.
+"""`TierEvents`: KV events of the tiers: blocks stored in a tier and lost by it, in the form of the pool's events.
 
-Tiers tell of segments, by key, from their own threads (`tiers.notices`); the engine's thread takes that and names the
-blocks. A block's name is chained from the start of its sequence, which a segment alone does not know: `TierStores` and
-`TierLoads` say it (`on_name`) of each segment before it goes down or comes up, and what continues a segment that is
-known is known as well. So a segment is followed from then on; of the rest nothing is told (`num_untold`).
+Tiers report segments, by key, from their own threads (`tiers.tier_changes`); the engine's thread reads the reports and
+derives the blocks. A block's hash is chained from the start of its sequence, which a segment does not contain:
+`TierStores` and `TierLoads` report it (`on_segment`) before a segment is stored or loaded, and it follows for a segment
+that continues a known one. A segment is followed from then on; other segments have no events (`num_untold`).
 
-A block is told as stored when a tier has acknowledged it - a disk: when it is durable -, and as removed when the tier
-evicts it, finds it damaged, does not find it, or gives up all it had. Of a Redis server, and of a folder that another
-process uses, what is gone is noticed when somebody asks for it, at the latest when it cannot be loaded; what a load
-finds that was not told before is told then.
+A block is reported as stored when a tier has acknowledged it (a disk: when it is durable), and as removed when the tier
+evicts it, finds it damaged, does not find it, or is cleared. A Redis server, and a folder that another process uses,
+report no removals: these are noticed at a lookup, at the latest at a failed load. A block that a load finds and that
+was not reported before is reported then.
 
 Invariants
-    E1  per medium, stored and removed take turns for each block, beginning with stored: a block that several segments
-        of a tier hold (its own, and the one of several blocks that it grew into) is removed with the last of them.
-        What is said here is what the tier has; subscribers are told of it while its parent is told in some medium
-        (`observe.known_parents`, which keeps the turns).
-    E2  at most `max_segments` segments are followed. The one longest not seen falls out; what tiers have of it is told
-        as removed ("forgotten"), and as stored again when a load finds it.
+    E1  per medium, stored and removed alternate for each block, beginning with stored: a block in several segments of a
+        tier (its own, and a longer one) is removed with the last of them. These events are the tier's content;
+        subscribers get those whose parent was reported in some medium (`observe.known_parents`, which alternates too).
+    E2  at most `max_segments` segments are followed. The segment unseen for longest is dropped: its blocks are reported
+        as removed ("forgotten"), and as stored again when a load finds them.
 
-In a tier a block may be there without those before it: memory gives up the end of a prefix first. Subscribers are not
-told of one whose parent is nowhere.
+A tier may have a block without those before it: memory gives up the end of a prefix first. Subscribers get no event of
+a block whose parent is in no medium.
 
-Cost: off, while nobody listens: nothing. On: a hash for each block that a tier stores, and some 100 bytes and the
-token ids for each of its segments; reading the index of host and disk when the first subscriber comes.
+Cost: without subscribers none. With: a hash for each block that a tier stores, some 100 bytes and the token ids for
+each segment; reading the index of host and disk when the first subscriber comes.
 """
 
 from __future__ import annotations
@@ -48,30 +47,34 @@ __all__ = ["TierEvents"]
 _MAX_SEGMENTS = 65536
 
 
-class _Segment:
-    """before: the hash of the block that it continues. at: by tier, whether it has it, and as of which notice.
+class _FollowedSegment:
+    """before: hash of the block that it continues. tiers: by tier, (whether it has the segment, number of the change).
 
-    Who has found something missing may say so late, when it has long been stored again: what is held is so as of the
-    notice itself, what is gone as of what was seen.
+    A report of a missing segment may come late, when it has been stored again: a stored segment counts from the number
+    of its change, a lost one from the mark of its report.
     """
 
-    __slots__ = ("at", "before", "hashes", "keys", "name", "namespace")
+    __slots__ = ("before", "extra_keys", "hashes", "key", "namespace", "tiers")
 
-    def __init__(self, name: SegmentKey, namespace: bytes, before: bytes, block_size: int) -> None:
-        self.name = name
+    def __init__(self, key: SegmentKey, namespace: bytes, before: bytes, block_size: int) -> None:
+        self.key = key
         self.namespace = namespace
         self.before = before
-        keys = {at - name.start: key for at, key in name.extra_keys}
-        self.hashes = chained_hashes(before, name.tokens, keys, block_size)
-        self.keys = [
-            tuple((at - first, key) for at, key in sorted(keys.items()) if first <= at < first + block_size)
-            for first in range(0, len(name.tokens), block_size)
+        extra_keys = {at - key.start: extra for at, extra in key.extra_keys}
+        self.hashes = chained_hashes(before, key.tokens, extra_keys, block_size)
+        self.extra_keys = [
+            tuple(
+                (at - first, extra)
+                for at, extra in sorted(extra_keys.items())
+                if first <= at < first + block_size
+            )
+            for first in range(0, len(key.tokens), block_size)
         ]
-        self.at: dict[str, tuple[bool, int]] = {}
+        self.tiers: dict[str, tuple[bool, int]] = {}
 
 
 class TierEvents:
-    """See the module's text. Of one thread. fingerprint, block_size: of `TierStores`, and of its cache."""
+    """See the module's text. For one thread. fingerprint, block_size: of `TierStores`, and of its cache."""
 
     def __init__(
         self,
@@ -90,138 +93,140 @@ class TierEvents:
         self._block_size = block_size
         self._max_segments = max_segments
         self.namespaces: Callable[[], Iterable[bytes]] = tuple
-        """Those that tiers may have something of from before, beside the one without a name."""
+        """Namespaces that tiers may have content of from before, in addition to the empty one."""
         self.num_untold = 0
-        """Segments that tiers were found to have while nothing was known of what they continue."""
-        self._segments: OrderedDict[bytes, _Segment] = OrderedDict()  # by key, the one seen last at the end
+        """Segments found in tiers whose preceding blocks were unknown."""
+        self._segments: OrderedDict[bytes, _FollowedSegment] = (
+            OrderedDict()
+        )  # by hash, in order of last sight
         self._roots: dict[bytes, bytes] = {}  # namespaces
         self._holders: dict[str, Counter[int]] = {}  # by tier: how many of its segments have the block
         self._events: list[KVEvent] = []
 
-    # -- what subscribers use --------------------------------------------------------------------------
+    # -- for `KVEventSubscribers` -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listens from now on, and reads what the tiers have already (`snapshot` tells it)."""
-        self._stack.notices.listen(True)
-        self._stores.on_name = self._loads.on_name = self.note
-        self._read()
+        """Starts recording, and reads the tiers' present content (see `snapshot`)."""
+        self._stack.changes.record(True)
+        self._stores.on_segment = self._loads.on_segment = self.follow_segment
+        self._read_contents()
         self._events.clear()
 
-    def renew(self, fingerprint: bytes) -> None:
-        """Follow what the tiers have of another model from now on, and no more what they have of the one before."""
+    def set_fingerprint(self, fingerprint: bytes) -> None:
+        """Follows segments of another model from now on, and reports those of the old one as forgotten."""
         self._fingerprint = fingerprint
-        if self._stores.on_name is None:  # nobody listens
+        if self._stores.on_segment is None:  # not started
             return
         for segment in list(self._segments.values()):
-            for tier, (is_there, _) in segment.at.items():
+            for tier, (is_there, _) in segment.tiers.items():
                 if is_there:
                     self._remove(tier, segment, "forgotten")
         self._segments.clear()
         self._holders.clear()
-        self._read()
+        self._read_contents()
 
-    def _read(self) -> None:
-        """What the tiers have already."""
-        notices = self._stack.notices
+    def _read_contents(self) -> None:
+        """Reads the present content of the tiers."""
+        changes = self._stack.changes
         known = {b"", *self.namespaces(), *self._stores.namespaces()}
         self._roots = {root_key(self._fingerprint, namespace): namespace for namespace in known}
-        ends = self._stores.ends()
+        ends = self._stores.segment_ends()
         for tier in self._stack.tier_names:
-            seen = notices.mark()
+            seen = changes.mark()
             for key, info in sorted(self._stack.contents(tier, list(self._roots)), key=_start):
-                self._held(tier, _name(key, info), seen, seen, ends)
+                self._add_holder(tier, _segment_key(key, info), seen, seen, ends)
 
     def stop(self) -> None:
-        """Nobody listens any more."""
-        self._stack.notices.listen(False)
-        self._stores.on_name = self._loads.on_name = None
+        """Stops recording."""
+        self._stack.changes.record(False)
+        self._stores.on_segment = self._loads.on_segment = None
         self._segments.clear()
         self._holders.clear()
         self._events.clear()
 
-    def take(self) -> list[KVEvent]:
-        """What has happened in the tiers since the last call, in order."""
-        for notice in self._stack.notices.take():
-            if notice.name is not None:
-                self._held(notice.tier, notice.name, notice.seen, notice.number)
+    def pop_events(self) -> list[KVEvent]:
+        """The events of the tiers since the last call, in order."""
+        for change in self._stack.changes.pop_all():
+            if change.stored is not None:
+                self._add_holder(change.tier, change.stored, change.seen, change.number)
                 continue
-            assert notice.reason is not None
-            for key in notice.keys:
-                self._gone(notice.tier, key, notice.reason, notice.seen)
-            if notice.reason == "cleared":
-                self._events.append(AllBlocksCleared(_medium(notice.tier)))
+            assert change.reason is not None
+            for key in change.lost:
+                self._remove_holder(change.tier, key, change.reason, change.seen)
+            if change.reason == "cleared":
+                self._events.append(AllBlocksCleared(_medium(change.tier)))
         taken, self._events = self._events, []
         return taken
 
     def snapshot(self) -> list[KVEvent]:
-        """What tiers have, as far as it was taken; a parent before its children."""
+        """Stored events of the content up to the last `pop_events`; a parent before its children."""
         events: list[KVEvent] = []
-        told: dict[str, set[int]] = {tier: set() for tier in self._stack.tier_names}
-        for segment in sorted(self._segments.values(), key=lambda one: one.name.start):
-            for tier, (is_there, _) in segment.at.items():
+        known: dict[str, set[int]] = {tier: set() for tier in self._stack.tier_names}
+        for segment in sorted(self._segments.values(), key=lambda segment: segment.key.start):
+            for tier, (is_there, _) in segment.tiers.items():
                 if is_there:
-                    is_new = [block_number(one) not in told[tier] for one in segment.hashes]
+                    is_new = [block_number(block) not in known[tier] for block in segment.hashes]
                     events += self._stored(tier, segment, is_new)
-                    told[tier].update(map(block_number, segment.hashes))
+                    known[tier].update(map(block_number, segment.hashes))
         return events
 
-    # -- what is known of segments ---------------------------------------------------------------------
+    # -- segments followed -----------------------------------------------------------------------------
 
-    def note(self, name: SegmentKey, namespace: bytes, before: bytes) -> None:
-        """Follows a segment from now on. before: the mirror's hash of the block it continues (`root_hash`: of none)."""
-        if name.key in self._segments:
-            self._segments.move_to_end(name.key)
-        elif self._is_aligned(name):
-            self._follow(name, namespace, before)
+    def follow_segment(self, key: SegmentKey, namespace: bytes, before: bytes) -> None:
+        """Follows a segment from now on. before: the mirror's hash of the block it continues, or `root_hash`."""
+        if key.hash in self._segments:
+            self._segments.move_to_end(key.hash)
+        elif self._is_aligned(key):
+            self._follow(key, namespace, before)
 
-    def _is_aligned(self, name: SegmentKey) -> bool:
-        """An engine of another block size may have stored it."""
-        return name.start % self._block_size == 0 and len(name.tokens) % self._block_size == 0
+    def _is_aligned(self, key: SegmentKey) -> bool:
+        """False for a segment of an engine with another block size."""
+        return key.start % self._block_size == 0 and len(key.tokens) % self._block_size == 0
 
-    def _follow(self, name: SegmentKey, namespace: bytes, before: bytes) -> _Segment:
-        segment = _Segment(name, namespace, before, self._block_size)
-        self._segments[name.key] = segment
+    def _follow(self, key: SegmentKey, namespace: bytes, before: bytes) -> _FollowedSegment:
+        segment = _FollowedSegment(key, namespace, before, self._block_size)
+        self._segments[key.hash] = segment
         if len(self._segments) > self._max_segments:  # E2
             _, oldest = self._segments.popitem(last=False)
-            for tier, (is_there, _) in oldest.at.items():
+            for tier, (is_there, _) in oldest.tiers.items():
                 if is_there:
                     self._remove(tier, oldest, "forgotten")
         return segment
 
-    def _find(self, name: SegmentKey, ends: dict[bytes, tuple[bytes, bytes]]) -> _Segment | None:
-        """The segment of that name; from what it continues where it was not followed. ends: see `TierStores.ends`."""
-        segment = self._segments.get(name.key)
+    def _find(self, key: SegmentKey, ends: dict[bytes, tuple[bytes, bytes]]) -> _FollowedSegment | None:
+        """The followed segment of a key; or follows it now, if possible. ends: `TierStores.segment_ends`."""
+        segment = self._segments.get(key.hash)
         if segment is not None:
-            self._segments.move_to_end(name.key)
+            self._segments.move_to_end(key.hash)
             return segment
-        if not self._is_aligned(name):
+        if not self._is_aligned(key):
             return None
-        if name.start == 0:
-            namespace = self._roots.get(name.root, self._stores.namespace_of(name.root))
-            return None if namespace is None else self._follow(name, namespace, root_hash(namespace))
-        parent = self._segments.get(name.parent)
+        if key.start == 0:
+            namespace = self._roots.get(key.root, self._stores.namespace_of(key.root))
+            return None if namespace is None else self._follow(key, namespace, root_hash(namespace))
+        parent = self._segments.get(key.parent)
         if parent is not None:
-            return self._follow(name, parent.namespace, parent.hashes[-1])
-        return self._follow(name, *ends[name.parent]) if name.parent in ends else None
+            return self._follow(key, parent.namespace, parent.hashes[-1])
+        return self._follow(key, *ends[key.parent]) if key.parent in ends else None
 
-    # -- what tiers have -------------------------------------------------------------------------------
+    # -- the tiers' content ----------------------------------------------------------------------------
 
-    def _held(
+    def _add_holder(
         self,
         tier: str,
-        name: SegmentKey,
+        key: SegmentKey,
         seen: int,
         number: int,
         ends: dict[bytes, tuple[bytes, bytes]] | None = None,
     ) -> None:
-        segment = self._find(name, ends or {})
+        segment = self._find(key, ends or {})
         if segment is None:
             self.num_untold += 1
             return
-        is_there, as_of = segment.at.get(tier, (False, 0))
-        if as_of > seen and not is_there:
+        is_there, number_then = segment.tiers.get(tier, (False, 0))
+        if number_then > seen and not is_there:
             return
-        segment.at[tier] = (True, max(as_of, number))
+        segment.tiers[tier] = (True, max(number_then, number))
         if is_there:
             return
         holders = self._holders.setdefault(tier, Counter())
@@ -230,33 +235,33 @@ class TierEvents:
         holders.update(numbers)
         self._events += self._stored(tier, segment, is_new)
 
-    def _gone(self, tier: str, key: bytes, reason: str, seen: int) -> None:
+    def _remove_holder(self, tier: str, key: bytes, reason: str, seen: int) -> None:
         segment = self._segments.get(key)
         if segment is None:
             return
-        is_there, as_of = segment.at.get(tier, (False, 0))
-        if as_of > seen:
+        is_there, number_then = segment.tiers.get(tier, (False, 0))
+        if number_then > seen:
             return
-        segment.at[tier] = (False, seen)
+        segment.tiers[tier] = (False, seen)
         if is_there:
             self._remove(tier, segment, reason)
 
-    def _remove(self, tier: str, segment: _Segment, reason: str) -> None:
+    def _remove(self, tier: str, segment: _FollowedSegment, reason: str) -> None:
         holders = self._holders[tier]
-        gone: list[int] = []
+        removed: list[int] = []
         for number in map(block_number, segment.hashes):
             holders[number] -= 1
             if not holders[number]:  # E1
                 del holders[number]
-                gone.append(number)
-        if gone:
+                removed.append(number)
+        if removed:
             digest = namespace_digest(segment.namespace)
-            self._events.append(BlockRemoved(tuple(gone), digest, reason, _medium(tier)))
+            self._events.append(BlockRemoved(tuple(removed), digest, reason, _medium(tier)))
 
-    def _stored(self, tier: str, segment: _Segment, is_new: Sequence[bool]) -> list[KVEvent]:
-        """The blocks of a segment that are new: those one behind the other in one event."""
+    def _stored(self, tier: str, segment: _FollowedSegment, is_new: Sequence[bool]) -> list[KVEvent]:
+        """Events of the new blocks of a segment, consecutive blocks in one event."""
         events: list[KVEvent] = []
-        size, name = self._block_size, segment.name
+        size, key = self._block_size, segment.key
         start = 0
         while start < len(is_new):
             if not is_new[start]:
@@ -269,11 +274,11 @@ class TierEvents:
             events.append(
                 BlockStored(
                     block_hashes=tuple(map(block_number, segment.hashes[start:stop])),
-                    parent_block_hash=None if name.start + start == 0 else block_number(parent),
-                    token_ids=tuple(name.tokens[start * size : stop * size].tolist()),
+                    parent_block_hash=None if key.start + start == 0 else block_number(parent),
+                    token_ids=tuple(key.tokens[start * size : stop * size].tolist()),
                     block_size=size,
                     namespace_digest=namespace_digest(segment.namespace),
-                    extra_keys=tuple(segment.keys[start:stop]),
+                    extra_keys=tuple(segment.extra_keys[start:stop]),
                     medium=_medium(tier),
                 )
             )
@@ -285,7 +290,7 @@ def _start(value: tuple[bytes, SegmentInfo]) -> int:
     return value[1].start
 
 
-def _name(key: bytes, info: SegmentInfo) -> SegmentKey:
+def _segment_key(key: bytes, info: SegmentInfo) -> SegmentKey:
     tokens = np.frombuffer(info.tokens, "<i4")
     return SegmentKey(key, info.root, info.parent, info.start, tokens, info.extra_keys)
 

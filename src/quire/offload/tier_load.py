@@ -1,19 +1,19 @@
-"""Prefixes on their way up from the tiers: how much of a waiting sequence is there, and its loading.
+"""`TierLoads`: looks waiting sequences up in the tiers, and loads their prefixes into the pool.
 
-A sequence that begins to wait is looked up in the stack's threads. What is found beyond what memory holds is loaded
-where that is expected to take less time than computing it: its sequence is opened, the blocks are reserved, and the
-stack's threads write each segment into them. When the load has ended, by whatever way, what has arrived is committed
-as if it had been computed; the rest is computed.
+A sequence that begins to wait is looked up in the stack's threads. Tokens that the tiers have beyond those in memory
+are loaded if that is expected to take less time than computing them: the sequence is opened, blocks are reserved, and
+the stack's threads write each segment into them. When the load has ended, for any reason, the segments that arrived are
+committed as if they had been computed; the rest is computed.
 
-The names of a chain: whole segments of `segment_tokens`, and single blocks where a prefix may end within one: behind
-the leading ones that are there, behind the last one that is, and where memory ended when the search began. What memory
-has need not be in a tier: with policy "eviction" the tail of a prefix is stored long before its head.
+The keys of a chain: whole segments of `segment_tokens`, and single blocks where a prefix may end within a segment:
+behind the leading segments found, behind the last one found, and where memory ended when the search began. The prefix
+in memory need not be in a tier: with policy "eviction" the tail of a prefix is stored long before its head.
 
 Invariants
-    U1  only the blocks of the loading sequence are written, only beyond what it found in memory, and never after
-        `finish` has returned.
-    U2  tokens are committed only up to the first segment that did not arrive; of a model with state layers all of them,
-        with the state at their end, or none.
+    U1  a load writes only blocks of its sequence, only behind the tokens in memory, and never after `finish` has
+        returned.
+    U2  tokens are committed only up to the first segment that did not arrive; for a model with state layers all of
+        them, with the state at their end, or none.
 
 Cost: a chain's hashes (about 1 us for each block) when a sequence begins to wait; a load costs the engine's thread one
 reservation and one commit.
@@ -34,8 +34,8 @@ from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.state_cache import StateCache
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence
-from quire.offload.states import StateStores, state_names
-from quire.offload.store import OnName
+from quire.offload.states import StateStores, state_keys
+from quire.offload.store import OnSegment
 from quire.offload.throughputs import Throughputs
 from quire.step import StepPlan
 from quire.tiers.segment_key import SegmentKey, segment_keys
@@ -47,19 +47,17 @@ __all__ = ["Search", "TierLoad", "TierLoads"]
 
 @dataclass(eq=False)
 class Search:
-    """How far a sequence's tokens are in the tiers; `done` once that is known.
+    """A search for a sequence's tokens in the tiers; `done` once its results are there.
 
-    is_seen: whether the scheduler has found it done, at the begin of a step: what ends within one counts from the next.
-    lookups: those made for it. states: of a model with state layers, the states that are there, each ending where its
-    name does, with its tier; None for another model.
+    stored: keys found, with their tiers, in order, with gaps. is_seen: the scheduler has found it done, at the
+    beginning of a step: a search that ends within a step counts from the next. lookups: those made for it. states: keys
+    of the states found, with their tiers; None for a model without state layers.
     """
 
     tokens: np.ndarray
     extra_keys: tuple[tuple[int, bytes], ...]
     root: bytes
-    stored: list[tuple[SegmentKey, str]] = field(
-        default_factory=list
-    )  # with the tier of each, in order, with holes
+    stored: list[tuple[SegmentKey, str]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     lookups: list[Lookup] = field(default_factory=list)
     states: list[tuple[SegmentKey, str]] | None = None
@@ -69,38 +67,40 @@ class Search:
     def done(self) -> bool:
         return self.ended.is_set()
 
-    def beyond(self, found: int) -> list[tuple[SegmentKey, str]]:
-        """What could be loaded behind the `found` tokens that memory has: without a hole, from the token `found` on."""
+    def chain_behind(self, num_in_memory: int) -> list[tuple[SegmentKey, str]]:
+        """The keys to load behind `num_in_memory` tokens, without a gap, with their tiers."""
         run: list[tuple[SegmentKey, str]] = []
-        at = found
-        for name, tier in self.stored:
-            if name.end <= at:
+        at = num_in_memory
+        for key, tier in self.stored:
+            if key.end <= at:
                 continue
-            if name.start > at:
+            if key.start > at:
                 break
-            run.append((name, tier))
-            at = name.end
+            run.append((key, tier))
+            at = key.end
         return run
 
-    def num_tokens(self, found: int) -> int:
-        """Tokens that there would be then: the last one known is always computed, and a hit ends where a state does."""
-        run = self.beyond(found)
-        reach = max(found, min(run[-1][0].end, len(self.tokens) - 1)) if run else found
+    def num_tokens(self, num_in_memory: int) -> int:
+        """Tokens after such a load: the last known token is always computed, and a hit ends where a state does."""
+        run = self.chain_behind(num_in_memory)
+        reach = max(num_in_memory, min(run[-1][0].end, len(self.tokens) - 1)) if run else num_in_memory
         if self.states is None:
             return reach
-        return max((name.end for name, _ in self.states if found < name.end <= reach), default=found)
+        return max(
+            (key.end for key, _ in self.states if num_in_memory < key.end <= reach), default=num_in_memory
+        )
 
 
 @dataclass(eq=False)
 class TierLoad:
-    """A load under way into the blocks of an open sequence. found: tokens that were in memory when it began.
+    """A load into the blocks of an open sequence. num_in_memory: tokens that were in memory when it began.
 
-    state: of a model with state layers, the load of its state, which goes to `slots` once all is there.
+    state: for a model with state layers, the load of its state, written to `slots` once all segments are there.
     """
 
     load: Load
     chain: list[SegmentKey]
-    found: int
+    num_in_memory: int
     num_tokens: int
     state: Load | None = None
     slots: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class TierLoad:
 
 
 class TierLoads:
-    """Looks sequences up and loads them. fingerprint: of the model, see `quire.cache.block_hash.root_key`."""
+    """See the module's text. fingerprint: of the model, see `quire.cache.block_hash.root_key`."""
 
     def __init__(
         self,
@@ -133,65 +133,65 @@ class TierLoads:
         self._speeds = speeds
         self.changed = threading.Event()
         """Set when a search or a load has ended."""
-        self.on_name: OnName | None = None
-        """Called with each segment before its load begins, where anybody wants to know."""
+        self.on_segment: OnSegment | None = None
+        """Called with each segment before its load begins, if set."""
         self.loaded_tokens: Counter[str] = Counter()  # since the start, by tier
 
-    def renew(self, fingerprint: bytes) -> None:
-        """Look for what is stored of another model from now on. Nothing is searched or loaded then."""
+    def set_fingerprint(self, fingerprint: bytes) -> None:
+        """Looks for segments of another model from now on. No search or load may be under way."""
         self._fingerprint = fingerprint
 
     def search(self, sequence: OffloadedSequence) -> None:
-        """Begins to look the sequence up; `sequence.search` says how far it has come."""
+        """Begins to look the sequence up, in `sequence.search`."""
         request = sequence.request
         sequence.search = self.look_up(sequence.token_ids(), request.key.namespace, request.key.extra_keys)
 
     def look_up(self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Search:
-        """Begins to look tokens up; what is returned says how far that has come."""
+        """Begins to look tokens up."""
         search = Search(
             tokens, tuple(sorted((extra_keys or {}).items())), root_key(self._fingerprint, namespace)
         )
         search.states = None if self._states is None else []
         whole = len(tokens) // self._segment_tokens * self._segment_tokens
-        names = segment_keys(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
+        keys = segment_keys(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
         in_memory = self._cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens
-        self._ask(
+        self._look_up_keys(
             search,
-            names,
-            lambda found: self._ask_tails(search, names, found, in_memory // self._segment_tokens),
+            keys,
+            lambda tiers: self._look_up_tails(search, keys, tiers, in_memory // self._segment_tokens),
         )
         return search
 
-    def _ask(
-        self, search: Search, names: list[SegmentKey], then: Callable[[tuple[str | None, ...]], None]
+    def _look_up_keys(
+        self, search: Search, keys: list[SegmentKey], on_done: Callable[[tuple[str | None, ...]], None]
     ) -> None:
-        """then: called in some thread, with the tier of each name."""
-        if not names:
-            then(())
+        """on_done: called in a thread of the stack with the tier of each key, or None."""
+        if not keys:
+            on_done(())
             return
-        keys = [name.key for name in names]
-        search.lookups.append(self._stack.lookup(keys, on_done=lambda lookup: then(lookup.found)))
+        hashes = [key.hash for key in keys]
+        search.lookups.append(self._stack.lookup(hashes, on_done=lambda lookup: on_done(lookup.tiers)))
 
-    def _ask_tails(
-        self, search: Search, names: list[SegmentKey], found: tuple[str | None, ...], in_memory: int
+    def _look_up_tails(
+        self, search: Search, keys: list[SegmentKey], tiers: tuple[str | None, ...], in_memory: int
     ) -> None:
-        """Some thread's: notes which whole segments there are, and asks for single blocks of some that are not.
+        """In a thread of the stack: adds the whole segments found, and looks single blocks of missing ones up.
 
-        in_memory: whole segments that memory has.
+        in_memory: number of whole segments in memory.
         """
-        search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
-        there = [tier is not None for tier in found]
+        search.stored += [(key, tier) for key, tier in zip(keys, tiers, strict=True) if tier is not None]
+        there = [tier is not None for tier in tiers]
         leading = there.index(False) if False in there else len(there)
         behind_last = len(there) - there[::-1].index(True) if True in there else 0
         tails: list[SegmentKey] = []
         if self._segment_tokens > self._node_tokens:
             for index in sorted({leading, behind_last, in_memory}):
                 if index >= len(there) or not there[index]:
-                    tails += self._blocks(search, names, index)
-        self._ask(search, tails, lambda where: self._asked_tails(search, tails, where))
+                    tails += self._blocks(search, keys, index)
+        self._look_up_keys(search, tails, lambda tiers: self._add_tails(search, tails, tiers))
 
-    def _blocks(self, search: Search, names: list[SegmentKey], index: int) -> list[SegmentKey]:
-        """The names of the single blocks that the segment `index` of a search consists of."""
+    def _blocks(self, search: Search, keys: list[SegmentKey], index: int) -> list[SegmentKey]:
+        """The keys of the single blocks of a search's segment `index`."""
         start = index * self._segment_tokens
         stop = min(start + self._segment_tokens, len(search.tokens)) // self._node_tokens * self._node_tokens
         return segment_keys(
@@ -199,32 +199,32 @@ class TierLoads:
             search.tokens[start:stop],
             self._node_tokens,
             start=start,
-            parent=names[index - 1].key if index else None,
+            parent=keys[index - 1].hash if index else None,
             extra_keys=search.extra_keys,
         )
 
-    def _asked_tails(self, search: Search, names: list[SegmentKey], found: tuple[str | None, ...]) -> None:
-        search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
+    def _add_tails(self, search: Search, keys: list[SegmentKey], tiers: tuple[str | None, ...]) -> None:
+        search.stored += [(key, tier) for key, tier in zip(keys, tiers, strict=True) if tier is not None]
         search.stored.sort(key=lambda one: one[0].start)
-        self._ask_states(search)
+        self._look_up_states(search)
 
-    def _ask_states(self, search: Search) -> None:
-        """Which states there are of what is stored."""
+    def _look_up_states(self, search: Search) -> None:
+        """Looks the states up at the ends of the blocks found."""
         if search.states is None or not search.stored:
             self._end(search)
             return
         size = self._node_tokens
-        ends = {end for name, _ in search.stored for end in range(name.start + size, name.end + 1, size)}
+        ends = {end for key, _ in search.stored for end in range(key.start + size, key.end + 1, size)}
         stop = min(max(ends), len(search.tokens) - 1)
-        names = [
-            name
-            for name in state_names(search.root, search.tokens[:stop], size, search.extra_keys)
-            if name.end in ends
+        keys = [
+            key
+            for key in state_keys(search.root, search.tokens[:stop], size, search.extra_keys)
+            if key.end in ends
         ]
-        self._ask(search, names, lambda where: self._asked_states(search, names, where))
+        self._look_up_keys(search, keys, lambda tiers: self._add_states(search, keys, tiers))
 
-    def _asked_states(self, search: Search, names: list[SegmentKey], found: tuple[str | None, ...]) -> None:
-        search.states = [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
+    def _add_states(self, search: Search, keys: list[SegmentKey], tiers: tuple[str | None, ...]) -> None:
+        search.states = [(key, tier) for key, tier in zip(keys, tiers, strict=True) if tier is not None]
         self._end(search)
 
     def _end(self, search: Search) -> None:
@@ -232,72 +232,72 @@ class TierLoads:
         self.changed.set()
 
     def losses(self, search: Search, at: int) -> dict[str, float]:
-        """Which tiers have given up what held the token `at` of a search, alone or in a segment; seconds ago."""
+        """By tier that has evicted the block or segment of a search's token `at`, seconds since then."""
         whole = len(search.tokens) // self._segment_tokens * self._segment_tokens
-        names = segment_keys(
+        keys = segment_keys(
             search.root, search.tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys
         )
         index = at // self._segment_tokens
-        holders = [*names[index : index + 1], *self._blocks(search, names, index)]
-        return self._stack.losses([name.key for name in holders if name.start <= at < name.end])
+        holders = [*keys[index : index + 1], *self._blocks(search, keys, index)]
+        return self._stack.losses([key.hash for key in holders if key.start <= at < key.end])
 
-    def unanswered(self) -> dict[str, int]:
-        """By tier, how many calls have failed, or were not made as it is given a rest after a failure."""
-        return self._stack.unanswered()
+    def num_unanswered(self) -> dict[str, int]:
+        """By tier, the number of calls that failed or were skipped after a failure."""
+        return self._stack.num_unanswered()
 
-    def waited_for(self, search: Search) -> tuple[str, ...]:
-        """The tiers whose answer a search waits for now: the one that is asked, or all where it waits for its turn."""
+    def pending_tiers(self, search: Search) -> tuple[str, ...]:
+        """The tiers that a search waits for now: those being asked, or all if it waits for its turn."""
         if search.done:
             return ()
-        asked = [lookup.asked for lookup in search.lookups if not lookup.done.is_set()]
-        return tuple(name for name in asked if name is not None) or self._stack.tier_names
+        names = [lookup.current_tier for lookup in search.lookups if not lookup.done.is_set()]
+        return tuple(name for name in names if name is not None) or self._stack.tier_names
 
-    def num_worth_loading(self, sequence: OffloadedSequence, found: int) -> int:
-        """Tokens that the sequence, of which memory has `found`, had better have after loading; `found` if none."""
+    def num_worth_loading(self, sequence: OffloadedSequence, num_in_memory: int) -> int:
+        """Tokens that the sequence should have after a load; `num_in_memory` if none is worth loading."""
         search = sequence.search
         if search is None or not search.done:
-            return found
-        stop = search.num_tokens(found)
+            return num_in_memory
+        stop = search.num_tokens(num_in_memory)
         num_bytes: Counter[str] = Counter()
         per_token = self._cache.spec.bytes_per_token
-        for name, tier in search.beyond(found):
-            if name.start < stop:
-                num_bytes[tier] += per_token * len(name.tokens)
-        for name, tier in search.states or ():
-            if name.end == stop and self._states is not None:
+        for key, tier in search.chain_behind(num_in_memory):
+            if key.start < stop:
+                num_bytes[tier] += per_token * len(key.tokens)
+        for key, tier in search.states or ():
+            if key.end == stop and self._states is not None:
                 num_bytes[tier] += self._states.layout.bytes_per_state
         load_s = sum(self._stack.estimate_seconds(count, tier) for tier, count in num_bytes.items())
-        return stop if load_s <= self._speeds.compute_s(stop - found) else found
+        return stop if load_s <= self._speeds.compute_s(stop - num_in_memory) else num_in_memory
 
     def begin(
         self, sequence: OffloadedSequence, cache_sequence: CacheSequence, plan: StepPlan, num_tokens: int
     ) -> None:
-        """Starts to load up to `num_tokens` into the sequence, for which the plan has reserved them."""
-        found = cache_sequence.num_computed_tokens
+        """Starts to load up to `num_tokens` tokens into the sequence, for which the plan has reserved blocks."""
+        num_in_memory = cache_sequence.num_computed_tokens
         states = plan.states
         if states is not None and self._states is not None:
             self._states.slots.apply(states.operations)
         self._storage.run_copies(plan)
         search = sequence.search
         assert search is not None
-        chain = [name for name, _ in search.beyond(found) if name.start < num_tokens]
-        if self.on_name is not None:
-            self._tell_names(self.on_name, chain, sequence.request.key.namespace, search)
+        chain = [key for key, _ in search.chain_behind(num_in_memory) if key.start < num_tokens]
+        if self.on_segment is not None:
+            self._report_segments(self.on_segment, chain, sequence.request.key.namespace, search)
         tables = [cache_sequence.block_table(group) for group in range(self._cache.num_groups)]
         size = self._node_tokens
         writer = self._storage.block_writer(node_table(self._cache.spec, tables))
 
         def write(index: int, payload: np.ndarray) -> None:
-            name = chain[index]
-            count = min(name.end, num_tokens) - name.start
+            key = chain[index]
+            count = min(key.end, num_tokens) - key.start
             writer.write(
-                name.start // size, name.end // size, payload, count, first=max(0, found - name.start)
+                key.start // size, key.end // size, payload, count, first=max(0, num_in_memory - key.start)
             )
 
         def places(index: int) -> list[Any] | None:
-            name = chain[index]
-            is_whole = found <= name.start and name.end <= num_tokens
-            return writer.places(name.start // size, name.end // size) if is_whole else None
+            key = chain[index]
+            is_whole = num_in_memory <= key.start and key.end <= num_tokens
+            return writer.places(key.start // size, key.end // size) if is_whole else None
 
         load = self._stack.load(
             chain,
@@ -306,49 +306,51 @@ class TierLoads:
             on_done=lambda _: self.changed.set(),
             cache_priority=sequence.request.cache_priority,
         )
-        sequence.load = TierLoad(load, chain, found, num_tokens)
+        sequence.load = TierLoad(load, chain, num_in_memory, num_tokens)
         if isinstance(self._cache, StateCache) and self._states is not None:
             sequence.load.slots = self._cache.slots_to_load(cache_sequence)
             sequence.load.state = self._stack.load(
-                [name for name, _ in search.states or () if name.end == num_tokens],
+                [key for key, _ in search.states or () if key.end == num_tokens],
                 on_done=lambda _: self.changed.set(),
                 cache_priority=sequence.request.cache_priority,
                 layout=self._states.layout,
             )
 
-    def _tell_names(self, tell: OnName, chain: list[SegmentKey], namespace: bytes, search: Search) -> None:
+    def _report_segments(
+        self, on_segment: OnSegment, chain: list[SegmentKey], namespace: bytes, search: Search
+    ) -> None:
         if not chain:
             return
         size, tokens = self._cache.block_size, search.tokens[: chain[-1].start]
         hashes = [root_hash(namespace), *block_hashes(namespace, tokens, dict(search.extra_keys), size)]
-        for name in chain:
-            tell(name, namespace, hashes[name.start // size])
+        for key in chain:
+            on_segment(key, namespace, hashes[key.start // size])
 
     def finish(self, sequence: OffloadedSequence) -> dict[str, int]:
-        """Ends the sequence's load, commits what has arrived; tokens that came from each tier."""
-        under_way = sequence.load
-        assert under_way is not None
+        """Ends the sequence's load and commits the tokens that arrived; returns tokens by tier."""
+        tier_load = sequence.load
+        assert tier_load is not None
         sequence.load = sequence.search = None
-        under_way.load.cancel()  # U1
-        arrived, by_tier = under_way.found, Counter[str]()
-        for name, tier in zip(under_way.chain, under_way.load.tiers, strict=False):
-            stop = min(name.end, under_way.num_tokens)
+        tier_load.load.cancel()  # U1
+        arrived, by_tier = tier_load.num_in_memory, Counter[str]()
+        for key, tier in zip(tier_load.chain, tier_load.load.tiers, strict=False):
+            stop = min(key.end, tier_load.num_tokens)
             by_tier[tier] += stop - arrived
             arrived = stop
-        if under_way.state is not None and not self._take_state(under_way, under_way.state, arrived):
-            arrived = under_way.found
+        if tier_load.state is not None and not self._write_state(tier_load, tier_load.state, arrived):
+            arrived = tier_load.num_in_memory
             by_tier.clear()
-        if arrived > under_way.found:
+        if arrived > tier_load.num_in_memory:
             self._cache.commit(sequence.cache_sequence, arrived)
             self.loaded_tokens.update(by_tier)
         sequence.num_computed = arrived
         return dict(by_tier)
 
-    def _take_state(self, under_way: TierLoad, state: Load, arrived: int) -> bool:
-        """Whether the state is there and all that it stands behind; its slots have it then."""
+    def _write_state(self, tier_load: TierLoad, state: Load, arrived: int) -> bool:
+        """Writes the state to its slots, if it and all tokens before it have arrived; True if so."""
         state.cancel()
-        if self._states is None or arrived < under_way.num_tokens or not state.payloads:
+        if self._states is None or arrived < tier_load.num_tokens or not state.payloads:
             return False
-        for slot in under_way.slots:
+        for slot in tier_load.slots:
             self._states.slots.write(slot, state.payloads[0])
         return True

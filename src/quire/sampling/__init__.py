@@ -3,7 +3,7 @@
 Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
-    grammar       what a token may be
+    grammar       tokens that a grammar allows
     token_mask    tokens that a request forbids
     model_rules   rules for tokens of the model's generation config
     detokenizer   text of tokens

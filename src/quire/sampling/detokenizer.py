@@ -1,12 +1,12 @@
-"""Text out of tokens, piece by piece: never half a character, never text that may yet become a stop string.
+"""`Detokenizer`: text of tokens, piece by piece, without half characters or text that may become a stop string.
 
 A tokenizer's decode of one token alone is wrong at both ends: a character may lie in several tokens, and some
 decoders strip or add spaces at the start. So each piece is decode(context + new) minus decode(context), the
 context being the last tokens whose text is complete (the tail of the prompt at first). A result that ends in
-U+FFFD is an unfinished character: it waits for the next token, and is given out as it is at the end.
+U+FFFD is an unfinished character: it waits for the next token, and stays U+FFFD at the end of the text.
 
 Stop strings: text that is a proper prefix of a stop string is held back until it is decided; the text ends
-before the earliest stop string, or behind it. One that is complete within the first `min_tokens` tokens is none.
+before the earliest stop string, or behind it. A stop string within the first `min_tokens` tokens does not count.
 
 Not here: stop tokens (the scheduler's). Cost per token: one decode of a few tokens, and a search in the new
 text and the longest stop string before it.
@@ -33,10 +33,10 @@ def decode(
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
-    """`tokenizer.decode` of a list, special tokens left out and nothing cleaned up.
+    """`tokenizer.decode` of a list, without special tokens and without clean-up of spaces.
 
-    Where that is the decode of transformers' own class, which then only calls the one of `tokenizers`, it is called
-    directly: a third of the time.
+    If that is transformers' own method, which only calls `tokenizers`, the latter is called directly: a third of the
+    time.
     """
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -51,9 +51,9 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
 
 
 class Detokenizer:
-    """The text of one sequence. `text` is what may be shown so far; `stop_reason` the stop string once one was met.
+    """The text of one sequence. `text`: the part that may be shown; `stop_reason`: the stop string that ended it.
 
-    include_stop: the text ends with the stop string. shown: special tokens that are text too; the others are left out.
+    include_stop: the text ends with the stop string. shown: special tokens that the text contains; others are left out.
     """
 
     def __init__(
@@ -73,14 +73,16 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
-        self._num_exempt = min_tokens if self._stop else 0  # tokens to come whose text ends nothing
+        self._num_exempt = (
+            min_tokens if self._stop else 0
+        )  # next tokens in whose text stop strings do not count
         # The tokens still needed: [0, _num_context) are complete text, the rest is pending.
         self._tokens = [int(token) for token in prompt_tail[-_CONTEXT_TOKENS:]]
         self._num_context = len(self._tokens)
         self._pieces: list[str] = []  # decided
-        self._num_taken = 0  # characters of them that `take_new` has given out
+        self._num_popped = 0  # characters of them that `pop_new_text` has given out
         self._held = ""  # decoded, but may become a stop string
-        self._num_held_exempt = 0  # characters of it that no stop string may end in
+        self._num_held_exempt = 0  # its leading characters in which no stop string may end
         self.stop_reason: str | None = None
 
     @property
@@ -93,14 +95,14 @@ class Detokenizer:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def take_new(self) -> str:
-        """What `text` has gained since the last call."""
+    def pop_new_text(self) -> str:
+        """The text added since the last call."""
         text = self.text
-        new, self._num_taken = text[self._num_taken :], len(text)
+        new, self._num_popped = text[self._num_popped :], len(text)
         return new
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes further tokens and returns the text that is decided by them, possibly empty."""
+        """Adds tokens; returns the text that is decided by them, possibly empty."""
         if self.stopped:
             return ""
         if self._shown:
@@ -110,9 +112,9 @@ class Detokenizer:
             early, token_ids = token_ids[: self._num_exempt], token_ids[self._num_exempt :]
             self._num_exempt -= len(early)
             self._tokens.extend(int(token) for token in early)
-            piece = self._give(self._complete(final=False), exempt=True)
+            piece = self._release(self._complete(final=False), exempt=True)
         self._tokens.extend(int(token) for token in token_ids)
-        return piece + self._give(self._complete(final=False))
+        return piece + self._release(self._complete(final=False))
 
     def _push_one(self, token: int) -> str:
         if self.stopped:
@@ -122,17 +124,17 @@ class Detokenizer:
         marker = self._shown.get(token)
         if marker is None:
             self._tokens.append(token)
-            return self._give(self._complete(final=False), exempt=exempt)
+            return self._release(self._complete(final=False), exempt=exempt)
         new = self._complete(final=True)  # a character unfinished before a marker stays so
         self._tokens = [*self._tokens, token][-_CONTEXT_TOKENS:]
-        self._num_context = len(self._tokens)  # as context it is left out like other special tokens
-        return self._give(new + marker, exempt=exempt)
+        self._num_context = len(self._tokens)  # in the context it is left out like other special tokens
+        return self._release(new + marker, exempt=exempt)
 
     def finish(self) -> str:
-        """No more tokens will come: the rest of the text."""
+        """Ends the text; returns its rest."""
         if self.stopped:
             return ""
-        piece = self._give(self._complete(final=True))
+        piece = self._release(self._complete(final=True))
         rest, self._held = self._held, ""
         if rest:
             self._pieces.append(rest)
@@ -156,8 +158,8 @@ class Detokenizer:
             self._num_context = _CONTEXT_TOKENS
         return after[len(before) :]
 
-    def _give(self, new: str, *, exempt: bool = False) -> str:
-        """Moves text out of `_held` + `new`, up to a stop string or what may become one. exempt: none ends in it."""
+    def _release(self, new: str, *, exempt: bool = False) -> str:
+        """Releases text of `_held` + `new`, up to a stop string or a possible one. exempt: none ends in `new`."""
         text = self._held + new
         num_exempt = len(text) if exempt else self._num_held_exempt
         if not self._stop:

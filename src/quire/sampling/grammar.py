@@ -1,14 +1,13 @@
-"""Answers of a given form: which tokens a JSON schema, a regular expression or a grammar leaves at each step.
+"""Structured answers: the tokens that a JSON schema, a regular expression or a grammar allows at each step.
 
-The work is llguidance's; here is what an engine needs of it: a grammar checked before a request is queued, and for each
-sequence a `Matcher` that masks a row of logits and takes the token that was drawn.
+llguidance does the work; this file checks a grammar before a request is queued, and gives each sequence a `Matcher`,
+which masks a row of logits and accepts the token that was drawn.
 
 Invariant
-    F1  a sequence with a matcher never holds a token that its grammar does not allow: it ends with an end token where
-    the
-        grammar is complete, or with "length" before that.
+    F1  a sequence with a matcher never holds a token that its grammar does not allow: it ends with an end token when
+        the grammar is complete, or with "length" before that.
 
-Any thread may `compile`; those that build a new grammar wait for each other.
+Any thread may `compile`; threads that build new grammars wait for each other.
 
 Cost: the first grammar of a model reads its vocabulary (about 0.1 s for 100 000 tokens); a new one is tried in a
 process of its own (`grammar_trial`: 70 ms, 2 s at worst), one of the last 64 costs nothing; a matcher is a copy, 0.01
@@ -36,12 +35,12 @@ __all__ = ["ONE_LINE", "Grammars", "Matcher"]
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TOKEN = re.compile(r"<\[\d+\]>")  # a token by its id, as Lark grammars of llguidance write it
 _PLACE = re.compile(r"at \d+\(\d+\): ")  # in the grammar
-_MOST_SHOWN = 300  # characters of what is wrong with a grammar
-_MAX_KEPT = 64  # grammars, or what was wrong with them, that are not built again
+_MOST_SHOWN = 300  # characters of an error of a grammar
+_MAX_KEPT = 64  # grammars, or their errors, that are not built again
 
 
 class Grammars:
-    """Grammars over one model's vocabulary. eos_token_ids: what may end a complete answer."""
+    """Grammars over one model's vocabulary. eos_token_ids: tokens that may end a complete answer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -49,27 +48,27 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.RLock()
         self._vocabulary: Any = None
-        self._kept: dict[tuple[str, str], Any] = {}  # matchers at the start of an answer, or what is wrong
+        self._kept: dict[tuple[str, str], Any] = {}  # matchers at the start of an answer, or errors
 
     def has(self, params: SamplingParams) -> bool:
-        """Whether `compile` has nothing to build."""
+        """True if `compile` has nothing to build."""
         key = _key(params)
         return key is None or key in self._kept
 
     def compile(self, params: SamplingParams) -> None:
-        """Builds the grammar that `params` ask for, if any, unless it is there.
+        """Builds the grammar of `params`, if any, unless it exists.
 
         *raises:* ArgumentError: the schema or expression cannot be used, with the reason.
         """
-        self._begun(params)
+        self._initial_matcher(params)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """A matcher at the start of an answer; None where any will do. *raises:* as `compile`."""
-        begun = self._begun(params)
-        return None if begun is None else Matcher(begun.deep_copy(), self._vocab_size)
+        """A matcher at the start of an answer; None without a grammar. *raises:* as `compile`."""
+        initial = self._initial_matcher(params)
+        return None if initial is None else Matcher(initial.deep_copy(), self._vocab_size)
 
-    def _begun(self, params: SamplingParams) -> Any:
-        """llguidance's matcher of what `params` ask for, which stays at its start; None for none."""
+    def _initial_matcher(self, params: SamplingParams) -> Any:
+        """llguidance's matcher of the grammar of `params`, which stays at its start; None without one."""
         key = _key(params)
         if key is None:
             return None
@@ -90,7 +89,7 @@ class Grammars:
         return found
 
     def _build(self, name: str, text: str) -> Any:
-        """A matcher, or what is wrong."""
+        """A matcher, or the error."""
         from llguidance import LLMatcher
 
         vocabulary = self._llguidance()
@@ -104,14 +103,14 @@ class Grammars:
             try_grammar(_TOKEN.sub("<[0]>", grammar))  # the trial has few tokens
             if problem := LLMatcher.validate_grammar(grammar, vocabulary):
                 return _reason(problem)
-            begun = LLMatcher(vocabulary, grammar)
-            begun.compute_bitmask()  # validation alone lets through what no text satisfies
+            initial = LLMatcher(vocabulary, grammar)
+            initial.compute_bitmask()  # validation alone accepts a grammar that no text satisfies
         except BaseException as error:
             # A panic inside llguidance arrives as pyo3's PanicException: no Exception, and nowhere to import from.
             if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
                 return _reason(str(error))
             raise
-        return _reason(begun.get_error()) or begun
+        return _reason(initial.get_error()) or initial
 
     def _llguidance(self) -> Any:
         with self._lock:
@@ -135,18 +134,18 @@ class Grammars:
 
 
 class Matcher:
-    """How far one sequence's answer has come in its grammar."""
+    """The state of one sequence's answer in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros(-(-vocab_size // 32), np.int32)
 
     def copy(self) -> Matcher:
-        """Another one, as far as this one has come."""
+        """A copy in the same state."""
         return Matcher(self._matcher.deep_copy(), 32 * len(self._bits))
 
     def mask(self, row: torch.Tensor) -> None:
-        """Forbids what may not come next, in a row of logits [vocab].
+        """Sets to -inf the tokens that may not come next, in a row of logits [vocab].
 
         *raises:* ArgumentError: the grammar cannot go on (nothing satisfies it from here, or it is too large).
         """
@@ -160,12 +159,12 @@ class Matcher:
         row.masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
 
     def accept(self, token: int) -> None:
-        """Takes the token that was drawn from a masked row."""
+        """Advances by the token that was drawn from a masked row."""
         self._matcher.consume_token(token)
 
 
 def _key(params: SamplingParams) -> tuple[str, str] | None:
-    """The name of the form that is asked for, and the form; None for none."""
+    """(name, form) of the requested form; None without one."""
     for name, form in params.forms.items():
         if form is not None:
             return name, form if isinstance(form, str) else json.dumps(form)
@@ -173,7 +172,7 @@ def _key(params: SamplingParams) -> tuple[str, str] | None:
 
 
 def _reason(text: str) -> str:
-    """Of an error what is wrong, without the grammar or the library's state, which stand behind it."""
+    """The cause in an error text, without the grammar and the library's state that follow it."""
     first, *others = text.strip().split("\n")
     where = _PLACE.match(first)
     first = first[where.end() if where else 0 :]

@@ -1,10 +1,10 @@
-"""`try_grammar`: a grammar built once in a process of its own, so that none is built here that takes too much.
+"""`try_grammar`: builds a grammar in a process of its own first, so that none takes too much time or memory here.
 
 Most grammars are ready within a millisecond. Some of a few bytes take minutes and gigabytes, which no limit of
 llguidance 1.x bounds: `{"pattern": "\\n", "maxLength": 1000000}`, or `{"multipleOf": 1234567}`, where a million states
-are searched for a text of that form. Nothing can end such a call here; a process can be ended.
+are searched for a text of that form. Such a call cannot be ended; a process can.
 
-Not a check of the grammar: the trial knows no model's tokens, so what it says beside "too much" is left aside.
+Not a check of the grammar: the trial knows no model's tokens, so that only "too much" counts of its result.
 
 Cost: 70 ms, most of them the start of Python; `_MAX_CPU_S` at worst.
 """
@@ -33,7 +33,7 @@ os._exit(0)
 
 
 def try_grammar(grammar: str) -> None:
-    """Builds it elsewhere. *raises:* ValueError: that takes too much time or memory."""
+    """Builds the grammar in another process. *raises:* ValueError: too much time or memory."""
     limits = [str(_MAX_CPU_S), str(_MAX_BYTES)]
     try:
         ended = subprocess.run(

@@ -1,16 +1,16 @@
-"""`ModelRules`: the rules for tokens of a model's generation config; `RequestRules`: those that one request keeps to.
+"""`ModelRules`: the rules for tokens of a model's generation config; `RequestRules`: those that apply to one request.
 
-They are those of transformers' logits processors, in their order, so that greedy tokens are `generate`'s.
-Not here: what a request itself forbids (`token_mask`, `grammar`), and fields that are defaults of `SamplingParams`.
+They are the rules of transformers' logits processors, in their order, so that greedy tokens are those of `generate`.
+Not here: a request's own masks (`token_mask`, `grammar`), and fields that are defaults of `SamplingParams`.
 
-A request's own options go before: `min_tokens` and `bad_words` take the place of the model's, and a token that the
-request's options forbid is not forced.
+A request's own options take precedence: `min_tokens` and `bad_words` take the place of the model's, and no token
+is forced that the request's options forbid.
 
 Invariant
-    R1  what a rule does to a token depends on the prompt, the tokens before it and the request alone: never on how they
-        were computed, on other requests or on a preemption.
+    R1  a rule depends on the prompt, the tokens before and the request alone: never on how they were computed, on other
+        requests or on a preemption.
 
-Cost, for each token drawn: nothing where no rule holds; O(tokens so far) for n-grams, O(vocabulary) for sequence bias,
+Cost, for each token drawn: none if no rule applies; O(tokens so far) for n-grams, O(vocabulary) for sequence bias,
 words and forced tokens, else O(tokens that the rules name).
 """
 
@@ -40,8 +40,8 @@ _RULES = frozenset(
 class ModelRules:
     """Shared by all requests. defaults: as of `quire.model.generation_config.sampling_defaults`.
 
-    end_ids: the model's end tokens. Tokens beyond the vocabulary cannot come: rules that forbid them do nothing.
-    *raises:* ConfigError: a field's value is none that `generate` would take.
+    end_ids: the model's end tokens. Tokens beyond the vocabulary cannot come: rules that forbid them are ignored.
+    *raises:* ConfigError: a value that `generate` would refuse.
     """
 
     def __init__(self, defaults: Mapping[str, Any], vocab_size: int, end_ids: Collection[int]) -> None:
@@ -57,7 +57,7 @@ class ModelRules:
         self.bias = _Biases.of(_biases(defaults, vocab_size))
         words = dict.fromkeys(_words(defaults, vocab_size), -_INF)
         self.words = _Biases.of(words)
-        ends = {(token,) for token in end_ids}  # no bad words of `generate`, where they end anything
+        ends = {(token,) for token in end_ids}  # `generate` ignores these bad words if they end a sequence
         self.words_but_ends = _Biases.of({ids: bias for ids, bias in words.items() if ids not in ends})
         self._min_length = _number(defaults, "min_length")
         self._min_new_tokens = _number(defaults, "min_new_tokens")
@@ -66,13 +66,13 @@ class ModelRules:
         self._has_any = not _RULES.isdisjoint(defaults)
 
     def least(self, num_prompt: int) -> int:
-        """Tokens that an answer has before an end token may come."""
+        """Tokens of an answer before which no end token may come."""
         return self._min_new_tokens if self._counts_new else max(0, self._min_length - num_prompt)
 
     def of_request(
         self, asked: SamplingParams, prompt: np.ndarray, max_tokens: int, end_ids: Collection[int]
     ) -> RequestRules | None:
-        """The rules for a request; None where none ever holds. asked: as it was given, not resolved.
+        """The rules for a request; None if none ever applies. asked: its parameters as given, not resolved.
 
         end_ids: the model's end tokens that end the request.
         """
@@ -83,9 +83,9 @@ class ModelRules:
 
 
 class RequestRules:
-    """What the model's rules mean for one request; shared by its sequences. Arguments: see `ModelRules.of_request`.
+    """The model's rules for one request; its sequences share them. Arguments: see `ModelRules.of_request`.
 
-    num_before: tokens of the answer that lie in the prompt of a request that goes on with another's (a fork).
+    num_before: for a fork, the tokens of the parent's answer in its prompt.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class RequestRules:
         )
 
     def continued(self, num_tokens: int) -> RequestRules:
-        """For a request whose prompt is this one's and the first `num_tokens` of its answer."""
+        """The rules for a fork, whose prompt includes the first `num_tokens` of this request's answer."""
         return RequestRules(*self._arguments, self._num_before + num_tokens)
 
     def hold_at(self, num_output: int) -> bool:
-        """Whether a rule may change what comes after so many tokens of the answer."""
+        """True if a rule may change the token after `num_output` tokens of the answer."""
         number = self._num_before + num_output
         return (
             self._always
@@ -141,7 +141,7 @@ class RequestRules:
         )
 
     def named(self, num_output: int) -> list[str]:
-        """The fields that may forbid a token after so many."""
+        """The fields that may forbid a token after `num_output` tokens."""
         number, model = self._num_before + num_output, self._model
         holds = {
             "no_repeat_ngram_size": model.ngram_size,
@@ -155,7 +155,7 @@ class RequestRules:
         return [name for name, does in holds.items() if does]
 
     def shift(self, row: torch.Tensor, token_ids: np.ndarray) -> None:
-        """What comes before the penalties: bias for sequences, the penalty for what is not in the prompt.
+        """Applies the rules before the penalties: sequence bias, and the penalty for tokens outside of the prompt.
 
         row: logits [vocab], changed. token_ids: prompt and answer so far.
         """
@@ -166,12 +166,12 @@ class RequestRules:
 
             prompt = torch.from_numpy(self._in_prompt)[None]
             penalty = EncoderRepetitionPenaltyLogitsProcessor(self._model.prompt_penalty, prompt)  # type: ignore[arg-type]
-            row.copy_(penalty(prompt, row[None])[0])  # type: ignore[arg-type]  # it looks at the prompt alone
+            row.copy_(penalty(prompt, row[None])[0])  # type: ignore[arg-type]  # it reads the prompt only
 
     def restrict(self, row: torch.Tensor, token_ids: np.ndarray, num_output: int) -> None:
-        """What comes behind the penalties: tokens that may not come, that have to, and the pull to an end.
+        """Applies the rules after the penalties: forbidden and forced tokens, and the length penalty.
 
-        Arguments as of `shift`; num_output: tokens of the answer.
+        Arguments: see `shift`; num_output: tokens of the answer.
         """
         model, number = self._model, self._num_before + num_output
         forced = self._forced.get(number)
@@ -198,7 +198,7 @@ class RequestRules:
 
 
 class _Biases:
-    """Numbers that are added to the logit of a sequence's last token where the others are what came last."""
+    """Biases added to the logit of a sequence's last token if the sequence's other tokens came last."""
 
     def __init__(self, biases: Mapping[tuple[int, ...], float]) -> None:
         grouped: dict[tuple[int, ...], dict[int, float]] = {(): {}}
@@ -228,7 +228,7 @@ def _last(token_ids: np.ndarray, length: int) -> np.ndarray:
 
 
 def _behind(tokens: np.ndarray, token_ids: np.ndarray) -> torch.Tensor:
-    """Each token that comes behind `tokens` somewhere in `token_ids`."""
+    """All tokens that follow `tokens` somewhere in `token_ids`."""
     if not len(tokens):
         return torch.from_numpy(token_ids.astype(np.int64))
     starts = np.flatnonzero(token_ids[: max(0, len(token_ids) - len(tokens))] == tokens[0])
@@ -292,7 +292,7 @@ def _penalty(fields: Mapping[str, Any], name: str) -> float:
 
 
 def _decay(fields: Mapping[str, Any]) -> tuple[int, float] | None:
-    """(tokens after which it begins, factor)."""
+    """(number of tokens after which it begins, factor)."""
     name = "exponential_decay_length_penalty"
     if (value := fields.get(name)) is None:
         return None
@@ -316,7 +316,7 @@ def _words(fields: Mapping[str, Any], vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def _biases(fields: Mapping[str, Any], vocab_size: int) -> dict[tuple[int, ...], float]:
-    """It comes as {(id, ...): bias}, or, from a file, as [[[id, ...], bias], ...]."""
+    """From {(id, ...): bias}, or, in a file, [[[id, ...], bias], ...]."""
     name = "sequence_bias"
     value = fields.get(name) or []
     pairs = list(value.items()) if isinstance(value, Mapping) else value

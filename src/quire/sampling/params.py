@@ -1,4 +1,4 @@
-"""What a user asks of the sampler: one immutable record per request.
+"""`SamplingParams`: the sampling options of one request, immutable.
 
 `None` means "not asked for": `resolved` fills it from the model's generation defaults and then from the
 neutral value, so that what the user wrote always wins. Values out of range are refused at construction.
@@ -26,10 +26,10 @@ _MAX_LOGPROBS = 1024
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw the tokens of one request.
+    """Parameters for drawing the tokens of one request.
 
-    max_tokens: most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
-    min_tokens: no end token, token of `stop_token_ids` or stop string ends a sequence before it has more than so many;
+    max_tokens: the most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
+    min_tokens: an end token, a token of `stop_token_ids` or a stop string ends a sequence only after so many tokens;
         None: no end token before the model's own minimum.
     temperature: 0 is greedy (the most likely token); None: the model's default, else greedy.
     top_p, top_k, min_p: keep the smallest set of tokens of probability top_p (1: all; 0: the most likely token, as
@@ -37,20 +37,19 @@ class SamplingParams:
         likely (0: all).
     repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once / per count.
-    stop: strings that end a sequence; the text is cut before them; None: the model's own. stop_token_ids: tokens that
+    stop: strings that end a sequence; the text ends before them; None: the model's own. stop_token_ids: tokens that
         end it.
-    include_stop_str_in_output: the text has the stop string or token that ended it.
+    include_stop_str_in_output: the text includes the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared.
-    seed: the same seed gives the same tokens whatever else runs; None: derived from the engine's seed.
+    seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
     allowed_token_ids: the only tokens that may come; None: all.
-    bad_words: words that are not written, in the tokens that the tokenizer makes of them with a space before them and
-        without: the last of these may not come behind the others. Cut into other tokens they are not known. None: the
-        model's own.
-    shown_token_ids: special tokens that the text shows; it leaves the others out.
+    bad_words: forbidden words, in the tokens that the tokenizer makes of them with a space before them and without: the
+        last of these may not follow the others. Other divisions into tokens are not recognised. None: the model's own.
+    shown_token_ids: special tokens that the text contains; others are left out.
     json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
         expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
@@ -80,7 +79,7 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # frozen: the normal forms of what was given
+        set_field = object.__setattr__  # frozen; sets normal forms
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
         _check_int("min_tokens", self.min_tokens, 0, None, optional=True)
         if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
@@ -134,8 +133,7 @@ class SamplingParams:
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """These parameters with every gap filled (S1).
 
-        defaults: the model's, as its generation_config.json has them; one that does not sample says so by
-        temperature 0. Without any (None) the habit is greedy.
+        defaults: those of the model's generation_config.json; temperature 0 if the model does not sample. None: greedy.
         """
         defaults = {"temperature": 0.0} if defaults is None else defaults
 
@@ -164,22 +162,22 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the next token is simply the largest raw logit (of a resolved record)."""
+        """True if the next token is the largest raw logit. Only of resolved parameters."""
         return self.temperature == 0.0 and not self.changes_logits
 
     @property
     def forms(self) -> dict[str, Any]:
-        """The forms an answer may be asked to have, by name."""
+        """The forms of structured answers, by name."""
         return {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether some tokens are forbidden, by grammar or bias apart."""
+        """True if tokens are forbidden in another way than by grammar or bias."""
         return self.allowed_token_ids is not None or bool(self.bad_words) or bool(self.min_tokens)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the logits are edited before temperature (of a resolved record)."""
+        """True if the logits are changed before temperature. Only of resolved parameters."""
         return bool(
             self.logit_bias
             or self.masks_tokens

@@ -47,7 +47,7 @@ class _SamplingRequest(Protocol):
 
 
 class DrawingSequence(Protocol):
-    """What the sampler needs of a request's sequence, `quire.scheduler.request.RequestSequence`."""
+    """The part of a request's sequence (`quire.scheduler.request.RequestSequence`) that the sampler needs."""
 
     index: int
     output_ids: list[int]
@@ -110,7 +110,7 @@ _GREEDY_BELOW = 1e-5
 
 
 def _is_argmax(sequence: DrawingSequence) -> bool:
-    """Whether its next token is simply the largest raw logit."""
+    """True if its next token is the largest raw logit."""
     rules = sequence.request.rules
     is_free = rules is None or not rules.hold_at(len(sequence.output_ids))
     return is_free and sequence.request.params.is_plain_greedy

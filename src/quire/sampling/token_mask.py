@@ -1,7 +1,6 @@
-"""`TokenMask`: the tokens that one request forbids: by name, by word, or until its answer is long enough.
+"""`TokenMask`: the tokens that one request forbids: by id, by word, or until its answer is long enough.
 
-Not here: what a grammar forbids (`grammar`), what the model's own rules do (`model_rules`), and what logit bias makes
-unlikely (`sampler`).
+Not here: grammars (`grammar`), the model's own rules (`model_rules`), logit bias (`sampler`).
 
 Invariant
     K1  a sequence with a mask never holds a token that is not allowed, the last token of a bad word behind the word's
@@ -22,13 +21,13 @@ from quire.sampling.params import SamplingParams
 
 __all__ = ["BadWords", "TokenMask"]
 
-_MAX_KEPT = 1024  # words that are not cut into tokens again
+_MAX_KEPT = 1024  # words whose tokens are remembered
 
 
 class BadWords:
-    """The tokens of words, with a space before them and without. tokenizer: None where there is none.
+    """The tokens of words, with a space before them and without. tokenizer: None if the model has none.
 
-    vocab_size: the model's; a word of other tokens cannot be written, so that nothing has to be forbidden.
+    vocab_size: the model's; a word with tokens beyond it cannot be written and needs no mask.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -44,9 +43,9 @@ class BadWords:
             raise ArgumentError(
                 "expected a model with a tokenizer, got none - in `bad_words`; forbid token ids by logit_bias"
             )
-        return tuple(dict.fromkeys(ids for word in words for ids in self._of(word)))
+        return tuple(dict.fromkeys(ids for word in words for ids in self._tokens_of(word)))
 
-    def _of(self, word: str) -> tuple[tuple[int, ...], ...]:
+    def _tokens_of(self, word: str) -> tuple[tuple[int, ...], ...]:
         found = self._kept.get(word)
         if found is None:
             bare = word.lstrip()
@@ -65,10 +64,10 @@ class BadWords:
 
 
 class TokenMask:
-    """What one request forbids; shared by its sequences.
+    """The tokens that one request forbids; its sequences share it.
 
-    bad_words: token sequences. stop_ids: the tokens that end a sequence. *raises:* ArgumentError: nothing is left to
-    begin with.
+    bad_words: token sequences. stop_ids: the tokens that end a sequence. *raises:* ArgumentError: no first token is
+    left.
     """
 
     def __init__(
@@ -93,15 +92,15 @@ class TokenMask:
     def of(
         cls, params: SamplingParams, bad_words: Sequence[tuple[int, ...]], stop_ids: Collection[int]
     ) -> TokenMask | None:
-        """The mask that `params` ask for, if any."""
+        """The mask of `params`, if they forbid tokens."""
         return cls(params, bad_words, stop_ids) if params.masks_tokens else None
 
     def apply(self, row: torch.Tensor, output_ids: Sequence[int]) -> None:
-        """Sets to -inf what may not come behind `output_ids`, in a row of logits [vocab]."""
+        """Sets to -inf the tokens that may not follow `output_ids`, in a row of logits [vocab]."""
         if self._allowed is not None:
-            kept = row[self._allowed]
+            allowed = row[self._allowed]
             row.fill_(float("-inf"))
-            row[self._allowed] = kept
+            row[self._allowed] = allowed
         if len(self._never):
             row[self._never] = float("-inf")
         for ids in self._words:

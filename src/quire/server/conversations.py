@@ -173,7 +173,7 @@ async def append(
     talk.begin(base, turn)
     try:
         with api_field_names(body):
-            asked = turn.asked(
+            asked = turn.turn_request(
                 params,
                 priority=body.priority or 0,
                 request_id=service.take_name(),
@@ -185,7 +185,7 @@ async def append(
         talk.end(turn, is_kept=False)
         raise
     begun.when_over = lambda: talk.end(turn, is_kept=False)  # where no output was asked for
-    outputs = begun.outputs(through=lambda stream: turn.answered(asked[1], stream))
+    outputs = begun.outputs(through=lambda stream: turn.turn_outputs(asked[1], stream))
     return await one.respond(begun, _answered(talk, turn, outputs))
 
 

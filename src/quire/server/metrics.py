@@ -63,8 +63,6 @@ _COUNTERS = {
         "Tokens of swapped out sequences that were copied back.",
     ),
 }
-# Names that a release has renamed, given beside the new ones until the next: dashboards may use them.
-_OLD_NAMES = {"quire:swapped": "quire:parked", "quire:swapped_bytes": "quire:parked_bytes"}
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences in the running batch."),
     "num_waiting": ("vllm:num_requests_waiting", "Sequences that wait."),
@@ -198,8 +196,6 @@ class Metrics:
             for key, (name, text) in families.items():
                 if key in stats:
                     yield self._family(kind, name, text, stats[key])
-                    if (old := _OLD_NAMES.get(name)) is not None:
-                        yield self._family(kind, old, f"The old name of {name}.", stats[key])
         if "num_blocks" in stats:
             usage = (stats["held"] + stats["in_flight"] + stats["pinned"]) / stats["num_blocks"]
             yield self._family(

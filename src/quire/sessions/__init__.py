@@ -1,6 +1,6 @@
 """Conversations and snapshots.
 
 Others may use
-    conversation, transcript     what has been said, and its tokens
-    snapshots, snapshot_files    a conversation kept in the disk cache, and the files of it
+    conversation_core, transcript   a conversation between turns, and its tokens
+    snapshots, snapshot_files       conversations saved in the disk cache, and their files
 """

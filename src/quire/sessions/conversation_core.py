@@ -1,9 +1,9 @@
-"""`ConversationCore`: what a conversation is, whoever waits for its turns.
+"""`ConversationCore`: the part of a conversation that blocking and awaited conversations share.
 
-Between turns it is nothing but its tokens: it holds no block, so that an idle one is never in anybody's way. A turn
-is a request over all tokens so far, which finds their keys and values wherever they are by then: in memory (blocks
-shared, at most one partial one copied), in a tier (loaded), or nowhere (computed again). The bits are the same, only
-the time differs. So `fork` and `rewind` cost a copy of the token ids at most, and nothing can be lost but time.
+Between turns it is only its tokens and holds no block, so that an idle conversation takes no KV memory. A turn is a
+request over all tokens so far, which finds their keys and values in memory (blocks shared, at most a partial one
+copied) or in a tier (loaded), or computes them again. The bits are the same, only the time differs. So `fork` and
+`rewind` cost at most a copy of the token ids.
 
 Not here: waiting. `quire.engine.conversation` blocks, `quire.engine.async_conversation` awaits.
 
@@ -30,7 +30,7 @@ __all__ = ["ConversationCore", "num_found"]
 
 
 class ConversationCore:
-    """See the module's text. Used by one thread, or one event loop, at a time."""
+    """See the module's text. For one thread, or one event loop, at a time."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
@@ -49,20 +49,20 @@ class ConversationCore:
         return self._transcript.token_ids.tolist()
 
     def append(
-        self, what: str | Sequence[int] | np.ndarray, *, extra_keys: Mapping[int, bytes] | None = None
+        self, content: str | Sequence[int] | np.ndarray, *, extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """More tokens, the user's: text (special tokens are added at the very beginning only) or ids. Its length then.
+        """Appends the user's tokens: text (special tokens only at the very beginning) or ids. Returns the new length.
 
-        extra_keys: {position within what is appended: bytes}, see `quire.Cache.match`.
-        *raises:* PromptError; the longest sequence counts.
+        extra_keys: {position within the appended tokens: bytes}, see `quire.Cache.match`.
+        *raises:* PromptError, also beyond the longest sequence.
         """
-        self._require_rest()
-        self._transcript = self._transcript.appended(what, extra_keys or {})
+        self._require_idle()
+        self._transcript = self._transcript.appended(content, extra_keys or {})
         return len(self)
 
     def _params_of_turn(self, params: SamplingParams | None) -> SamplingParams:
-        """*raises:* ArgumentError: no turn can begin now, or none with these."""
-        self._require_rest()
+        """*raises:* ArgumentError: no turn can begin now, or not with these parameters."""
+        self._require_idle()
         params = params or SamplingParams()
         if params.n != 1:
             raise ArgumentError(
@@ -74,7 +74,7 @@ class ConversationCore:
         if self._closed:
             raise ArgumentError("expected an open conversation, got one that was closed")
 
-    def _require_rest(self) -> None:
+    def _require_idle(self) -> None:
         self._require_open()
         if self._turn is not None:
             raise ArgumentError(
@@ -84,6 +84,6 @@ class ConversationCore:
 
 
 def num_found(transcript: Transcript, tenants: Tenants, cache: KVCache) -> int:
-    """Tokens of it that memory has now. For the engine's thread."""
+    """Leading tokens of a transcript that memory has now. For the engine's thread."""
     key = tenants.resolve(transcript.key, transcript.token_ids)
     return cache.match(transcript.token_ids, **key.content).num_tokens

@@ -1,25 +1,25 @@
-"""Snapshots as files: a conversation's tokens under a name, beside the disk cache that holds their keys and values.
+"""Snapshots as files: a conversation's tokens under a name, in the folder of the disk cache with their keys and values.
 
-One file `quire-cache.snapshot-<tag>-<name>` for each; the tag is a digest of the namespace, which is not written down,
-so that a name means nothing, and shows nothing, to whoever has another namespace. One that was removed is set aside as
-`quire-cache.removed-<tag>-<name>-<number>` until what it has kept on the disk is let go.
+Each is a file `quire-cache.snapshot-<tag>-<name>`; the tag is a digest of the namespace, which no file contains, so
+that a name is of no use to another namespace. A removed snapshot is set aside as
+`quire-cache.removed-<tag>-<name>-<number>` until its segments have lost their cache priority.
 
     8 bytes   "QUIRESNP"
     4 bytes   version, little endian
     4 bytes   length of the header
     16 bytes  XXH3-128 of version, length and all that follows
-    header    JSON: name, model's name, fingerprint, number of tokens, extra keys, when it was made, whose it is
+    header    JSON: name, model's name, fingerprint, number of tokens, extra keys, time, owner
     tokens    int32, little endian
 
 Invariants
-    N1  a file under a snapshot's name is whole: it is written and synced beside it, renamed, and the folder synced. A
-        process killed meanwhile leaves what was there before.
-    N2  `remove` frees the name at once; what was under it is set aside whole, unless the system refuses even a rename.
-    N3  `read` returns what was written, or raises: LoadError for a damaged file or one of another version.
-    N4  where each `write` of an owner's brings the same allowance, the owner's snapshots stay within it, whichever
-        processes write them. Damaged ones, and those that are set aside, are nobody's.
+    N1  a file under a snapshot's name is whole: it is written under another name, synced, renamed, and the folder
+        synced. A process killed meanwhile leaves the file before.
+    N2  `remove` frees the name at once; its file is set aside whole, unless the system refuses even a rename.
+    N3  `read` returns the record that was written, or raises: LoadError for a damaged file or another version.
+    N4  if every `write` for an owner has the same allowance, the owner's snapshots stay within it, across processes.
+        Damaged files, and those set aside, have no owner.
 
-Cost: 4 bytes a token and some 300; a write is two syncs, and reads all snapshots where it brings an allowance.
+Cost: 4 bytes a token and some 300; a write is two syncs, and reads all snapshots if it has an allowance.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
 _MAGIC = b"QUIRESNP"
 _FRONT = len(_MAGIC) + 4 + 4 + 16
 VERSION = 1
-_LATEST = 1 << 40  # s, Unix
+_LATEST = 1 << 40  # seconds since 1970
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class NoSnapshotError(ArgumentError):
-    """There is none of this name."""
+    """No snapshot of this name."""
 
 
 class SnapshotExistsError(ArgumentError):
-    """There is one of this name already."""
+    """A snapshot of this name exists."""
 
 
 class SnapshotsFullError(ArgumentError):
-    """Its owner has as many as are allowed, or they have as many tokens."""
+    """The owner's allowance of snapshots, or of their tokens, is used up."""
 
 
 @dataclass(frozen=True)
 class SnapshotAllowance:
-    """Of one owner's snapshots; None: no limit. max_tokens: of all together, shared beginnings counted again."""
+    """Limits of one owner's snapshots; None: no limit. max_tokens: of all, shared beginnings counted each time."""
 
     max_count: int | None = None
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ class SnapshotAllowance:
 @dataclass(frozen=True, eq=False)
 class SnapshotRecord:
     """model: its name, for lists. fingerprint: `quire.model.fingerprint.engine_fingerprint`. token_ids: int32.
-    made_at: s, Unix. owner: what stands for whose it is, b"" for nobody in particular."""
+    made_at: seconds since 1970. owner: a tag of the owner; b"": none."""
 
     name: str
     model: str
@@ -112,12 +112,12 @@ def check_name(name: object) -> str:
 
 
 def count_snapshots(folder: Path) -> int:
-    """All namespaces' in a folder, damaged ones too; 0 where there is no folder. *raises:* OSError."""
+    """Snapshots of all namespaces in a folder, damaged ones too; 0 without a folder. *raises:* OSError."""
     return sum(1 for _ in folder.glob(f"{_PREFIX}*"))
 
 
 class SnapshotFiles:
-    """The snapshots in one folder. Any number of threads and processes may use it: who writes takes turns."""
+    """The snapshots in one folder. Several threads and processes may use it; writers take turns."""
 
     def __init__(self, folder: Path, files: Files | None = None, *, timeout_s: float = 10.0) -> None:
         self.folder = folder
@@ -133,14 +133,14 @@ class SnapshotFiles:
         allowance: SnapshotAllowance | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        """For good on return. allowance: of the record's owner; max_bytes: half of the disk cache, for all files here
-        (`num_bytes`). What is overwritten counts in neither.
+        """Writes a record, durable on return. allowance: of its owner; max_bytes: for all files here (`num_bytes`),
+        half of the disk cache. A snapshot that is overwritten counts in neither.
 
         *raises:* ArgumentError: the name is taken; SnapshotsFullError; TierError: the folder cannot be written, or has
         no more room for snapshots.
         """
         path = self._path(record.name, namespace)
-        with self._errors("written", record.name), self._alone():
+        with self._errors("written", record.name), self._locked():
             if not overwrite and self._files.size(path):
                 raise SnapshotExistsError(
                     f"expected a new name for a snapshot, got {record.name!r}, which is taken - in {self.folder}; "
@@ -155,10 +155,10 @@ class SnapshotFiles:
                         f"expected snapshots of at most {max_bytes} bytes, half of the disk cache, got {num_bytes} "
                         f"with {record.name!r} - in {self.folder}; remove some"
                     )
-            self._put(record, path)
+            self._write_record(record, path)
 
     def read(self, name: str, namespace: bytes) -> SnapshotRecord:
-        """*raises:* ArgumentError: there is none; LoadError: it is damaged, or of another version; TierError."""
+        """*raises:* ArgumentError: no such snapshot; LoadError: it is damaged, or of another version; TierError."""
         path = self._path(check_name(name), namespace)
         with self._errors("read", name):
             try:
@@ -170,7 +170,7 @@ class SnapshotFiles:
         return _decoded(content, path)
 
     def names(self, namespace: bytes) -> list[str]:
-        """Of this namespace's snapshots, sorted; damaged ones too."""
+        """The names of a namespace's snapshots, sorted; damaged ones too."""
         prefix = f"{_PREFIX}{_tag(namespace)}-"
         with self._errors("listed"):
             return sorted(
@@ -180,14 +180,14 @@ class SnapshotFiles:
             )
 
     def remove(self, name: str, namespace: bytes) -> bool:
-        """Sets it aside; False where it is gone for good. *raises:* ArgumentError: there is none; TierError."""
+        """Sets a snapshot aside; False: it was deleted. *raises:* ArgumentError: no such snapshot; TierError."""
         path = self._path(check_name(name), namespace)
-        with self._errors("removed", name), self._alone():
+        with self._errors("removed", name), self._locked():
             if not self._files.size(path):
                 raise NoSnapshotError(f"expected the name of a snapshot, got {name!r} - in {self.folder}")
             is_aside = True
             try:
-                self._files.rename(path, self._aside(name, namespace))
+                self._files.rename(path, self._aside_path(name, namespace))
             except OSError:  # no room for a longer name in the folder
                 self._files.remove(path)
                 is_aside = False
@@ -195,12 +195,12 @@ class SnapshotFiles:
         return is_aside
 
     def set_aside(self, record: SnapshotRecord, namespace: bytes) -> None:
-        """As if it had been under a name, and was removed. *raises:* TierError."""
-        with self._errors("set aside", record.name), self._alone():
-            self._put(record, self._aside(record.name, namespace))
+        """Writes a record as one set aside. *raises:* TierError."""
+        with self._errors("set aside", record.name), self._locked():
+            self._write_record(record, self._aside_path(record.name, namespace))
 
-    def removed(self, namespace: bytes) -> Iterator[tuple[Path, SnapshotRecord | None]]:
-        """What is set aside of a namespace, None where it is damaged, each with its path. *raises:* TierError."""
+    def removed_snapshots(self, namespace: bytes) -> Iterator[tuple[Path, SnapshotRecord | None]]:
+        """The snapshots of a namespace set aside: (path, record or None if damaged). *raises:* TierError."""
         prefix = f"{_REMOVED}{_tag(namespace)}-"
         with self._errors("listed"):
             names = [name for name in self._files.names(self.folder) if name.startswith(prefix)]
@@ -210,18 +210,18 @@ class SnapshotFiles:
                 try:
                     found = _decoded(self._content(path), path)
                 except FileNotFoundError:
-                    continue  # somebody else has seen to it
+                    continue  # another process has deleted it
                 except LoadError:
                     found = None
             yield path, found
 
     def forget(self, path: Path) -> None:
-        """What is set aside there is gone. *raises:* TierError."""
+        """Deletes a snapshot that was set aside. *raises:* TierError."""
         with self._errors("forgotten", path.name):
             self._files.remove(path)
 
     def num_bytes(self) -> int:
-        """Of all files here, set aside ones too. *raises:* TierError."""
+        """Bytes of all files here, those set aside too. *raises:* TierError."""
         with self._errors("measured"):
             return sum(
                 self._files.size(self.folder / name)
@@ -240,25 +240,25 @@ class SnapshotFiles:
                     continue
                 if other.owner == record.owner:
                     count, num_tokens = count + 1, num_tokens + len(other.token_ids)
-        for got, most, what in (
+        for got, limit, unit in (
             (count, allowance.max_count, "snapshots"),
             (num_tokens, allowance.max_tokens, "tokens in snapshots"),
         ):
-            if most is not None and got > most:
+            if limit is not None and got > limit:
                 raise SnapshotsFullError(
-                    f"expected at most {most} {what} of one owner, got {got} with {record.name!r}; remove some"
+                    f"expected at most {limit} {unit} of one owner, got {got} with {record.name!r}; remove some"
                 )
 
     def _path(self, name: str, namespace: bytes) -> Path:
         return self.folder / f"{_PREFIX}{_tag(namespace)}-{name}"
 
-    def _put(self, record: SnapshotRecord, path: Path) -> None:
+    def _write_record(self, record: SnapshotRecord, path: Path) -> None:
         """Under the lock."""
-        # One name for all: the lock lets one write, and what a killed process left there is written over.
+        # One temporary name: only the lock's holder writes, and overwrites the rest of a killed process.
         with AtomicFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
             file.write(_encoded(record))
 
-    def _aside(self, name: str, namespace: bytes) -> Path:
+    def _aside_path(self, name: str, namespace: bytes) -> Path:
         return self.folder / f"{_REMOVED}{_tag(namespace)}-{name}-{os.urandom(4).hex()}"
 
     def _content(self, path: Path) -> bytes:
@@ -270,8 +270,8 @@ class SnapshotFiles:
             os.close(descriptor)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody else writes or removes a snapshot here meanwhile."""
+    def _locked(self) -> Iterator[None]:
+        """Keeps other threads and processes from writing and removing snapshots here."""
         with closing(FileLock(self.folder / _LOCK, self._files, self._timeout_s)) as lock:
             lock.acquire(exclusive=True)
             yield
@@ -281,9 +281,9 @@ class SnapshotFiles:
         try:
             yield
         except OSError as error:
-            what = "the snapshots" if name is None else f"the snapshot {name!r}"
+            subject = "the snapshots" if name is None else f"the snapshot {name!r}"
             raise TierError(
-                f"{what} could not be {done} in {self.folder}: {error.strerror or error}"
+                f"{subject} could not be {done} in {self.folder}: {error.strerror or error}"
             ) from error
 
 
@@ -332,10 +332,10 @@ def _decoded(content: bytes, path: Path) -> SnapshotRecord:
         raise _refused(path, f"one with the token {int(token_ids.min())}")
     name = _field(header, "name", str, path)
     if not _NAME.fullmatch(name):
-        raise _refused(path, "one whose own name cannot be a snapshot's")
+        raise _refused(path, "one whose name cannot be a snapshot's")
     made_at = _field(header, "made_at", (int, float), path)
     if not 0 <= made_at < _LATEST:  # nor NaN
-        raise _refused(path, "one whose time is none")
+        raise _refused(path, "one with an invalid time")
     return SnapshotRecord(
         name=name,
         model=_field(header, "model", str, path),
@@ -350,7 +350,7 @@ def _decoded(content: bytes, path: Path) -> SnapshotRecord:
 
 
 def _field(header: Any, name: str, kind: type | tuple[type, ...], path: Path) -> Any:
-    """One of a header that is as it was written, by whomever."""
+    """A field of a header, whose type is checked."""
     value = header.get(name) if isinstance(header, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _refused(path, f"one whose header has no {name}, or none of its type")

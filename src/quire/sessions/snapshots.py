@@ -1,22 +1,21 @@
-"""`snapshot(name)` and `resume(name)`: a conversation kept in the disk cache: tokens in a file, their KV as segments.
+"""`snapshot(name)` and `resume(name)`: a conversation saved in the disk cache: tokens in a file, their KV as segments.
 
-A snapshot is its file (`snapshot_files`); the segments of its tokens are stored in the disk tier with cache priority
-"keep", so that they go last. They are a help, not a part: what the disk has lost, or had no room for, is computed
-again by the first turn after `resume`, bit for bit. What cannot be kept: the last, partial block; blocks that neither
-memory nor the disk has any more; of a model with sliding windows what lies behind them in the last, unfinished segment.
-Of a model with state layers the deepest state at a block's end is kept beside them; the first turn goes on from there.
+A snapshot is its file (`snapshot_files`). The segments of its tokens are stored in the disk tier with cache priority
+"keep", so that they are evicted last. They only save time: the first turn after `resume` computes missing ones again,
+bit for bit. Never stored: the last, partial block; blocks that neither memory nor the disk has any more; for a model
+with sliding windows the blocks behind them in the last, unfinished segment. For a model with state layers the deepest
+state at a block's end is stored too; the first turn continues from it.
 
 Invariants
-    O1  the file is written before segments are kept for it, and set aside before they are let go: a process killed
-        meanwhile leaves a snapshot that costs time, or, of one that was overwritten, segments kept too long; never one
-        that resumes to other tokens.
-    O2  segments are kept while some snapshot of their namespace needs them. Where the disk refuses to let them go, what
-        was set aside stays until it does (`settle`): tried by every call here, and once by an engine that starts.
+    O1  the file is written before its segments get cache priority "keep", and set aside before they lose it. A process
+        killed meanwhile leaves a snapshot that takes longer to resume, or, after an overwrite, segments kept too long;
+        never one that resumes to other tokens.
+    O2  segments have cache priority "keep" while a snapshot of their namespace needs them. If the disk fails to lower
+        it, the file set aside stays until it succeeds (`settle`): every call here tries, and an engine at its start.
+    O3  the files count in the disk cache's cap (`DiskTier.count_other_files`), and take at most half of it.
 
-    O3  the files count in the disk cache's cap (`DiskTier.count_beside`), and take at most half of it.
-
-Cost of `save`: two syncs, and for each segment the disk lacks a copy of its bytes in the engine's thread (0.5 to 2 MiB)
-and a store in the caller's; O(blocks known to memory) once.
+Cost of `save`: two syncs, and for each segment missing on the disk a copy of its bytes in the engine's thread (0.5 to
+2 MiB) and a store in the caller's; O(blocks known to memory) once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from quire.sessions.snapshot_files import (
 )
 from quire.sessions.transcript import Transcript
 from quire.tiers.segment import Layout, Segment, encode
-from quire.tiers.segment_key import SegmentKey, chain_names
+from quire.tiers.segment_key import SegmentKey, chain_keys
 from quire.tiers.tier import TierError
 
 __all__ = ["Snapshot", "SnapshotLimits", "Snapshots"]
@@ -55,7 +54,7 @@ _log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class SnapshotLimits:
-    """Of one owner. max_bytes: of files, keys and values, each snapshot as if it shared none; None: half of the
+    """Limits of one owner. max_bytes: of files, keys and values, without sharing among snapshots; None: half of the
     disk cache's cap."""
 
     max_count: int
@@ -64,10 +63,10 @@ class SnapshotLimits:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there is under a name.
+    """A snapshot in lists.
 
-    num_stored_tokens: those that the disk can give back, so that they need not be computed. is_usable: it is of this
-    model, on this build and kind of machine. made_at: seconds, Unix.
+    num_stored_tokens: tokens whose KV is on the disk and need not be computed. is_usable: it is of this model, build
+    and kind of machine. made_at: seconds since 1970.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of one engine's disk cache. model: its name. May be used by several threads.
+    """The snapshots of one engine's disk cache. model: its name. Several threads may use it.
 
     *raises:* ArgumentError: there is no disk cache.
     """
@@ -114,12 +113,12 @@ class Snapshots:
         owner: bytes = b"",
         limits: SnapshotLimits | None = None,
     ) -> Snapshot:
-        """Keeps the transcript, whose content lives in the namespace, under the name, for good on return.
+        """Saves the transcript of a namespace under a name, durable on return.
 
-        owner: stands for whose it is; limits: of all of the owner's.
+        owner: a tag of the owner; limits: of all of the owner's snapshots.
 
-        *raises:* ArgumentError: the name cannot be, or is taken. SnapshotsFullError: beyond the limits. TierError: the
-        folder cannot be written, or snapshots take half of the disk cache. Nothing was changed then.
+        *raises:* ArgumentError: an invalid or taken name. SnapshotsFullError: beyond the limits. TierError: the folder
+        cannot be written, or snapshots take half of the disk cache. An error changes nothing.
         """
         if not len(transcript.token_ids):
             raise ArgumentError("expected a conversation with some tokens to snapshot, got an empty one")
@@ -137,20 +136,20 @@ class Snapshots:
         allowance = self._allowance(limits, half)
         self._files.write(record, namespace, overwrite=overwrite, allowance=allowance, max_bytes=half)
         try:
-            self._keep(record, namespace, in_engine)
-        except TierError as error:  # service goes on: it is slower to resume, no more
+            self._store_segments(record, namespace, in_engine)
+        except TierError as error:  # only slower to resume
             _log.warning("the snapshot %s has not all of its keys and values: %s", name, error)
         if before is not None:
-            self._let_go_or_remember(before, namespace)
+            self._release_or_set_aside(before, namespace)
         self.settle(namespace)
-        return self._described(record, namespace)
+        return self._describe(record, namespace)
 
     def resume(
         self, name: str, namespace: bytes, empty: Transcript, *, recompute: bool = False
     ) -> Transcript:
-        """`empty`, with what is under the name. recompute: its tokens alone, also where they are another model's.
+        """`empty` with the tokens of a snapshot. recompute: accept another model's snapshot, for its tokens alone.
 
-        *raises:* ArgumentError: there is none, or it is another model's; LoadError: its file is damaged.
+        *raises:* ArgumentError: no such snapshot, or another model's; LoadError: its file is damaged.
         """
         record = self._files.read(name, namespace)
         if record.fingerprint != self._tiers.fingerprint and not recompute:
@@ -162,12 +161,12 @@ class Snapshots:
         return empty.appended(record.token_ids, dict(record.extra_keys))
 
     def list(self, namespace: bytes) -> list[Snapshot]:
-        """Those of a namespace, by name; one whose file is damaged is left out, and said in the log."""
+        """The snapshots of a namespace, by name; a damaged one is left out, with a warning."""
         found = []
         self.settle(namespace)
         for name in self._files.names(namespace):
             try:
-                found.append(self._described(self._files.read(name, namespace), namespace))
+                found.append(self._describe(self._files.read(name, namespace), namespace))
             except LoadError as error:
                 _log.warning("%s", error)
             except ArgumentError:
@@ -175,32 +174,32 @@ class Snapshots:
         return found
 
     def remove(self, name: str, namespace: bytes) -> None:
-        """Its segments stay until their room is needed. *raises:* ArgumentError: there is none; TierError: it stays."""
+        """Removes a snapshot; its segments stay until evicted. *raises:* ArgumentError: no such snapshot; TierError."""
         record = self._record(check_name(name), namespace)
         is_aside = self._files.remove(name, namespace)
         if record is not None and not is_aside:
-            self._let_go_or_remember(record, namespace)
+            self._release_or_set_aside(record, namespace)
         self.settle(namespace)
 
     def settle(self, namespace: bytes) -> None:
-        """Lets go of what removed snapshots of this model have kept. What fails is tried again later, not raised."""
+        """Lowers the cache priority of removed snapshots' segments. A failure is logged, and tried again later."""
         try:
-            for path, record in self._files.removed(namespace):
+            for path, record in self._files.removed_snapshots(namespace):
                 if record is not None and record.fingerprint != self._tiers.fingerprint:
                     continue  # for an engine of that model
                 if record is not None:
-                    self._let_go(record, namespace)
+                    self._release_segments(record, namespace)
                 self._files.forget(path)
         except TierError as error:
-            _log.warning("what removed snapshots have kept goes last still: %s", error)
+            _log.warning("the keys and values of removed snapshots are still evicted last: %s", error)
         self.count_files()
 
     def count_files(self) -> None:
-        """O3. What fails is said in the log."""
+        """Counts the files in the disk cache's cap (O3). A failure is logged."""
         try:
-            self._disk.count_beside(self._files.num_bytes())
+            self._disk.count_other_files(self._files.num_bytes())
         except TierError as error:
-            _log.warning("the disk cache may take more than its cap, by its snapshots: %s", error)
+            _log.warning("snapshots may bring the disk cache above its cap: %s", error)
 
     def _allowance(self, limits: SnapshotLimits | None, half: int) -> SnapshotAllowance | None:
         """half: of the disk cache's cap."""
@@ -215,7 +214,7 @@ class Snapshots:
 
     def _chain(self, record: SnapshotRecord, namespace: bytes) -> list[SegmentKey]:
         tiers = self._tiers
-        return chain_names(
+        return chain_keys(
             root_key(tiers.fingerprint, namespace),
             record.token_ids,
             tiers.segment_tokens,
@@ -223,114 +222,120 @@ class Snapshots:
             extra_keys=sorted(record.extra_keys.items()),
         )
 
-    def _keep(self, record: SnapshotRecord, namespace: bytes, in_engine: InEngine) -> None:
-        """Stores what the disk lacks, up to the first segment that is nowhere or finds no room."""
+    def _store_segments(self, record: SnapshotRecord, namespace: bytes, in_engine: InEngine) -> None:
+        """Stores the segments missing on the disk, up to the first that is nowhere or finds no room."""
         stores, size = self._tiers.stores, self._tiers.node_tokens
         if not stores.is_trusted(_FLUSH_S):
-            raise TierError("the model's kept weights are not verified yet")
-        self._tiers.stack.flush(_FLUSH_S)  # what memory has just given up may be on its way
-        names = self._chain(record, namespace)
+            raise TierError("the model's saved weights are not verified yet")
+        self._tiers.stack.flush(_FLUSH_S)  # stores may be under way
+        keys = self._chain(record, namespace)
         blocks = in_engine(
             lambda: stores.path(namespace, record.token_ids, tuple(sorted(record.extra_keys.items())))
         )
-        notices = self._tiers.stack.notices  # of what goes past the stack
-        seen = notices.mark()
-        there = self._disk.contains([name.key for name in names])
-        reach = 0
-        for name, is_there in zip(names, there, strict=True):
+        changes = self._tiers.stack.changes  # these stores bypass the stack
+        seen = changes.mark()
+        there = self._disk.contains([key.hash for key in keys])
+        stop = 0
+        for key, is_there in zip(keys, there, strict=True):
             if is_there:
-                notices.held(self._disk.name, name, seen)
-                reach = name.end
+                changes.add_stored(self._disk.name, key, seen)
+                stop = key.end
                 continue
-            own = blocks[name.start // size : name.end // size]
+            segment_blocks = blocks[key.start // size : key.end // size]
             payload = None
-            if len(own) * size == len(name.tokens):
-                payload = in_engine(lambda own=own, name=name: stores.payload(own, len(name.tokens)))
-            seen = notices.mark()
-            if payload is None or not self._store(name, payload):
+            if len(segment_blocks) * size == len(key.tokens):
+                payload = in_engine(
+                    lambda part=segment_blocks, key=key: stores.payload(part, len(key.tokens))
+                )
+            seen = changes.mark()
+            if payload is None or not self._store(key, payload):
                 break
-            notices.held(self._disk.name, name, seen)
-            reach = name.end
-        kept = [*names, *self._keep_state(record, namespace, reach, in_engine)]
-        self._disk.set_cache_priority([name.key for name in kept], _KEEP)
+            changes.add_stored(self._disk.name, key, seen)
+            stop = key.end
+        kept = [*keys, *self._store_state(record, namespace, stop, in_engine)]
+        self._disk.set_cache_priority([key.hash for key in kept], _KEEP)
 
-    def _keep_state(
-        self, record: SnapshotRecord, namespace: bytes, reach: int, in_engine: InEngine
+    def _store_state(
+        self, record: SnapshotRecord, namespace: bytes, stop: int, in_engine: InEngine
     ) -> list[SegmentKey]:
-        """The state that the first turn will go on from, stored if the disk lacks it; none of a model without."""
-        states, names = self._tiers.stores.states, self._states(record, namespace, reach)
-        if states is None or not names:
+        """Stores the state from which the first turn continues, if it is missing on the disk; its key, if any."""
+        states, keys = self._tiers.stores.states, self._state_keys(record, namespace, stop)
+        if states is None or not keys:
             return []
-        on_disk = self._deepest_on_disk(names)
-        keys = tuple(sorted(record.extra_keys.items()))
-        found = in_engine(lambda: states.deepest(namespace, record.token_ids, keys, names[-1].end))
+        on_disk = self._deepest_stored(keys)
+        extra_keys = tuple(sorted(record.extra_keys.items()))
+        found = in_engine(lambda: states.deepest_state(namespace, record.token_ids, extra_keys, keys[-1].end))
         if found is not None and (on_disk is None or found[0] > on_disk.end):
-            name = next(name for name in names if name.end == found[0])
-            if self._store(name, found[1], states.layout):
-                return [name]
+            key = next(key for key in keys if key.end == found[0])
+            if self._store(key, found[1], states.layout):
+                return [key]
         return [] if on_disk is None else [on_disk]
 
-    def _states(self, record: SnapshotRecord, namespace: bytes, reach: int | None = None) -> list[SegmentKey]:
-        """Of the states that a first turn could go on from, with K and V to `reach` (None: to the end)."""
+    def _state_keys(
+        self, record: SnapshotRecord, namespace: bytes, stop: int | None = None
+    ) -> list[SegmentKey]:
+        """Keys of the states from which a first turn could continue, with K and V up to `stop` (None: the end)."""
         states = self._tiers.stores.states
         if states is None:
             return []
-        most = len(record.token_ids) if reach is None else min(reach, len(record.token_ids))
-        keys = tuple(sorted(record.extra_keys.items()))
-        return states.names(namespace, record.token_ids[:most], keys)
+        num_tokens = len(record.token_ids) if stop is None else min(stop, len(record.token_ids))
+        extra_keys = tuple(sorted(record.extra_keys.items()))
+        return states.keys(namespace, record.token_ids[:num_tokens], extra_keys)
 
-    def _deepest_on_disk(self, names: list[SegmentKey]) -> SegmentKey | None:
-        there = self._disk.contains([name.key for name in names])
-        return next((name for name, is_there in zip(names[::-1], there[::-1], strict=True) if is_there), None)
+    def _deepest_stored(self, keys: list[SegmentKey]) -> SegmentKey | None:
+        there = self._disk.contains([key.hash for key in keys])
+        return next((key for key, is_there in zip(keys[::-1], there[::-1], strict=True) if is_there), None)
 
-    def _store(self, name: SegmentKey, payload: np.ndarray, layout: Layout | None = None) -> bool:
-        segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
+    def _store(self, key: SegmentKey, payload: np.ndarray, layout: Layout | None = None) -> bool:
+        segment = Segment(key.hash, key.parent, key.start, key.tokens, payload)
         value = encode(segment, layout or self._tiers.stack.layout, made_at=self._clock())
-        return self._disk.store(name.key, value, name.info(cache_priority=_KEEP))
+        return self._disk.store(key.hash, value, key.info(cache_priority=_KEEP))
 
-    def _let_go_or_remember(self, record: SnapshotRecord, namespace: bytes) -> None:
-        """Of a snapshot that is in no file any more: set aside again where the disk does not let its segments go."""
+    def _release_or_set_aside(self, record: SnapshotRecord, namespace: bytes) -> None:
+        """For a snapshot without a file: sets it aside again if the disk cannot lower its segments' priority."""
         try:
-            self._let_go(record, namespace)
+            self._release_segments(record, namespace)
         except TierError as error:
             try:
                 self._files.set_aside(record, namespace)
             except TierError:
                 _log.warning(
-                    "the keys and values of the snapshot %s go last still, though it is gone: %s",
+                    "the keys and values of the removed snapshot %s are still evicted last: %s",
                     record.name,
                     error,
                 )
 
-    def _let_go(self, record: SnapshotRecord, namespace: bytes) -> None:
+    def _release_segments(self, record: SnapshotRecord, namespace: bytes) -> None:
         """O2: what no other snapshot needs is evicted like everything else from now on."""
         if record.fingerprint != self._tiers.fingerprint:
             return
-        keys = {name.key for name in self._chain(record, namespace) + self._states(record, namespace)}
+        keys = {key.hash for key in self._chain(record, namespace) + self._state_keys(record, namespace)}
         for name in self._files.names(namespace):
             other = self._record(name, namespace)
             if other is not None and other.fingerprint == self._tiers.fingerprint:
-                keys -= {name.key for name in self._chain(other, namespace) + self._states(other, namespace)}
+                keys -= {
+                    key.hash for key in self._chain(other, namespace) + self._state_keys(other, namespace)
+                }
         self._disk.set_cache_priority(list(keys), _NORMAL)
 
     def _record(self, name: str, namespace: bytes) -> SnapshotRecord | None:
-        """What is under the name, None where that is nothing of use."""
+        """The record of a name; None if there is none, or a damaged one."""
         try:
             return self._files.read(name, namespace)
         except (ArgumentError, LoadError):
             return None
 
-    def _described(self, record: SnapshotRecord, namespace: bytes) -> Snapshot:
+    def _describe(self, record: SnapshotRecord, namespace: bytes) -> Snapshot:
         is_usable = record.fingerprint == self._tiers.fingerprint
         num_stored = 0
         if is_usable:
-            names = self._chain(record, namespace)
-            for name, is_there in zip(names, self._disk.contains([name.key for name in names]), strict=True):
+            keys = self._chain(record, namespace)
+            for key, is_there in zip(keys, self._disk.contains([key.hash for key in keys]), strict=True):
                 if not is_there:
                     break
-                num_stored = name.end
+                num_stored = key.end
             if self._tiers.stores.states is not None:
-                state = self._deepest_on_disk(self._states(record, namespace, num_stored))
+                state = self._deepest_stored(self._state_keys(record, namespace, num_stored))
                 num_stored = 0 if state is None else state.end
         return Snapshot(
             record.name, len(record.token_ids), num_stored, record.model, is_usable, record.made_at

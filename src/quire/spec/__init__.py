@@ -9,9 +9,6 @@ Others may use the names below, and
     weight_formats   how weights of a plain checkpoint are rounded
 """
 
-import warnings
-from typing import Any
-
 from quire.spec.kv_formats import FORMATS, KVFormat, element_formats, format_of
 from quire.spec.kv_spec import KVGroup, KVSpec
 from quire.spec.layer_spec import KINDS, LayerSpec, Span, layer_ranges
@@ -28,13 +25,3 @@ __all__ = [
     "format_of",
     "layer_ranges",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Retention":
-        warnings.warn("quire.spec.Retention is called Span now", DeprecationWarning, stacklevel=2)
-        return Span
-    if name == "DTYPE_BYTES":
-        warnings.warn("quire.spec.DTYPE_BYTES is quire.spec.FORMATS now", DeprecationWarning, stacklevel=2)
-        return {name: found.num_bytes for name, found in FORMATS.items()}
-    raise AttributeError(f"module 'quire.spec' has no attribute {name!r}")

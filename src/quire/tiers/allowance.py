@@ -1,11 +1,11 @@
-"""What one exchange with a server may take, whatever the server does: so many seconds and so many bytes, in total.
+"""Limits of one exchange with a server: seconds and bytes in total, whatever the server does.
 
-A socket's own time-out counts from each packet anew: a server that sends a byte now and then is never late. And a
-length that a server announces is no reason to believe in it.
+A socket's own time-out starts again with each packet: a server that sends a byte now and then is never late. And a
+server may announce a wrong length.
 
 Invariants
-    A1  no call on a `LimitedSocket` lasts beyond the end of the running thread's exchange, or takes in more bytes than
-        it has left.
+    A1  no call on a `LimitedSocket` lasts beyond the end of the running thread's exchange, or receives more bytes
+        than the exchange has left.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ __all__ = ["Allowance", "LimitedSocket"]
 
 
 class Allowance:
-    """Each thread has its own. Outside of `exchange` there is none left."""
+    """Limits of each thread's current exchange. Outside of `exchange` they are 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._own = threading.local()
+        self._exchange = threading.local()
 
     @contextmanager
     def exchange(self, seconds: float, num_bytes: int) -> Iterator[None]:
-        self._own.until = self._clock() + seconds
-        self._own.num_bytes = num_bytes
+        self._exchange.until = self._clock() + seconds
+        self._exchange.num_bytes = num_bytes
         try:
             yield
         finally:
-            self._own.until = 0.0
-            self._own.num_bytes = 0
+            self._exchange.until = 0.0
+            self._exchange.num_bytes = 0
 
     def seconds_left(self) -> float:
-        """*raises:* TimeoutError: none are."""
-        left = getattr(self._own, "until", 0.0) - self._clock()
+        """*raises:* TimeoutError: the time is over."""
+        left = getattr(self._exchange, "until", 0.0) - self._clock()
         if left <= 0:
             raise TimeoutError("the time for this exchange is over")
         return left
 
-    def take(self, num_bytes: int) -> None:
-        """*raises:* OSError: fewer bytes are left."""
-        self._own.num_bytes = getattr(self._own, "num_bytes", 0) - num_bytes
-        if self._own.num_bytes < 0:
+    def count_bytes(self, num_bytes: int) -> None:
+        """Counts received bytes. *raises:* OSError: they are more than the exchange has left."""
+        self._exchange.num_bytes = getattr(self._exchange, "num_bytes", 0) - num_bytes
+        if self._exchange.num_bytes < 0:
             raise OSError("the server sent more bytes than any answer to this has")
 
 
 class LimitedSocket:
-    """A socket within an allowance. A time-out set on it means blocking, but for 0, which means not to wait."""
+    """A socket within an allowance. Its time-out has two meanings: 0 does not wait, any other value blocks."""
 
     def __init__(self, inner: Any, allowance: Allowance) -> None:
         self._inner: socket.socket = inner
@@ -72,16 +72,16 @@ class LimitedSocket:
         self._inner.sendall(data)
 
     def recv(self, size: int) -> bytes:
-        self._get_ready()
+        self._set_timeout()
         data = self._inner.recv(size)
-        self._allowance.take(len(data))
+        self._allowance.count_bytes(len(data))
         return data
 
     def recv_into(self, buffer: Any, size: int = 0) -> int:
-        self._get_ready()
+        self._set_timeout()
         num_bytes = self._inner.recv_into(buffer, size)
-        self._allowance.take(num_bytes)
+        self._allowance.count_bytes(num_bytes)
         return num_bytes
 
-    def _get_ready(self) -> None:
+    def _set_timeout(self) -> None:
         self._inner.settimeout(self._allowance.seconds_left() if self._waits else 0.0)

@@ -1,16 +1,15 @@
-"""What gives a partner that failed a rest: calls are refused for a while, then one trial decides.
+"""A circuit breaker: after a failure it refuses calls to a partner for a pause, then one trial decides.
 
-    closed --failed--> open --the pause is over, begin_trial--> half-open --succeeded--> closed
-                        ^                                           |
-                        +------------------- failed ----------------+
+    closed --failure--> open --the pause is over, begin_trial--> half-open --success--> closed
+                         ^                                           |
+                         +------------------ failure ----------------+
 
-The pause doubles with each failure, up to `max_pause_s`; it starts again at `first_pause_s` once the partner has been
-well for as long as the last pause was. So one that passes every trial and fails every call after it is not asked more
-and more often.
+The pause doubles with each failure, up to `max_pause_s`. It starts again at `first_pause_s` once the partner has worked
+for as long as the last pause. So a partner that passes every trial and fails the calls after it is called less often.
 
 Invariants
     B1  at most one trial is under way.
-    B2  a call that began before the last change of state changes nothing any more: many calls that fail together
+    B2  the result of a call that began before the last change of state has no effect: many calls that fail together
         are one failure.
 """
 
@@ -25,7 +24,7 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """See the module's text. clock: seconds that pass."""
+    """See the module's text. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -39,8 +38,8 @@ class CircuitBreaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._state: Literal["closed", "open", "half-open"] = "closed"
-        self._number = 0  # of the present state: each change makes it another
-        self._pause_s = 0.0  # the last one; 0: there was none
+        self._number = 0  # of the present state; each change adds 1
+        self._pause_s = 0.0  # the last pause; 0: none so far
         self._since = clock()  # when the present state began
 
     @property
@@ -49,31 +48,31 @@ class CircuitBreaker:
 
     @property
     def pause_left_s(self) -> float:
-        """Until a trial may begin; 0 where none is needed or one may begin now."""
+        """Seconds until a trial may begin; 0 if it may now, or if none is needed."""
         with self._lock:
             return max(0.0, self._since + self._pause_s - self._clock()) if self._state == "open" else 0.0
 
     def begin(self) -> int | None:
-        """The number of a call that may be made, to be told how it went; None: not now."""
+        """The number of a call, for `record_failure`; None: the call may not be made now."""
         with self._lock:
             return self._number if self._state == "closed" else None
 
     def begin_trial(self) -> int | None:
-        """The number of the trial, whose caller makes it and tells how it went; None: none is due."""
+        """The number of a trial, whose caller makes it and records the result; None: no trial is due."""
         with self._lock:
             if self._state != "open" or self._clock() < self._since + self._pause_s:
                 return None
             self._change("half-open")
             return self._number
 
-    def succeeded(self, number: int) -> None:
-        """A trial did: calls may be made again. (Of a call, it says nothing new.)"""
+    def record_success(self, number: int) -> None:
+        """After a successful trial calls may be made again. After a call this does nothing."""
         with self._lock:
             if number == self._number and self._state == "half-open":
                 self._change("closed")
 
-    def failed(self, number: int) -> None:
-        """A call or a trial did: no calls for a while."""
+    def record_failure(self, number: int) -> None:
+        """After a failed call or trial no calls are made for a pause."""
         with self._lock:
             if number != self._number or self._state == "open":
                 return

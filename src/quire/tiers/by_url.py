@@ -1,4 +1,4 @@
-"""Which tier a URL means: `remote_cache="redis://host"` is a Redis server, another scheme what was registered for it.
+"""The tier of a URL: `remote_cache="redis://host"` is a Redis server; other schemes are registered.
 
 Cost: a look-up in a dictionary, once for each engine.
 """
@@ -11,7 +11,7 @@ from quire.registry import Registry
 from quire.secret_text import named
 from quire.tiers.tier import Tier
 
-__all__ = ["register", "tier_of", "unregister"]
+__all__ = ["register", "tier_from_url", "unregister"]
 
 
 def _redis(url: str) -> Tier:
@@ -27,17 +27,17 @@ unregister = _MAKERS.unregister
 
 
 def register(scheme: str, make: Callable[[str], Tier]) -> None:
-    """Have `remote_cache="SCHEME://..."` use the tier that `make` returns for the whole URL; its `name` is "remote".
+    """Registers a scheme: `remote_cache="SCHEME://..."` uses the tier that `make` returns for the whole URL.
 
-    `make` may raise TierError: the engine goes on without the tier, and says so once.
+    The tier's `name` is "remote". If `make` raises TierError the engine goes on without the tier, and logs it once.
 
-    *raises:* ArgumentError: the scheme is taken by another.
+    *raises:* ArgumentError: the scheme is registered already.
     """
     _MAKERS.register(scheme, make)
 
 
-def tier_of(url: str) -> Tier:
-    """Of a URL, or of `env:NAME`, whose value is one. *raises:* ArgumentError: a URL that no tier is for."""
+def tier_from_url(url: str) -> Tier:
+    """url: a URL, or `env:NAME`, a variable that holds one. *raises:* ArgumentError: no tier for the scheme."""
     url = named(url, "remote_cache")
-    scheme = url[: max(0, url.find("://"))]  # a URL without one may hold a password, which no error shows
+    scheme = url[: max(0, url.find("://"))]  # without a scheme the text may be a password: not shown
     return _MAKERS[scheme](url)

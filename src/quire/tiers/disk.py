@@ -1,25 +1,25 @@
-"""The tier that survives: values in slab files of one folder, an SQLite index beside them, a cap on all of it.
+"""The durable tier: values in slab files of one folder, an SQLite index, one cap on all of it.
 
-A store writes the bytes into free pages, makes them durable, and only then commits the row that names them, in one
+A store writes the bytes into free pages, syncs them, and only then commits the row that names them, in one
 transaction: a process killed at any moment leaves the pages free or the value whole. Threads that store at the same
-time share a transaction and its two syncs. Several processes may use a folder: a lock of ours serialises those who
-write (D4 of `disk_index`), nobody waits to read. A folder has one cap, that of whoever opened it last. Local file
-systems only.
+time share a transaction and its two syncs. Several processes may use a folder: a lock serialises writers (D4 of
+`disk_index`), readers never wait. A folder has one cap, set by the process that opened it last. Local file systems
+only.
 
-Invariants, beside those of `tier`
+Invariants, in addition to those of `tier`
     K1  a committed row names bytes that were wholly written and synced before it.
     K2  pages are written again only when the removal of the row that named them is on the medium.
-    K3  a load that ends with the row it began with read that row's bytes: K2, and ids are never used twice (D2).
-        However long ago it began: with what a lookup saw, too.
-    K4  slabs, index, log and what was set aside together never exceed the cap.
-    K5  what goes first: leaves of the lowest retention, used longest ago; a value never displaces one of a
-        higher retention, and one with stored children stays until they are gone.
-    K6  a slab is made only where it leaves `min_free_bytes` of the file system; where others take them, the next store
-        gives as much back.
+    K3  a load that finds the same row before and after has read that row's bytes: K2, and ids are never reused (D2).
+        That holds for any time between, also from an earlier lookup.
+    K4  slabs, index, log and a damaged index set aside together never exceed the cap.
+    K5  evicted first: leaves of the lowest cache priority, of those the one unused for longest. A value never displaces
+        one of a higher cache priority; a value with stored children stays until they are gone.
+    K6  a new slab leaves `min_free_bytes` of the file system free; if other programs use these, the next store frees
+        as many bytes.
 
-Cost: opening O(slabs): no value and no table is read through. `contains` one query; `load` a pread and two lookups,
-one where `contains` has found the value before;
-`store` one write, two syncs and O(log n), shared by those who wait together; making room one sync more.
+Cost: opening O(slabs), without a scan of values or tables. `contains` one query; `load` a pread and two lookups, one if
+`contains` has found the value before; `store` one write, two syncs and O(log n), shared by concurrent stores; making
+room one sync more.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ from quire.tiers.shared_stores import SharedStores
 from quire.tiers.slabs import Slabs
 from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats
 
-__all__ = ["DiskTier", "DiskUse"]
+__all__ = ["DiskTier", "DiskUsage"]
 
 _DAMAGED, _SET_ASIDE = "quire-cache.damaged", "quire-cache.set-aside"
-_MAX_SEEN = 4096  # places remembered, at most; a longer lookup's are all kept until the next
+_MAX_PLACES = 4096  # remembered places; a longer lookup's are all kept until the next
 _TRIES = 8
 
 _log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
-class DiskUse:
-    """Bytes on disk. values: pages that values take, within slabs; index: with its log."""
+class DiskUsage:
+    """Bytes on disk. values: pages of values, within slabs; index: with its log; other: see `count_other_files`."""
 
     values: int
     slabs: int
     index: int
     set_aside: int
-    beside: int  # see `DiskTier.count_beside`
+    other: int
 
     @property
     def total(self) -> int:
-        return self.slabs + self.index + self.set_aside + self.beside
+        return self.slabs + self.index + self.set_aside + self.other
 
 
 class DiskTier:
-    """Values by key in a folder, `max_bytes` of disk at most. May be used by many threads; see the module's text.
+    """Values by key in a folder, `max_bytes` of disk at most. Several threads may use it; see the module's text.
 
-    max_bytes: 16 MiB at least; None opens what is there, with its own cap. min_free_bytes: see K6. clock: seconds,
-    Unix, for lists only.
+    max_bytes: at least 16 MiB; None opens an existing folder with its own cap. min_free_bytes: see K6. clock: seconds
+    since 1970, for lists only.
 
     *raises:* ArgumentError: no folder, no permission, a cap too small, an index of another program or version.
-    TierError: the disk is full, or fails. A damaged index is set aside, and a new one begun.
+    TierError: the disk is full, or fails. A damaged index is set aside and replaced by a new one.
     """
 
     name = "disk"
@@ -107,12 +107,12 @@ class DiskTier:
         self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._uses = RecentUses()
-        # Where `contains` found it, for the load that follows; may be old (K3).
-        self._seen: dict[bytes, SlabRange] = {}
+        # Places that `contains` found, for the load that follows; may be out of date (K3).
+        self._places: dict[bytes, SlabRange] = {}
         self._stats = TierStats(0, 0)
-        self._counting = threading.Lock()  # of the two before it
-        self._stores = SharedStores(self._store_in_turn)
-        self._turn = threading.Lock()  # of whoever uses the writer
+        self._counting = threading.Lock()  # guards the two above
+        self._stores = SharedStores(self._store_alone)
+        self._turn = threading.Lock()  # guards the writer
         self._closed = False
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
         with errors_of_opening(self.path):
@@ -133,12 +133,12 @@ class DiskTier:
     # The contract of a tier
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._clear_errors("look up values"):
+        with self._errors_named("look up values"):
             found = self._index.find_all(keys)
         with self._counting:
-            if len(self._seen) + len(found) > _MAX_SEEN:
-                self._seen.clear()
-            self._seen.update(found)
+            if len(self._places) + len(found) > _MAX_PLACES:
+                self._places.clear()
+            self._places.update(found)
         return [bytes(key) in found for key in keys]
 
     def load(self, key: bytes) -> memoryview | None:
@@ -149,13 +149,13 @@ class DiskTier:
         return value
 
     def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
-        """The values of the leading keys that are there, as far as one try of each goes; `load` tells of the next.
+        """The values of the leading keys that are there, each tried once; `load` gives the reason for the next.
 
-        Two lookups for all of them, and what one after the other does to a core's caches once for all.
+        Two lookups for all of them, and the effect of a lookup on a core's caches only once.
         """
         places = self.locate(keys)
         values: list[memoryview] = []
-        with self._clear_errors("load values"):
+        with self._errors_named("load values"):
             for place in places:
                 value, _ = self._read(place)
                 if value is None:
@@ -164,8 +164,8 @@ class DiskTier:
         return values[: self.confirm(keys, places[: len(values)])]
 
     def locate(self, keys: Sequence[bytes]) -> list[SlabRange]:
-        with self._clear_errors("look up values"):
-            seen = {key: place for key in keys if (place := self._seen.pop(key, None)) is not None}
+        with self._errors_named("look up values"):
+            seen = {key: place for key in keys if (place := self._places.pop(key, None)) is not None}
             if unseen := [key for key in keys if key not in seen]:
                 seen |= self._index.find_all(unseen)
             found = takewhile(lambda place: place is not None, map(seen.get, keys))
@@ -180,13 +180,13 @@ class DiskTier:
             if front <= 0:
                 break
             wanted.append((place.slab, place.offset, memoryview(bytearray(front)), some))
-        with self._clear_errors("load values"):
+        with self._errors_named("load values"):
             digests = self._slabs.read_now(wanted)
         return [(front, digest) for (_, _, front, _), digest in zip(wanted, digests, strict=False)]
 
     def confirm(self, keys: Sequence[bytes], places: Sequence[SlabRange]) -> int:
         keys = keys[: len(places)]
-        with self._clear_errors("look up values"):
+        with self._errors_named("look up values"):
             same = len(keys)
             if not self._index.are_there(places):
                 after = self._index.find_all(keys)
@@ -199,14 +199,14 @@ class DiskTier:
     def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
         parts = [memoryview(part).cast("B") for part in value]
         call = StoreCall(key, parts, sum(map(len, parts)), info)
-        with self._clear_errors("store a value"):
-            if not self._writer.fits_at_all(call.num_bytes):
+        with self._errors_named("store a value"):
+            if not self._writer.can_fit(call.num_bytes):
                 return False
         self._stores.store(call)
-        return call.kept
+        return call.is_stored
 
     def evict(self, key: bytes) -> bool:
-        with self._turn, self._clear_errors("remove a value"):
+        with self._turn, self._errors_named("remove a value"):
             removed = self._writer.remove(key)
         self._count(evicted=removed)
         return removed
@@ -215,7 +215,7 @@ class DiskTier:
         return [(entry.key, entry.info) for root in roots for entry in self.entries(root)]
 
     def stats(self) -> TierStats:
-        with self._clear_errors("count values"):
+        with self._errors_named("count values"):
             num_values, num_bytes, _ = self._index.sizes()
         with self._counting:
             evicted = self._stats.evicted + self._writer.num_evicted
@@ -231,19 +231,19 @@ class DiskTier:
         with self._turn:
             if self._closed:
                 return
-            with suppress(TierError):  # the order of use, no more
+            with suppress(TierError):  # only the order of use is lost
                 self._write_uses()
             self._closed = True
             self._index.close()
             self._slabs.close()
             self._lock.close()
 
-    # Beyond the contract: what is here
+    # Beyond the contract: the folder's contents
 
     def peek(self, key: bytes) -> memoryview | None:
-        """`load` that counts as no use and no hit."""
-        with self._clear_errors("load a value"):
-            seen = self._seen.pop(key, None)
+        """`load` without counting a use or a hit."""
+        with self._errors_named("load a value"):
+            seen = self._places.pop(key, None)
             for _ in range(_TRIES):
                 place, seen = seen or self._index.find(key), None
                 if place is None:
@@ -253,19 +253,19 @@ class DiskTier:
                     if value is None:
                         self._drop_damaged(key, place, lost=lost)
                     return value
-        return None  # it was replaced under our hands each time: as good as evicted
+        return None  # it was replaced during each try: as if evicted
 
     def entries(self, root: bytes | None = None) -> Iterator[StoredEntry]:
-        """What is stored, of one root or all, from the index alone; a parent before its children."""
-        with self._clear_errors("list values"):
+        """Entries of one root or of all, from the index alone; a parent before its children."""
+        with self._errors_named("list values"):
             yield from self._index.entries(root)
 
     def entry(self, key: bytes) -> StoredEntry | None:
-        with self._clear_errors("look up a value"):
+        with self._errors_named("look up a value"):
             return self._index.entry(key)
 
     def chain(self, key: bytes) -> list[StoredEntry] | None:
-        """The entries from the first of its root to this one; None where one of them is not there."""
+        """The entries from the first of its root to this one; None if one of them is missing."""
         found: list[StoredEntry] = []
         while not found or key != found[-1].info.root:
             entry = self.entry(key)
@@ -276,49 +276,49 @@ class DiskTier:
         return found[::-1]
 
     def roots(self) -> list[StoredRoot]:
-        """What is stored, by model and namespace. Reads every row of the index."""
-        with self._clear_errors("list roots"):
+        """Totals by model and namespace. Reads every row of the index."""
+        with self._errors_named("list roots"):
             return self._index.roots()
 
     def describe(self, root: bytes, description: str) -> None:
-        """What lists are to call a root: the model's name, say."""
-        with self._turn, self._clear_errors("name a root"), self._index.transaction():
+        """Sets a root's description in lists, such as the model's name."""
+        with self._turn, self._errors_named("name a root"), self._index.transaction():
             self._index.describe(root, description)
 
     def set_cache_priority(self, keys: Sequence[bytes], cache_priority: int) -> None:
-        """How these values are kept from now on, those that are here; for good on return."""
-        with self._turn, self._clear_errors("set how values are kept"), self._index.transaction():
+        """Sets the cache priority of those of these values that are here; durable on return."""
+        with self._turn, self._errors_named("set how values are kept"), self._index.transaction():
             self._index.set_cache_priority(keys, cache_priority)
 
-    def use(self) -> DiskUse:
-        with self._clear_errors("measure the folder"):
+    def usage(self) -> DiskUsage:
+        with self._errors_named("measure the folder"):
             _, values, slabs = self._index.sizes()
             index_bytes = self._index.file_bytes()
-            return DiskUse(values, slabs, index_bytes, self._set_aside_bytes, self._writer.beside_bytes)
+            return DiskUsage(values, slabs, index_bytes, self._set_aside_bytes, self._writer.other_bytes)
 
-    def count_beside(self, num_bytes: int) -> None:
-        """Files of others in the folder take so many bytes of its cap, in this process's count; values go for them."""
-        with self._turn, self._clear_errors("make room for files beside it"):
-            self._writer.count_beside(num_bytes)
+    def count_other_files(self, num_bytes: int) -> None:
+        """Counts bytes of other files in the folder against the cap, in this process; evicts values if needed."""
+        with self._turn, self._errors_named("make room for other files"):
+            self._writer.count_other_files(num_bytes)
 
     def max_bytes(self) -> int:
         """The folder's cap."""
-        with self._clear_errors("read the cap"):
+        with self._errors_named("read the cap"):
             return self._index.max_bytes()
 
     def prune(self, to_bytes: int) -> int:
-        """Removes what goes first until the folder takes at most `to_bytes`; how many values went. The cap stays.
+        """Evicts values until the folder takes at most `to_bytes`, 4 MiB of them for the log as in the cap.
 
-        4 MiB of it are for the log, as they are of the cap.
+        Returns the number of values evicted. The cap stays.
         """
-        with self._turn, self._clear_errors("prune the folder"):
+        with self._turn, self._errors_named("prune the folder"):
             with suppress(TierError):
                 self._write_uses()
             return self._writer.shrink(to_bytes)
 
     def check(self) -> None:
-        """Proves the index's invariants by reading all of it. *raises:* InvariantError."""
-        with self._turn, self._clear_errors("check the index"), self._index.transaction(durable=False):
+        """Checks the index's invariants by reading all of it. *raises:* InvariantError."""
+        with self._turn, self._errors_named("check the index"), self._index.transaction(durable=False):
             self._index.check()
 
     # Opening
@@ -328,13 +328,13 @@ class DiskTier:
             return DiskIndex(self.path, self._files, max_bytes=max_bytes, timeout_s=timeout_s)
 
         if (self.path / _DAMAGED).exists():
-            self._begin_anew("it was found damaged when it was last used", max_bytes)
+            self._replace_index("it was found damaged when it was last used", max_bytes)
         try:
             self._index = open_index()
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
-            self._begin_anew(str(error), max_bytes)
+            self._replace_index(str(error), max_bytes)
             self._index = open_index()
         try:
             self._slabs = Slabs(self.path, self._index.identity, self._files)
@@ -353,8 +353,8 @@ class DiskTier:
             return math.inf
         return self._files.free_bytes(self.path) - self._min_free_bytes
 
-    def _begin_anew(self, reason: str, max_bytes: int | None) -> None:
-        """Renames the index, and lets go of the values that nobody can name any more."""
+    def _replace_index(self, reason: str, max_bytes: int | None) -> None:
+        """Sets the damaged index aside, so that a new one is made; its values are lost."""
         if max_bytes is None:
             raise TierError(
                 f"expected an index that can be read, got a damaged one ({reason}) - in {self.path}"
@@ -377,19 +377,19 @@ class DiskTier:
 
     # Storing
 
-    def _store_in_turn(self, batch: list[StoreCall]) -> None:
+    def _store_alone(self, batch: list[StoreCall]) -> None:
         with self._turn:
             self._store(batch)
 
     def _store(self, batch: list[StoreCall]) -> None:
-        """Sees all of them done; an error belongs to the one that has it alone."""
+        """Stores a batch. After an error each call is stored alone, so that the error goes to its own call."""
         try:
-            with self._clear_errors("store a value"):
-                uses = self._uses.take()
+            with self._errors_named("store a value"):
+                uses = self._uses.pop_all()
                 try:
                     self._writer.store(batch, uses, self._clock())
                 except BaseException:
-                    self._uses.give_back(uses)
+                    self._uses.restore(uses)
                     raise
         except TierError as error:
             if len(batch) > 1:
@@ -402,14 +402,14 @@ class DiskTier:
     # Loading
 
     def _read(self, place: SlabRange) -> tuple[memoryview | None, bool]:
-        """The bytes, None where they are not there, and whether the whole file is gone."""
+        """(the bytes or None, whether the whole file is gone)."""
         try:
             return self._slabs.read(place.slab, place.offset, place.num_bytes), False
         except FileNotFoundError:
             return None, True
 
     def _drop_damaged(self, key: bytes, place: SlabRange, *, lost: bool) -> None:
-        """The slab's file is gone or ends before the value: a miss, counted and removed."""
+        """Counts and removes a value whose slab file is gone or ends before it."""
         self._count(failures=1)
         with self._turn:
             if lost:
@@ -418,33 +418,33 @@ class DiskTier:
                 _log.warning("%s: a slab file was cut short; a value in it is removed", self.path)
 
     def _note_uses(self, keys: Sequence[bytes]) -> None:
-        if self._uses.note(keys, self._clock()) and self._turn.acquire(blocking=False):
+        if self._uses.add(keys, self._clock()) and self._turn.acquire(blocking=False):
             try:
-                with suppress(TierError):  # they are written with the next store
+                with suppress(TierError):  # the next store writes them
                     self._write_uses()
             finally:
                 self._turn.release()
 
     def _write_uses(self) -> None:
-        uses = self._uses.take()
+        uses = self._uses.pop_all()
         try:
-            with self._clear_errors("note uses"):
+            with self._errors_named("note uses"):
                 self._writer.touch(uses)
         except BaseException:
-            self._uses.give_back(uses)
+            self._uses.restore(uses)
             raise
 
     # Errors
 
     @contextmanager
-    def _clear_errors(self, doing: str) -> Iterator[None]:
+    def _errors_named(self, doing: str) -> Iterator[None]:
         if self._closed:
             raise TierError(f"the disk cache in {self.path} is closed")
         with errors_in_use(self.path, doing, self._mark_damaged):
             yield
 
     def _mark_damaged(self, error: sqlite3.Error) -> None:
-        """So that the next opening sets the index aside; this tier goes on failing, which its owner counts."""
+        """Has the next opening set the index aside. This tier keeps failing, and its owner counts that."""
         _log.warning("%s: the index is damaged (%s); it is set aside when next opened", self.path, error)
         with suppress(OSError):
             (self.path / _DAMAGED).touch()

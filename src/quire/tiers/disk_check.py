@@ -1,4 +1,4 @@
-"""The invariants of a disk tier's index, proved row by row; for tests, and for `quire cache verify`."""
+"""Checks the invariants of a disk tier's index row by row, for tests and `quire cache verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system and SQLite say of a disk cache's folder, as one clear line of ours."""
+"""Turns errors of the system and of SQLite in a disk cache's folder into one line that names the folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = 1 << 20  # free bytes below which SQLite cannot grow its log by much
 
 @contextmanager
 def errors_of_opening(folder: Path) -> Iterator[None]:
-    """*raises:* ArgumentError: it is none that can be written. TierError: everything else."""
+    """*raises:* ArgumentError: the folder cannot be written. TierError: any other error."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -34,13 +34,13 @@ def errors_of_opening(folder: Path) -> Iterator[None]:
         raise TierError(f"the disk cache in {folder} cannot be opened: {error.strerror or error}") from error
     except sqlite3.Error as error:
         raise TierError(
-            f"the index of the disk cache in {folder} cannot be opened: {_said(error, folder)}"
+            f"the index of the disk cache in {folder} cannot be opened: {_message(error, folder)}"
         ) from error
 
 
 @contextmanager
 def errors_in_use(folder: Path, doing: str, on_damage: Callable[[sqlite3.Error], None]) -> Iterator[None]:
-    """*raises:* TierError. on_damage: called before, where the index is damaged."""
+    """*raises:* TierError. on_damage: called first if the index is damaged."""
     try:
         yield
     except OSError as error:
@@ -49,12 +49,12 @@ def errors_in_use(folder: Path, doing: str, on_damage: Callable[[sqlite3.Error],
         if is_damage(error):
             on_damage(error)
         raise TierError(
-            f"the index of the disk cache in {folder} could not {doing}: {_said(error, folder)}"
+            f"the index of the disk cache in {folder} could not {doing}: {_message(error, folder)}"
         ) from error
 
 
-def _said(error: sqlite3.Error, folder: Path) -> str:
-    """What SQLite says; its log's files on a full disk are to it an I/O error like any other."""
+def _message(error: sqlite3.Error, folder: Path) -> str:
+    """SQLite's message, or "the disk is full": SQLite reports its log on a full disk as an I/O error."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
         with suppress(OSError):

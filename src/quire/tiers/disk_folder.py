@@ -1,4 +1,4 @@
-"""A disk cache's folder as a whole: its values checked one by one, or all of it removed."""
+"""A disk cache's folder as a whole: check its values one by one, or remove it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Damage", "find_damage", "remove_folder"]
 
 @dataclass(frozen=True)
 class Damage:
-    """A value that may not be used, and why."""
+    """A damaged value, and the reason."""
 
     entry: StoredEntry
     reason: str
 
 
 def find_damage(tier: DiskTier) -> Iterator[Damage | None]:
-    """For each value its damage, or None: every byte is read and every checksum compared."""
+    """Yields for each value its damage, or None. Reads every byte and compares every checksum."""
     for entry in tier.entries():
         value = tier.peek(entry.key)
         if value is None:
@@ -48,10 +48,10 @@ def find_damage(tier: DiskTier) -> Iterator[Damage | None]:
 
 
 def remove_folder(path: str | Path) -> int:
-    """Removes a disk cache, damaged or of another version as it may be, and nothing else; how many bytes it took.
+    """Removes a disk cache, also a damaged one or one of another version, and no other file; returns its bytes.
 
-    *raises:* ArgumentError: there is none, or the index is another program's. TierError: somebody has it open, or the
-    system does not let us.
+    *raises:* ArgumentError: there is none, or the index is another program's. TierError: a process has it open, or the
+    system refuses.
     """
     folder = Path(path).expanduser()
     try:
@@ -64,7 +64,7 @@ def remove_folder(path: str | Path) -> int:
             )
         num_bytes = _remove(folder)
         with suppress(OSError):
-            folder.rmdir()  # if it was ours alone
+            folder.rmdir()  # if it is empty
     except OSError as error:
         raise TierError(f"the disk cache in {folder} cannot be removed: {error.strerror or error}") from error
     return num_bytes
@@ -75,9 +75,11 @@ def _remove(folder: Path) -> int:
     try:
         with lock.opening():
             if not lock.is_alone():
-                raise TierError(f"expected a disk cache that nobody uses, got one that is open - in {folder}")
+                raise TierError(
+                    f"expected a disk cache that no process uses, got one that is open - in {folder}"
+                )
             num_bytes = 0
-            # Slabs first: what is left can be removed again.
+            # Slabs first: if that is interrupted, the folder can still be removed.
             for file in sorted(folder.iterdir(), reverse=True):
                 if file.is_file() and file.name.startswith(("slab-", "quire-cache.")):
                     num_bytes += file.stat().st_size

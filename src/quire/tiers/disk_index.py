@@ -1,17 +1,17 @@
-"""The index of a disk tier: an SQLite file in WAL mode that says what is stored, where, and who goes first. Its tables
+"""The index of a disk tier: an SQLite file in WAL mode with each value's place, cache priority and last use. Its tables
 are in `disk_schema`.
 
-It knows no bytes of values. Every change is one transaction; `durable` ones are on the medium when they have ended.
+It has no bytes of values. Every change is one transaction; `durable` ones are on the medium when they have ended.
 
 Invariants
     D1  `entry.children` is the number of entries that name it as parent.
     D2  an id is never used twice, so that a reader can tell a value from its successor in the same place.
     D3  order of use is the order of the counter, never of a clock: a clock may go back.
-    D4  one connection at a time writes or moves the log, among all processes, by a lock of our own: SQLite before
-        3.51.3 may lose transactions where two do (its "WAL-reset bug", sqlite.org/wal.html#walresetbug).
-    D5  a transaction that this process does not see never comes back once another one has begun: of one who was killed
-        within a commit, or whose commit failed, the log may have all of it and those who are left know nothing of it.
-        The next writer's first commit overwrites it there, before any page of a value is written.
+    D4  one connection at a time, among all processes, writes or moves the log, under a lock of Quire's: SQLite before
+        3.51.3 may lose transactions if two do (its "WAL-reset bug", sqlite.org/wal.html#walresetbug).
+    D5  a transaction that this process does not see never reappears once another one has begun. If a writer was killed
+        within a commit, or its commit failed, the log may have all of it though no other process sees it. The next
+        writer's first commit overwrites it there, before any page of a value is written.
 
 Cost: opening and every call on one key O(log n); `contains` one query; `roots` and `entries` read every row.
 """
@@ -41,7 +41,7 @@ _MAX_VARIABLES = 30_000
 
 @dataclass(frozen=True)
 class SlabRange:
-    """The bytes of a slab that a value fills."""
+    """The place of a value: its bytes within a slab. id: see D2."""
 
     id: int
     slab: int
@@ -51,7 +51,7 @@ class SlabRange:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """What the index says of a value. made_at, used_at: seconds, Unix."""
+    """A value in the index. made_at, used_at: seconds since 1970."""
 
     key: bytes
     info: SegmentInfo
@@ -66,7 +66,7 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class StoredRoot:
-    """All that is stored of one model and namespace. num_bytes: of values; owners: those there are, sorted."""
+    """Totals of one model and namespace. num_bytes: of values; owners: sorted."""
 
     root: bytes
     description: str
@@ -79,7 +79,7 @@ class StoredRoot:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite says that the file is damaged or no database at all."""
+    """True if SQLite reports a damaged file, or one that is no database."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -87,8 +87,8 @@ def is_damage(error: BaseException) -> bool:
 class DiskIndex:
     """See the module's text. One connection writes and one reads, each used by one thread at a time.
 
-    max_bytes: becomes the folder's cap, whoever set it before; None: it stays, and the index must be there.
-    *raises:* ArgumentError: no index is there, or it is not one of ours; sqlite3.Error.
+    max_bytes: the folder's new cap; None: the cap stays, and the index must exist.
+    *raises:* ArgumentError: no index, or another program's; sqlite3.Error.
     """
 
     def __init__(self, folder: Path, files: Files, *, max_bytes: int | None, timeout_s: float) -> None:
@@ -97,15 +97,13 @@ class DiskIndex:
         self._reading = threading.Lock()
         self._writing = threading.RLock()
         self._timeout_ms = int(timeout_s * 1e3)
-        if (
-            not self.path.exists()
-        ):  # SQLite would let others read the tokens; and never open its file beside it
+        if not self.path.exists():  # SQLite would make it readable for other users
             os.close(files.open_lock(self.path))
         self._write_lock = WriteLock(folder / "quire-cache.writing", files, timeout_s)
         connections: list[sqlite3.Connection] = []
         try:
             connections.append(files.connect(self.path, timeout_s=timeout_s))
-            with self._alone():
+            with self._write_locked():
                 prepare(connections[0], self.path, max_bytes)
             connections.append(files.connect(self.path, timeout_s=timeout_s))
             connections[1].execute("PRAGMA query_only = 1")
@@ -127,8 +125,8 @@ class DiskIndex:
     # Transactions
 
     @contextmanager
-    def _alone(self, *, wait: bool = True) -> Iterator[None]:
-        """D4. *raises:* TierError."""
+    def _write_locked(self, *, wait: bool = True) -> Iterator[None]:
+        """Holds the write lock (D4). *raises:* TierError."""
         self._write_lock.acquire(wait=wait)
         try:
             yield
@@ -140,8 +138,8 @@ class DiskIndex:
 
     @contextmanager
     def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[None]:
-        """All that is changed within, or nothing. wait: for another process that is writing, else TierError."""
-        with self._writing, self._alone(wait=wait):
+        """Commits all changes made within, or none. wait: for another process that writes; else TierError."""
+        with self._writing, self._write_locked(wait=wait):
             self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms}")
             if self._write_lock.unsettled:  # D5
                 self._set_durable(True)
@@ -156,25 +154,25 @@ class DiskIndex:
         self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
 
     def checkpoint(self) -> None:
-        """Moves the log into the index and gives its space back, unless a reader needs it."""
-        with self._writing, self._alone():
+        """Moves the log into the index and frees its space, unless a reader needs it."""
+        with self._writing, self._write_locked():
             self._writer.execute("PRAGMA busy_timeout = 50")
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def vacuum(self) -> None:
-        """Gives the index's own unused pages back."""
-        with self._writing, self._alone():
+        """Returns the index's unused pages to the file system."""
+        with self._writing, self._write_locked():
             self._writer.execute("PRAGMA incremental_vacuum").fetchall()
         self.checkpoint()
 
-    # Reading: from any thread, sees what was committed last
+    # Reading: from any thread, the last committed state
 
     def find(self, key: bytes) -> SlabRange | None:
         row = self._row("SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", key)
         return None if row is None else SlabRange(*row)
 
     def find_all(self, keys: Sequence[bytes]) -> dict[bytes, SlabRange]:
-        """`find` for many keys: those that are there."""
+        """`find` for many keys; missing ones are left out."""
         found: dict[bytes, SlabRange] = {}
         for first in range(0, len(keys), _MAX_VARIABLES):
             some = keys[first : first + _MAX_VARIABLES]
@@ -184,8 +182,7 @@ class DiskIndex:
         return found
 
     def are_there(self, places: Sequence[SlabRange]) -> bool:
-        """Whether every one of these is still a value's place (D2), by one row read; False, too, where they are too
-        many to ask at once."""
+        """True if each of these is still a value's place (D2), by one query; False also if one cannot take them all."""
         ids = {place.id for place in places}
         if len(ids) > _MAX_VARIABLES:
             return False
@@ -196,13 +193,13 @@ class DiskIndex:
         return next(self._entries("WHERE e.key = ?", key), None)
 
     def entries(self, root: bytes | None) -> Iterator[StoredEntry]:
-        """Each value's, a parent before its children; what is removed meanwhile is left out."""
+        """All entries, a parent before its children; entries removed meanwhile are left out."""
         where, given = ("", ()) if root is None else ("WHERE root = ?", (root,))
         ids = [row[0] for row in self._rows(f"SELECT id FROM entry {where} ORDER BY root, start, id", *given)]
         for first in range(0, len(ids), 500):
             some = ids[first : first + 500]
             marks = ",".join("?" * len(some))
-            # Not one long query: it would keep the log from being checkpointed.
+            # Several short queries: a long one would keep the log from being checkpointed.
             yield from self._entries(f"WHERE e.id IN ({marks}) ORDER BY root, start, e.id", *some)
 
     def roots(self) -> list[StoredRoot]:
@@ -215,27 +212,25 @@ class DiskIndex:
         )
         found = []
         for root, description, num_values, num_tokens, num_bytes, made_at, used_at in rows:
-            of = tuple(owners.get(root, ()))
-            found.append(
-                StoredRoot(root, description, num_values, num_tokens, num_bytes, made_at, used_at, of)
-            )
+            sums = (num_values, num_tokens, num_bytes, made_at, used_at)
+            found.append(StoredRoot(root, description, *sums, tuple(owners.get(root, ()))))
         return found
 
     def max_bytes(self) -> int:
         return self._row("SELECT max_bytes FROM state")[0]
 
     def sizes(self) -> tuple[int, int, int]:
-        """Values, bytes of the pages they take, bytes of all slabs."""
+        """(number of values, bytes of their pages, bytes of all slabs)."""
         with self._reading:
             extents = Extents(self._reader)
-            num_values, used_bytes = extents.used()
+            num_values, used_bytes = extents.usage()
             return num_values, used_bytes, extents.total_bytes()
 
     def log_bytes(self) -> int:
         return self._files.size(self.path.with_name(FILE_NAME + "-wal"))
 
     def file_bytes(self) -> int:
-        """Of the index, its log and its shared memory, as they are on disk."""
+        """Bytes on disk of the index, its log and its shared memory."""
         return sum(
             self._files.size(self.path.with_name(FILE_NAME + suffix)) for suffix in ("", "-wal", "-shm")
         )
@@ -269,7 +264,7 @@ class DiskIndex:
         return None if row is None else SlabRange(*row)
 
     def next_number(self) -> int:
-        """One more than was ever given before (D2, D3)."""
+        """A number greater than all before (D2, D3)."""
         sql = "UPDATE state SET counter = counter + 1 RETURNING counter"
         return self._writer.execute(sql).fetchone()[0]
 
@@ -304,14 +299,14 @@ class DiskIndex:
         sql("UPDATE entry SET children = children + 1 WHERE key = ?", (info.parent,))
 
     def touch(self, key: bytes, now: float, cache_priority: int = 0) -> None:
-        """It was used; it is kept as well as the best of its users wants. Nothing where it is not."""
+        """Notes a use, and raises the cache priority to that of the user. Does nothing if the key is missing."""
         self._writer.execute(
             "UPDATE entry SET used = ?, used_at = ?, retention = max(retention, ?) WHERE key = ?",
             (self.next_number(), now, cache_priority, key),
         )
 
     def remove(self, key: bytes) -> SlabRange | None:
-        """Its row is gone; where it was, so that the owner gives the pages back."""
+        """Removes the value's row; its place, whose pages the caller frees."""
         row = self._writer.execute(
             "DELETE FROM entry WHERE key = ? RETURNING id, slab, offset, num_bytes, parent", (key,)
         ).fetchone()
@@ -327,16 +322,17 @@ class DiskIndex:
             [(cache_priority, key, cache_priority) for key in keys],
         )
 
-    def victim(self, cache_priority: int) -> bytes | None:
-        """The key to go next: a leaf, of the lowest retention, used longest ago; none above `retention`."""
+    def next_victim(self, cache_priority: int) -> bytes | None:
+        """The key to evict next: of the leaves up to `cache_priority`, the lowest, unused for longest. In the tables
+        the column is `retention`."""
         row = self._writer.execute(
             "SELECT key FROM entry WHERE children = 0 AND retention <= ? ORDER BY retention, used LIMIT 1",
             (cache_priority,),
         ).fetchone()
         return None if row is None else row[0]
 
-    def behind(self, slab: int, offset: int) -> list[tuple[bytes, SlabRange]]:
-        """The values of a slab that end behind `offset`, first one first."""
+    def values_behind(self, slab: int, offset: int) -> list[tuple[bytes, SlabRange]]:
+        """The values of a slab that end behind `offset`, in order of place."""
         rows = self._writer.execute(
             "SELECT key, id, slab, offset, num_bytes FROM entry WHERE slab = ? AND offset + num_bytes > ? "
             "ORDER BY offset",
@@ -345,7 +341,7 @@ class DiskIndex:
         return [(row[0], SlabRange(*row[1:])) for row in rows]
 
     def move(self, place: SlabRange, slab: int, offset: int) -> None:
-        """Its bytes lie there now. It gets a new id (D2): a reader that began before reads once more."""
+        """Notes a value's new place. It gets a new id (D2), so that a reader that has begun reads again."""
         number, sql = self.next_number(), self._writer.execute
         sql("UPDATE entry SET id = ?, slab = ?, offset = ? WHERE id = ?", (number, slab, offset, place.id))
         sql("UPDATE content SET id = ? WHERE id = ?", (number, place.id))
@@ -354,10 +350,10 @@ class DiskIndex:
         self._writer.execute("INSERT OR REPLACE INTO root VALUES (?, ?)", (root, description))
 
     def page_counts(self) -> tuple[int, int]:
-        """Pages of the index, and how many of them are unused, as this transaction sees it."""
+        """(pages of the index, unused ones among them) as this transaction sees them."""
         sql = self._writer.execute
         return sql("PRAGMA page_count").fetchone()[0], sql("PRAGMA freelist_count").fetchone()[0]
 
     def check(self) -> None:
-        """X1, X2, D1 over every row. *raises:* InvariantError."""
+        """Checks X1, X2 and D1 over every row. *raises:* InvariantError."""
         check_index(self._writer)

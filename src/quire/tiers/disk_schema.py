@@ -1,11 +1,11 @@
-"""The tables of a disk tier's index, made where they are not, and whether a file is one of ours.
+"""The tables of a disk tier's index: creates them, and tells Quire's files from other programs'.
 
-state     one row: the index's own name, the byte cap, a counter that only grows
-entry     a value: key, parent, root, position, tokens' number, place, retention, stored children, when used
-content   its tokens and extra keys, apart, so that a use rewrites small rows
-root      what its owner calls it
+state     one row: the index's identity, the byte cap, a counter that only grows
+entry     a value: key, parent, root, position, number of tokens, place, retention (its cache priority), number of
+          stored children, time of use
+content   its tokens and extra keys, in a table of their own, so that a use rewrites small rows
+root      a root's description
 slab, extent   see `extents`
-
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ CREATE TABLE root (root BLOB PRIMARY KEY, description TEXT NOT NULL);
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file is an SQLite database of another program; one that is none, or empty, may be ours, damaged."""
+    """True for another program's SQLite database. A file that is no database, or empty, may be ours, damaged."""
     with path.open("rb") as file:
         header = file.read(72)
     return header.startswith(_FILE_HEADER) and header[68:] != _APPLICATION.to_bytes(4, "big")
 
 
 def prepare(connection: sqlite3.Connection, path: Path, max_bytes: int | None) -> None:
-    """Has an index behind the connection, in WAL mode; see `DiskIndex` for max_bytes and what is raised."""
+    """Opens or creates the index of a connection, in WAL mode; max_bytes and errors: see `DiskIndex`."""
     sql = connection.execute
     application, version = (
         sql("PRAGMA application_id").fetchone()[0],
@@ -80,7 +80,7 @@ def prepare(connection: sqlite3.Connection, path: Path, max_bytes: int | None) -
         raise sqlite3.OperationalError(f"expected a file system with shared memory for WAL, got mode {mode}")
     sql(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
     sql(f"PRAGMA journal_size_limit = {_CHECKPOINT_PAGES * PAGE_SIZE}")
-    # Both ends of the trees: damage there is found now and not by a request. Nothing is scanned.
+    # Reads both ends of the trees, to find damage there now and not in a request. No scan.
     sql("SELECT * FROM entry ORDER BY id LIMIT 1").fetchone()
     sql("SELECT * FROM entry ORDER BY id DESC LIMIT 1").fetchone()
     sql("SELECT retention FROM entry WHERE children = 0 ORDER BY retention, used LIMIT 1").fetchone()
@@ -105,7 +105,7 @@ def _create(connection: sqlite3.Connection, max_bytes: int) -> None:
 
 @contextmanager
 def transaction_of(connection: sqlite3.Connection) -> Iterator[None]:
-    """All that is changed within, or nothing."""
+    """Commits all changes made within, or none."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

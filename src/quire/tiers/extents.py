@@ -1,13 +1,13 @@
-"""Which pages of the slabs are free: a table of the index, changed in the transaction that changes the values' rows.
+"""The free pages of the slabs: a table of the index, changed in the transaction that changes the values' rows.
 
     slab    (id, num_bytes, used_bytes, num_values)    used_bytes: pages of values, in bytes
-    extent  (slab, start, length)                      what is free, in bytes
+    extent  (slab, start, length)                      free space, in bytes
 
 Invariants
     X1  the free extents of a slab and the values' extents cover it, each byte once.
-    X2  no two free extents touch: neighbours become one when the later of them is freed.
+    X2  no two free extents touch: freeing a range joins it with its free neighbours.
 
-Cost: O(log n) a call, n free extents. Best fit: with values of one size that is the first extent that fits at all.
+Cost: O(log n) a call, n free extents. Best fit: if all values have one size, that is the first extent that fits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ANYWHERE = (2**62, 0)
 
 
 class Extents:
-    """The free pages, over a connection within a transaction of its owner's."""
+    """The free pages, over a connection that is within its owner's transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._sql = connection.execute
@@ -40,8 +40,8 @@ class Extents:
     def total_bytes(self) -> int:
         return self._sql("SELECT coalesce(sum(num_bytes), 0) FROM slab").fetchone()[0]
 
-    def used(self) -> tuple[int, int]:
-        """Values, and bytes of the pages they take."""
+    def usage(self) -> tuple[int, int]:
+        """(number of values, bytes of their pages)."""
         row = self._sql(
             "SELECT coalesce(sum(num_values), 0), coalesce(sum(used_bytes), 0) FROM slab"
         ).fetchone()
@@ -50,8 +50,8 @@ class Extents:
     def fits(self, length: int, *, before: tuple[int, int] = _ANYWHERE) -> bool:
         return self._find(length, before) is not None
 
-    def take(self, length: int, *, before: tuple[int, int] = _ANYWHERE) -> tuple[int, int] | None:
-        """(slab, offset) of pages that are free no more, before that place; None where no extent is as long."""
+    def allocate(self, length: int, *, before: tuple[int, int] = _ANYWHERE) -> tuple[int, int] | None:
+        """Allocates pages before that place; their (slab, offset), or None if no extent is long enough."""
         found = self._find(length, before)
         if found is None:
             return None
@@ -62,9 +62,9 @@ class Extents:
         self._count(slab, length, 1)
         return slab, start
 
-    def give(self, slab: int, start: int, length: int) -> None:
-        """These pages of a value are free again."""
-        self._free(slab, start, length)
+    def free(self, slab: int, start: int, length: int) -> None:
+        """Frees the pages of a value."""
+        self._add_free(slab, start, length)
         self._count(slab, -length, -1)
 
     def add_slab(self, slab: int, num_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Extents:
         self._sql("INSERT INTO extent VALUES (?, 0, ?)", (slab, num_bytes))
 
     def cut_slab(self, slab: int, num_bytes: int) -> None:
-        """The slab ends at `num_bytes` from now on, behind which no value lies; 0: it is no more."""
+        """Cuts the slab at `num_bytes`, behind which no value lies; 0: removes it."""
         for (start,) in self._sql(
             "SELECT start FROM extent WHERE slab = ? AND start + length > ?", (slab, num_bytes)
         ).fetchall():
@@ -91,7 +91,7 @@ class Extents:
             {"length": length, "slab": before[0], "offset": before[1]},
         ).fetchone()
 
-    def _free(self, slab: int, start: int, length: int) -> None:
+    def _add_free(self, slab: int, start: int, length: int) -> None:
         before = self._sql(
             "SELECT start, length FROM extent WHERE slab = ? AND start < ? ORDER BY start DESC LIMIT 1",
             (slab, start),

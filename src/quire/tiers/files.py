@@ -1,4 +1,4 @@
-"""What the disk tier asks of the operating system and of SQLite: one seam, so that tests can make each call fail."""
+"""The disk tier's calls to the operating system and SQLite, in one class, so that tests can make each call fail."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from quire.backends import extension
 __all__ = ["Buffer", "Files"]
 
 Buffer: TypeAlias = Any
-"""What has the buffer protocol, writable, of single bytes: its length is theirs."""
+"""A writable object with the buffer protocol, of single bytes, so that `len` is its size."""
 
 
 class Files(FileCalls):
-    """The calls as they are. *raises:* OSError and sqlite3.Error, each as its callee does.
+    """The real calls. *raises:* OSError and sqlite3.Error, as the called function does.
 
-    backend: whose code reads, as of `quire.backends.extension`.
+    backend: the back end whose code reads, see `quire.backends.extension`.
     """
 
     backend: str | None = None
 
     @classmethod
-    def of(cls, backend: str | None) -> Files:
+    def with_backend(cls, backend: str | None) -> Files:
         files = cls()
         files.backend = backend
         return files
 
     def connect(self, path: Path, *, timeout_s: float) -> sqlite3.Connection:
-        """A connection in autocommit, usable from any thread that takes turns with the others."""
+        """A connection in autocommit mode. Any thread may use it, one at a time."""
         return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def open_lock(self, path: Path) -> int:
-        """Made where it is not, its owner's alone; its content stays."""
+        """Opens a lock file, creating it with access for its owner only; keeps its content."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
 
     def try_lock(self, descriptor: int, *, exclusive: bool) -> bool:
-        """Whether the lock was to be had; it goes with the process."""
+        """True if the lock was free; the system releases it with the process."""
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -58,7 +58,7 @@ class Files(FileCalls):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def allocate(self, descriptor: int, num_bytes: int) -> None:
-        """Takes the blocks of the file from the disk now, so that no later write finds it full."""
+        """Allocates the file's blocks now, so that no later write finds the disk full."""
         os.posix_fallocate(descriptor, 0, num_bytes)
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
@@ -68,16 +68,16 @@ class Files(FileCalls):
         return os.preadv(descriptor, [buffer], offset)
 
     def read_all(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fills the buffer, in as many calls as it takes; how many bytes, fewer where the file ends before."""
+        """Fills the buffer, with several calls if needed; returns the bytes read, fewer at the end of the file."""
         done = 0
         while done < len(buffer) and (count := self.read(descriptor, buffer[done:], offset + done)):
             done += count
         return done
 
     def read_now(self, reads: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
-        """Reads values, (descriptor, offset, front, parts), each into its front and then its parts, as far as the
-        system has them in memory; the XXH3-64 of the parts of the leading ones. It ends before the first for which it
-        would have to wait for the medium, or cannot tell, or that lies beyond the file's end.
+        """Reads values (descriptor, offset, front, parts), each into its front and then its parts, from the system's
+        page cache. Returns the XXH3-64 of the parts of the leading values; ends before the first that would have to
+        wait for the medium, for which the system cannot tell, or that lies beyond the file's end.
         """
         native = extension(self.backend)
         if native is not None and all(sum(map(len, read[3])) >= native.SHORTEST_READ for read in reads):
@@ -103,7 +103,7 @@ class Files(FileCalls):
                 if error.errno == errno.EOPNOTSUPP:
                     return None
                 raise
-            # What is read in part is as good as nothing: the caller has another way.
+            # A partial read is of no use: the caller reads the value another way.
             if done != num_bytes:
                 return None
             offset += num_bytes
@@ -113,7 +113,7 @@ class Files(FileCalls):
         return digest.intdigest()
 
     def free_bytes(self, path: Path) -> int:
-        """What the file system of `path` has left for this user."""
+        """Bytes that the file system of `path` has left for this user."""
         system = os.statvfs(path)
         return system.f_bavail * system.f_frsize
 
@@ -121,7 +121,7 @@ class Files(FileCalls):
         return os.listdir(path)
 
     def size(self, path: Path) -> int:
-        """Bytes of the file, 0 where there is none."""
+        """Bytes of the file; 0 if there is none."""
         try:
             return os.stat(path).st_size
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Who uses a folder, and who changes its index: locks on files in it, which go with the process that has them.
+"""Locks on files of a folder: for its users, and for changes of its index. The system releases them with the process.
 
-FileLock     one of them
-WriteLock    one that tells its next holder how the last one ended
-FolderLock   one held while the folder is opened, one shared by all who have it open
+FileLock     a lock on one file
+WriteLock    a lock that tells its next holder how the last one ended
+FolderLock   two locks: one held while the folder is opened, one shared by all processes that have it open
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["FileLock", "FolderLock", "WriteLock"]
 
 
 class FileLock:
-    """A lock between all who make one on the same file, in this process or another. Not between threads that share it.
+    """A lock between all `FileLock`s on the same file, in any process. Not between threads that share one.
 
-    *raises:* OSError: the file cannot be made. TierError, on `acquire`: others had it for longer than `timeout_s`.
+    *raises:* OSError: the file cannot be made. TierError, on `acquire`: it was not free within `timeout_s`.
     """
 
     def __init__(self, path: Path, files: Files, timeout_s: float) -> None:
@@ -46,16 +46,16 @@ class FileLock:
         self._files.unlock(self._descriptor)
 
     def close(self) -> None:
-        """Gives it back for good."""
+        """Releases the lock and closes the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class WriteLock(FileLock):
-    """unsettled: somebody was killed while they had the lock, or failed, and nobody has settled since what that left.
+    """unsettled: a holder was killed or has failed, and no later holder has repaired the state that it left.
 
-    The file has one byte meanwhile and none otherwise: a length needs no space on a full disk.
+    The file then has one byte, otherwise none: a length needs no space on a full disk.
     """
 
     unsettled = False
@@ -71,14 +71,14 @@ class WriteLock(FileLock):
             raise
 
     def release(self) -> None:
-        with suppress(OSError):  # then the next holder settles what was in order
+        with suppress(OSError):  # then the next holder repairs a state that was in order
             if not self.unsettled:
                 self._files.truncate(self._descriptor, 0)
         super().release()
 
 
 class FolderLock:
-    """*raises:* TierError: somebody has been opening or replacing the folder for longer than `timeout_s`."""
+    """*raises:* TierError: another process is opening or replacing the folder for longer than `timeout_s`."""
 
     def __init__(self, folder: Path, files: Files, timeout_s: float) -> None:
         self._opening = FileLock(folder / "quire-cache.opening", files, timeout_s)
@@ -90,7 +90,7 @@ class FolderLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Nobody else opens the folder meanwhile; it counts as in use from then on."""
+        """Keeps other processes from opening the folder within; from then on it counts as in use."""
         self._opening.acquire(exclusive=True)
         try:
             self._open.acquire(exclusive=False)
@@ -99,10 +99,10 @@ class FolderLock:
             self._opening.close()
 
     def is_alone(self) -> bool:
-        """Whether nobody else has the folder open; to be asked while opening it."""
-        alone = self._open.try_acquire(exclusive=True)
+        """True if no other process has the folder open; call it within `opening`."""
+        is_alone = self._open.try_acquire(exclusive=True)
         self._open.acquire(exclusive=False)  # a change of a lock, granted or refused, may lose it
-        return alone
+        return is_alone
 
     def close(self) -> None:
         self._open.close()

@@ -1,12 +1,12 @@
-"""Values in this process's own memory.
+"""The host tier: values in this process's memory.
 
-Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head cannot be
-used), of those the ones of the lowest cache priority, of those the one used longest ago. A value is never evicted for
-one of lower cache priority, nor for the one that continues it.
+It evicts a value that no other value here continues (the tail of a chain goes first: a tail without its head is of no
+use), of those one of the lowest cache priority, of those the one unused for longest. A value is never evicted for a
+value of lower cache priority, nor for a value that continues it.
 
 Invariants (T1 to T3, and)
-    H1  the bytes of all values are at most `max_bytes` at any time; those still referred to by who loaded them live on
-        outside of it after their eviction.
+    H1  the bytes of all values are at most `max_bytes` at any time. A value that a caller still refers to lives on
+        after its eviction and does not count.
 
 Cost: `store` one copy of the value; `load` and `contains` none; an eviction O(log number of values).
 """
@@ -30,12 +30,12 @@ __all__ = ["HostTier"]
 class _Entry:
     value: memoryview
     info: SegmentInfo
-    cache_priority: int  # the highest that it was stored with
-    used: int  # the number of its last use among all uses
+    cache_priority: int  # the highest of its stores
+    used: int  # the number of its last use
 
 
 class HostTier:
-    """See the module's text. max_bytes: of all values together; 0 keeps nothing."""
+    """See the module's text. max_bytes: of all values together; 0 stores none."""
 
     name = "host"
 
@@ -45,8 +45,10 @@ class HostTier:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
-        self._num_continued: dict[bytes, int] = {}  # by key, there or not: how many values here go on from it
-        # (cache priority, used, key) of every value that none continues, and stale ones, told apart when popped.
+        self._num_continued: dict[
+            bytes, int
+        ] = {}  # by key, there or not: number of values here that continue it
+        # (cache priority, used, key) of every value without a continuation; stale entries are skipped when popped.
         self._evictable: list[tuple[int, int, bytes]] = []
         self._num_uses = 0
         self._stats = TierStats(0, 0)
@@ -74,10 +76,10 @@ class HostTier:
                 entry.cache_priority = max(entry.cache_priority, info.cache_priority)
                 self._use(key, entry)
                 return True
-            # Its parent is continued from now on, so that it does not make room for its own child.
-            self._continue(info.parent)
+            # Its parent has a continuation from now on, and so is not evicted for its own child.
+            self._add_continuation(info.parent)
             if not self._make_room(num_bytes, info.cache_priority):
-                self._release(info.parent)
+                self._remove_continuation(info.parent)
                 return False
             entry = _Entry(_joined(value, num_bytes), info, info.cache_priority, 0)
             self._entries[key] = entry
@@ -92,15 +94,15 @@ class HostTier:
             self._remove(key)
             return True
 
-    def give_back(self, num_bytes: int) -> int:
-        """Gives up values of at least so many bytes together, or all, as for want of room; the bytes that they took.
+    def evict_bytes(self, num_bytes: int) -> int:
+        """Evicts values of at least `num_bytes` together, or all; returns their bytes.
 
-        Whatever their cache priority: the system wants the memory, not another value.
+        Ignores cache priorities: the system needs the memory, not another value.
         """
         with self._lock:
             before = self._stats.num_bytes
             keys: list[bytes] = []
-            while before - self._stats.num_bytes < num_bytes and (key := self._next_to_go(None)) is not None:
+            while before - self._stats.num_bytes < num_bytes and (key := self._next_victim(None)) is not None:
                 self._remove(key)
                 keys.append(key)
             if keys:
@@ -128,15 +130,15 @@ class HostTier:
     def _use(self, key: bytes, entry: _Entry) -> None:
         self._num_uses += 1
         entry.used = self._num_uses
-        self._offer(key, entry)
+        self._push_evictable(key, entry)
 
-    def _offer(self, key: bytes, entry: _Entry) -> None:
-        """Names a value for eviction, if none continues it."""
+    def _push_evictable(self, key: bytes, entry: _Entry) -> None:
+        """Makes a value evictable if no value continues it."""
         if key in self._num_continued:
             return
         heapq.heappush(self._evictable, (entry.cache_priority, entry.used, key))
         if len(self._evictable) > 2 * len(self._entries) + 64:
-            # Most are stale, of values used again and again.
+            # Most entries are stale, of values used again and again.
             self._evictable = [
                 (other.cache_priority, other.used, name)
                 for name, other in self._entries.items()
@@ -144,23 +146,22 @@ class HostTier:
             ]
             heapq.heapify(self._evictable)
 
-    def _continue(self, parent: bytes) -> None:
+    def _add_continuation(self, parent: bytes) -> None:
         self._num_continued[parent] = self._num_continued.get(parent, 0) + 1
 
-    def _release(self, parent: bytes) -> None:
+    def _remove_continuation(self, parent: bytes) -> None:
         self._num_continued[parent] -= 1
         if not self._num_continued[parent]:
             del self._num_continued[parent]
             if parent in self._entries:
-                self._offer(parent, self._entries[parent])
+                self._push_evictable(parent, self._entries[parent])
 
     def _make_room(self, num_bytes: int, cache_priority: int) -> bool:
-        """Evicts for a value of this cache priority; False: what may go is not enough (what went on the way is
-        gone)."""
+        """Evicts for a value of this cache priority; False: it was not enough (the values evicted so far are gone)."""
         if num_bytes > self.max_bytes:
             return False
         while self._stats.num_bytes + num_bytes > self.max_bytes:
-            key = self._next_to_go(cache_priority)
+            key = self._next_victim(cache_priority)
             if key is None:
                 return False
             self._remove(key)
@@ -168,8 +169,8 @@ class HostTier:
             self.on_removed((key,), "evicted")
         return True
 
-    def _next_to_go(self, cache_priority: int | None) -> bytes | None:
-        """For a value of this cache priority; None: for whatever."""
+    def _next_victim(self, cache_priority: int | None) -> bytes | None:
+        """The next key to evict for a value of this cache priority; None: of any priority."""
         while self._evictable:
             rank, used, key = self._evictable[0]
             entry = self._entries.get(key)
@@ -182,7 +183,7 @@ class HostTier:
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self._add(num_values=-1, num_bytes=-entry.value.nbytes)
-        self._release(entry.info.parent)
+        self._remove_continuation(entry.info.parent)
 
     def _add(self, **counts: int) -> None:
         self._stats = replace(

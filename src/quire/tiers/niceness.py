@@ -1,4 +1,4 @@
-"""A thread that gives way to others: its niceness, raised and never lowered."""
+"""Raises the niceness of a thread, so that other threads go first; never lowers it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["give_way"]
 
 
 def give_way(nice: int) -> None:
-    """Has this thread's niceness be `nice` at least; nothing happens where the system does not let it.
+    """Raises this thread's niceness to at least `nice`; does nothing if the system refuses.
 
-    A process that runs under `nice` has more already: less again is a privilege, which nothing here needs.
+    A process started under `nice` may have a higher value already, which stays: lowering it is a privilege.
     """
     thread = threading.get_native_id()
     with suppress(OSError):

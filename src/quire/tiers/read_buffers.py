@@ -1,13 +1,13 @@
-"""Memory that values are read into, used again when nobody refers to it any more.
+"""Memory for values that are read, reused once the last reference to it is gone.
 
-Fresh memory for each value would be a page fault for each 4 KiB of it, and two calls to the system that stop the
-process's other threads at theirs: as much time as the reading.
+Fresh memory for each value would cost a page fault for each 4 KiB, and two system calls that stop the page faults of
+the process's other threads: as much time as the reading.
 
 Invariants
     M1  memory is handed out again only after the last view of it is gone.
-    M2  what waits to be used again is at most `MAX_WAITING_BYTES`.
+    M2  at most `MAX_WAITING_BYTES` wait to be reused.
 
-Cost: a few us; a size that nothing waits for is taken fresh.
+Cost: a few us; fresh memory if no buffer of that size waits.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MAX_WAITING_BYTES = 16 << 20
 
 
 class ReadBuffers:
-    """May be used by several threads."""
+    """Buffers by size. Several threads may use it."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[np.ndarray]] = {}
         self._num_bytes = 0
         self._lock = threading.Lock()
-        self._back: deque[np.ndarray] = deque()  # finalizers may run anywhere, within the lock too
+        self._back: deque[np.ndarray] = deque()  # a finalizer may run anywhere, also within the lock
 
-    def take(self, num_bytes: int) -> memoryview:
-        """Memory of just so many bytes, whatever they are; it comes back when no view of it is left."""
+    def acquire(self, num_bytes: int) -> memoryview:
+        """Memory of exactly `num_bytes`, with any content; it returns here when its last view is gone."""
         with self._lock:
-            self._sort_in()
+            self._collect_returned()
             same = self._waiting.get(num_bytes)
             memory = same.pop() if same else None
             if memory is not None:
@@ -46,8 +46,8 @@ class ReadBuffers:
         weakref.finalize(handed_out, self._back.append, memory).atexit = False
         return handed_out.data
 
-    def _sort_in(self) -> None:
-        """Of what has come back, as much as may wait."""
+    def _collect_returned(self) -> None:
+        """Keeps returned memory, up to the limit."""
         while self._back:
             memory = self._back.popleft()
             if self._num_bytes + memory.nbytes <= MAX_WAITING_BYTES:

@@ -1,4 +1,4 @@
-"""When keys were used, until that is written: a use alone is not worth a transaction. May be used by many threads."""
+"""Uses of keys that are not written yet: one use alone is not worth a transaction. Several threads may use it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from collections.abc import Sequence
 
 __all__ = ["RecentUses"]
 
-_MANY = 256  # are worth one; more than a load of 2 048 tokens of Qwen3-0.6B is, which should not wait for it
-_MOST = 16 * _MANY  # are kept where they cannot be written
+_MANY = (
+    256  # uses are worth a transaction; more than a load of 2 048 tokens of Qwen3-0.6B, which should not wait
+)
+_MOST = 16 * _MANY  # uses are kept if they cannot be written
 
 
 class RecentUses:
+    """The time of the latest use of each key."""
+
     def __init__(self) -> None:
         self._uses: dict[bytes, float] = {}
         self._lock = threading.Lock()
 
-    def note(self, keys: Sequence[bytes], at: float) -> bool:
-        """Whether there are so many now that they should be written."""
+    def add(self, keys: Sequence[bytes], at: float) -> bool:
+        """Adds uses; True if there are enough to write them."""
         with self._lock:
             self._uses.update(dict.fromkeys(keys, at))
             return len(self._uses) >= _MANY
 
-    def take(self) -> dict[bytes, float]:
-        """All of them, the one used longest ago first, for whoever writes them."""
+    def pop_all(self) -> dict[bytes, float]:
+        """All uses, the oldest first, to be written."""
         with self._lock:
             uses, self._uses = self._uses, {}
         return uses
 
-    def give_back(self, uses: dict[bytes, float]) -> None:
-        """They could not be written."""
+    def restore(self, uses: dict[bytes, float]) -> None:
+        """Takes uses back that could not be written; newer ones win."""
         with self._lock:
             if len(self._uses) < _MOST:
                 self._uses = {**uses, **self._uses}

@@ -1,20 +1,20 @@
-"""Values on a Redis server, or on any that speaks its protocol: shared by all engines that are given its address.
+"""The remote tier: values on a Redis server, or a compatible one, shared by all engines with its address.
 
-    quire:kv:1:<key, hex>    a hash: v the value, x its XXH3-64 (seeded with the key), i what an index may say, JSON
+    quire:kv:1:<key, hex>    a hash: v the value, x its XXH3-64 (seeded with the key), i the `SegmentInfo` as JSON
 
-The server is used as it is: nothing is installed on it, no script runs there, and what it may keep is its own
-`maxmemory` and `maxmemory-policy` (`allkeys-lru` fits); `ttl_s` lets values end by themselves. One value is written by
-one command, so that none is ever seen half written, and is never changed: engines do not get into each other's way.
+The server needs no installation and no script; its `maxmemory` and `maxmemory-policy` (`allkeys-lru` fits) decide what
+it keeps; `ttl_s` lets values expire. One command writes a value, so that no reader sees half of one, and a value never
+changes: engines do not disturb each other.
 
-A server is not believed in. Whatever it does, one exchange with it takes at most `timeout` seconds and
-`max_value_bytes` (`allowance`; resolving a host name is the system's and is not counted); a value is the one that was
-stored under this key, or it is refused and removed. After a failure it is left alone (`breaker`), and a thread of the
-tier finds out whether it is back (PING), so that no request waits for that: a server that is down costs the time-out
-once, not once per request. A server that only refuses to store (full, read-only) is still read.
+The server is not trusted. One exchange with it takes at most `timeout` seconds and `max_value_bytes` (`allowance`;
+resolving a host name is the system's and not counted). A value is the one that was stored under this key, or it is
+refused and removed. After a failure the server is left alone (`breaker`), and a thread of the tier checks whether it is
+back (PING), so that no request waits for that: a server that is down costs the time-out once, not once per request. A
+server that only refuses to store (full, read-only) is still read.
 
 Invariants (T1 to T3, and)
     R1  T1 holds against damage by the server and on the way: `load` raises DamagedError then.
-    R2  a call made while the server is given a rest raises UnavailableError at once.
+    R2  a call during the pause after a failure raises UnavailableError at once.
 
 Cost: `contains` one round trip for all keys; `load` one, with three copies of the value in redis-py (one with hiredis);
 `store` two, the second only if the value is not there yet, with one copy.
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 __all__ = ["RemoteTier"]
 
 _PREFIX = b"quire:kv:1:"
-# Of answers beside values: more than a thousand keys' worth of them.
+# Of an answer without values: enough for more than a thousand keys.
 _SMALL_BYTES = 1 << 20
 
 
 class RemoteTier:
-    """See the module's text. Nothing is asked of the server before the first call.
+    """See the module's text. Connects at the first call.
 
     url: redis://[[user]:password@]host[:port][/db], rediss:// for TLS, unix:///path. timeout: seconds of one exchange.
-    max_value_bytes: larger ones are not stored, nor believed in. ttl_s: seconds a value is kept after its last store;
-    None: as long as the server likes. probe_in_background: False: the call that comes after a pause tries, and waits.
-    connect: makes a connection, a connected socket, in place of the URL's host; for tests without a network.
+    max_value_bytes: larger values are neither stored nor accepted. ttl_s: seconds a value is kept after its last store;
+    None: until the server evicts it. probe_in_background: False: the first call after a pause probes, and waits.
+    connect: makes a connected socket in place of the URL's host, for tests without a network.
 
-    *raises:* BackendError: redis-py is not installed. ArgumentError: no such URL.
+    *raises:* BackendError: redis-py is not installed. ArgumentError: an invalid URL.
     """
 
     name = "remote"
@@ -83,7 +83,7 @@ class RemoteTier:
         self._max_value_bytes = max_value_bytes
         self._ttl_ms = None if ttl_s is None else max(1, round(1000 * ttl_s))
         self._allowance = Allowance(clock)
-        self._pool, self.where = _pool(url, self._allowance, connect)
+        self._pool, self.where = _make_pool(url, self._allowance, connect)
         self._client = _redis().Redis(connection_pool=self._pool)
         self._server = CircuitBreaker(first_pause_s=first_pause_s, max_pause_s=max_pause_s, clock=clock)
         self._stores = CircuitBreaker(first_pause_s=first_pause_s, max_pause_s=max_pause_s, clock=clock)
@@ -92,17 +92,17 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"hits": 0, "misses": 0, "stored": 0, "failures": 0}
         self._closed = False
-        # The server does not say what it gives up: this is never called.
+        # Never called: the server does not report its evictions.
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
 
-    def greet(self) -> None:
-        """Asks whether the server is there and lets us in. *raises:* TierError: it is not, and is given a rest."""
+    def ping(self) -> None:
+        """Checks that the server answers and accepts the login. *raises:* TierError: it does not; calls pause."""
         with self._exchange("a greeting"):
             if self._client.ping() is not True:
-                raise ValueError("an answer that is none to this question")
+                raise ValueError("an answer of the wrong form")
 
-    def allow(self, num_bytes: int) -> None:
-        """Values of so many bytes are stored and believed in from now on, whatever `max_value_bytes` was."""
+    def raise_max_value_bytes(self, num_bytes: int) -> None:
+        """Has values of up to `num_bytes` stored and accepted from now on."""
         self._max_value_bytes = max(self._max_value_bytes, num_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -112,7 +112,7 @@ class RemoteTier:
                 pipeline.exists(_PREFIX + key.hex().encode())
             answers = [_number(answer) == 1 for answer in pipeline.execute()]
             if len(answers) != len(keys):
-                raise ValueError("an answer that is none to this question")
+                raise ValueError("an answer of the wrong form")
             return answers
 
     def load(self, key: bytes) -> memoryview | None:
@@ -120,7 +120,7 @@ class RemoteTier:
         with self._exchange("a load", self._max_value_bytes):
             answer: Any = self._client.hmget(name, [b"v", b"x"])
             if not isinstance(answer, list) or len(answer) != 2:
-                raise ValueError("an answer that is none to this question")
+                raise ValueError("an answer of the wrong form")
             if answer == [None, None]:
                 self._count("misses")
                 return None
@@ -135,7 +135,7 @@ class RemoteTier:
         num_bytes = sum(part.nbytes for part in value)
         if num_bytes > self._max_value_bytes:
             return False
-        # A store is nobody's time: the first after a pause is the trial.
+        # No request waits for a store: the first one after a pause is the trial.
         number = self._stores.begin()
         trial = number is None
         if trial:
@@ -149,7 +149,7 @@ class RemoteTier:
             done = True
         finally:
             if trial:
-                (self._stores.succeeded if done else self._stores.failed)(number)
+                (self._stores.record_success if done else self._stores.record_failure)(number)
         self._count("stored", int(stored))
         return True
 
@@ -158,7 +158,7 @@ class RemoteTier:
             return _number(self._client.delete(_PREFIX + key.hex().encode())) == 1
 
     def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
-        return []  # a server that others share is not searched through
+        return []  # a shared server is not scanned
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -172,7 +172,7 @@ class RemoteTier:
             probe.join(self._timeout + 1)
 
     def _store(self, name: bytes, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
-        """Whether it was not there yet."""
+        """Stores a value; False if it was there already."""
         if self._touch(name):
             return False
         fields: Any = {b"v": b"".join(value), b"x": _checksum(key, value), b"i": _index_entry(info)}
@@ -186,7 +186,7 @@ class RemoteTier:
         return True
 
     def _touch(self, name: bytes) -> bool:
-        """Whether it is there; it has been used then."""
+        """Notes a use of a value; True if it is there."""
         if self._ttl_ms is None:
             return _number(self._client.touch(name)) == 1
         pipeline = self._client.pipeline(transaction=False)
@@ -197,31 +197,31 @@ class RemoteTier:
     @contextmanager
     def _exchange(
         self,
-        what: str,
+        operation: str,
         num_bytes: int = 0,
         *,
         refusal: CircuitBreaker | None = None,
         number: int = 0,
     ) -> Iterator[None]:
-        """Guards one exchange. refusal: what a mere refusal by the server gives a rest, in place of all calls."""
-        call = self._begin()
+        """Guards one exchange. refusal: the breaker for an error reply of the server, in place of that of all calls."""
+        call = self._begin_call()
         try:
             with self._allowance.exchange(self._timeout, num_bytes + _SMALL_BYTES):
                 yield
         except Exception as error:
             refused = isinstance(error, _redis().ResponseError)
             if refusal is not None and refused:
-                refusal.failed(number)
+                refusal.record_failure(number)
             else:
-                self._server.failed(call)
+                self._server.record_failure(call)
             if not refused:
-                self._pool.disconnect(inuse_connections=False)  # nothing is known of what they will say next
+                self._pool.disconnect(inuse_connections=False)  # their next bytes may belong to this exchange
             self._count("failures")
             if isinstance(error, DamagedError):
                 raise
-            raise TierError(f"{what} at {self.where}: {self._reason(error)}") from error
+            raise TierError(f"{operation} at {self.where}: {self._reason(error)}") from error
 
-    def _begin(self) -> int:
+    def _begin_call(self) -> int:
         if self._closed:
             raise UnavailableError("this tier was closed")
         call = self._server.begin()
@@ -230,7 +230,7 @@ class RemoteTier:
         trial = self._server.begin_trial()
         if trial is not None:
             if not self._probe_in_background:
-                self._try(trial)
+                self._probe_server(trial)
             else:
                 self._start_probe(trial)
         call = self._server.begin()
@@ -239,36 +239,38 @@ class RemoteTier:
         return call
 
     def _start_probe(self, trial: int) -> None:
-        probe = threading.Thread(target=self._try, args=(trial,), name="quire-tier-remote-probe", daemon=True)
+        probe = threading.Thread(
+            target=self._probe_server, args=(trial,), name="quire-tier-remote-probe", daemon=True
+        )
         try:
             probe.start()
-        except RuntimeError:  # no more threads to be had
-            self._server.failed(trial)
+        except RuntimeError:  # no more threads
+            self._server.record_failure(trial)
         else:
             self._probe = probe
 
-    def _try(self, trial: int) -> None:
-        well = False
+    def _probe_server(self, trial: int) -> None:
+        is_up = False
         try:
             with self._allowance.exchange(self._timeout, _SMALL_BYTES):
-                well = self._client.ping() is True
+                is_up = self._client.ping() is True
         except Exception:
             self._pool.disconnect(inuse_connections=False)
         finally:
-            (self._server.succeeded if well else self._server.failed)(trial)
+            (self._server.record_success if is_up else self._server.record_failure)(trial)
 
     def _reason(self, error: Exception) -> str:
         return _reason(error, self._timeout, self._pool.connection_kwargs.get("password"))
 
-    def _count(self, what: str, by: int = 1) -> None:
+    def _count(self, counter: str, by: int = 1) -> None:
         with self._lock:
-            self._counts[what] += by
+            self._counts[counter] += by
 
 
 def _number(answer: Any) -> int:
-    """*raises:* ValueError: it is none, so that this is no server of the kind."""
+    """*raises:* ValueError: no integer, so that this is no Redis server."""
     if type(answer) is not int:
-        raise ValueError("an answer that is none to this question")
+        raise ValueError("an answer of the wrong form")
     return answer
 
 
@@ -294,7 +296,7 @@ def _index_entry(info: SegmentInfo) -> bytes:
 
 
 def _reason(error: Exception, timeout: float, password: str | None) -> str:
-    """One line of what to do about it. A server that knows no AUTH repeats what came with it: not shown."""
+    """One line with the cause and what to do. A server without AUTH repeats its argument, the password: not shown."""
     told = str(error).replace(password, "***") if password else str(error)
     text = "".join(c if c.isprintable() else "?" for c in told[:200]).rstrip(".") or type(error).__name__
     if isinstance(error, TimeoutError | _redis().TimeoutError):
@@ -306,21 +308,21 @@ def _reason(error: Exception, timeout: float, password: str | None) -> str:
     return text
 
 
-def _pool(
+def _make_pool(
     url: str, allowance: Allowance, connect: Callable[[], Any] | None
 ) -> tuple[redis.ConnectionPool, str]:
-    """Connections within the allowance, and where they lead, without the password."""
+    """(pool of connections within the allowance, the server's address without the password)."""
     connection = _redis().connection
     kind, _, rest = url.partition("://")
     try:
         options: dict[str, Any] = connection.parse_url(url)
-        # Where a password ends early, its rest is taken for a port, a path or a query, and would be shown as such.
+        # If a password ends early its rest parses as a port, a path or a query, and would be shown.
         host = re.split(r"[/?#]", rest, maxsplit=1)[0]
         if kind != "unix" and "@" in rest[len(host) :]:
             raise ValueError
     except ValueError:  # its text may have a part of the password
         raise ArgumentError(
-            "expected redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// or unix://, got a URL that is none; in a "
+            "expected redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// or unix://, got another URL; in a "
             "password write / as %2F, # as %23, ? as %3F and @ as %40"
         ) from None
     base: Any = options.pop("connection_class", connection.Connection)
@@ -328,7 +330,7 @@ def _pool(
     class LimitedConnection(base):
         @property
         def socket_connect_timeout(self) -> float:
-            return allowance.seconds_left()  # asked for each address of the host
+            return allowance.seconds_left()  # read for each address of the host
 
         @socket_connect_timeout.setter
         def socket_connect_timeout(self, value: float | None) -> None:
@@ -345,7 +347,7 @@ def _pool(
         def _connect(self) -> LimitedSocket:
             return LimitedSocket(super()._connect() if connect is None else connect(), allowance)
 
-    # Not retried: the next tier is asked, or the tokens are computed. The parser's reads are as large as values.
+    # No retry: the next tier is asked, or the tokens are computed. The parser reads whole values at once.
     ours = {
         "retry": _redis().retry.Retry(_redis().backoff.NoBackoff(), 0),
         "protocol": 2,

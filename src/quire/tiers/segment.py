@@ -1,4 +1,4 @@
-"""A segment as bytes: the keys and values of several blocks, with everything needed to trust them.
+"""A segment as bytes: the keys and values of several blocks, with the fields to check them.
 
     8 bytes   "QUIRESEG"
     4 bytes   length of the header, little endian
@@ -7,8 +7,8 @@
               length and XXH3-64, when it was made
     payload   see `quire.spec.payload`; of a state, `quire.spec.state_payload`
 
-XXH3 finds damage, not forgery: who can write into a tier is trusted, but for what `signed` signs; and a key tells
-nothing about content.
+XXH3 finds damage, not forgery: writers to a tier are trusted, unless `signed` signs the values. A key reveals nothing
+of the content.
 
 Invariants
     G1  `decode` returns bytes that were encoded for this key, this layout and this many tokens, or raises SegmentError.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,16 +46,16 @@ _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
 Layout: TypeAlias = PayloadLayout | StatePayloadLayout
-"""What payloads of one kind have in common: of keys and values, or of states."""
+"""Layout of payloads: of keys and values, or of states."""
 MAX_BYTES = 2 << 20  # of a segment of several blocks
 
 
 class SegmentError(QuireError):
-    """A value that is not the segment it is said to be: cut short, damaged, of another shape or key."""
+    """A value that is not the expected segment: cut short, damaged, or of another shape or key."""
 
 
 def segment_tokens(layout: PayloadLayout, block_size: int) -> int:
-    """Tokens of a whole segment: a power of two of blocks, as many as take at most 2 MiB; one block at least."""
+    """Tokens of a whole segment: the largest power of two of blocks of at most 2 MiB; at least one block."""
     tokens = block_size
     while layout.num_bytes(2 * tokens) <= MAX_BYTES:
         tokens *= 2
@@ -67,7 +66,7 @@ def segment_tokens(layout: PayloadLayout, block_size: int) -> int:
 class Segment:
     """Keys and values of `tokens`, which begin at position `start` of a sequence.
 
-    key: `keys.chained_key`. parent: the key of the segment before, or the root. payload: uint8.
+    key: `block_hash.chained_key`. parent: the key of the segment before, or the root. payload: uint8.
     """
 
     key: bytes
@@ -104,9 +103,9 @@ def encode(segment: Segment, layout: Layout, *, made_at: float) -> list[memoryvi
 
 
 def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: Layout) -> np.ndarray:
-    """The payload of a value, uint8, not copied: that of these tokens at this position, of this layout.
+    """The payload of a value, uint8, not copied: of these tokens at this position, in this layout.
 
-    *raises:* SegmentError: it is not, or was damaged; nothing of it may be used then.
+    *raises:* SegmentError: another segment, or damaged; no byte of it may be used.
     """
     header, payload = _parts(value)
     _check_header(header, key=key, tokens=tokens, start=start, layout=layout)
@@ -124,14 +123,14 @@ def check_parts(
     start: int,
     layout: Layout,
 ) -> None:
-    """As `decode`, of a value whose payload lies elsewhere: so many bytes with this XXH3-64. *raises:* SegmentError."""
+    """`decode` for a value whose payload was read elsewhere: `num_bytes` with this XXH3-64. *raises:* SegmentError."""
     header, rest = _parts(front)
     _check_header(header, key=key, tokens=tokens, start=start, layout=layout)
     _check_payload(header, len(rest) + num_bytes, digest)
 
 
 def read_header(value: Any) -> dict[str, Any]:
-    """The header of a value whose every byte has been checked. *raises:* SegmentError."""
+    """The header of a value, all of whose bytes it checks. *raises:* SegmentError."""
     header, payload = _parts(value)
     _check_payload(header, len(payload), xxhash.xxh3_64_intdigest(payload))
     return header
@@ -180,17 +179,9 @@ def _check_payload(header: dict[str, Any], num_bytes: int, digest: int) -> None:
         raise SegmentError(f"expected {header.get('payload_bytes')} bytes of payload, got {num_bytes}")
     if f"{digest:016x}" != header.get("payload_xxh3"):
         raise SegmentError(
-            f"expected a payload with XXH3 {header.get('payload_xxh3')}, got another one: damaged"
+            f"expected a payload with XXH3 {header.get('payload_xxh3')}, got {digest:016x}: damaged"
         )
 
 
 def _token_digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "SegmentShape":
-        text = "quire.tiers.segment.SegmentShape is called quire.spec.payload.PayloadLayout now"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return PayloadLayout
-    raise AttributeError(f"module 'quire.tiers.segment' has no attribute {name!r}")

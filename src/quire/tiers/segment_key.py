@@ -1,4 +1,4 @@
-"""Which segment: its key and all that the key stands for, and the chain of them that a prompt is.
+"""`SegmentKey`: the hash of a segment and the fields that it covers; `segment_keys`: the chain of a prompt's segments.
 
 Cost: `segment_keys` is one pass of SHA-256 over the tokens (see `chained_key`).
 """
@@ -14,18 +14,18 @@ from quire.cache.block_hash import chained_key
 from quire.errors import ArgumentError
 from quire.tiers.tier import SegmentInfo
 
-__all__ = ["SegmentKey", "chain_names", "segment_keys"]
+__all__ = ["SegmentKey", "chain_keys", "segment_keys"]
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentKey:
-    """What is stored or asked for: `tokens` (int32 [n]) from position `start` on, behind `parent`, under `root`.
+    """Identifies a segment: `tokens` (int32 [n]) from position `start` on, behind `parent`, under `root`.
 
-    key: `keys.chained_key` of it. parent: the key of the segment before, or the root. extra_keys: (position, key) of
-    those within it.
+    hash: `block_hash.chained_key` of it, the key of its value in a tier. parent: the hash of the segment before, or
+    the root. extra_keys: the (position, key) pairs within it.
     """
 
-    key: bytes
+    hash: bytes
     root: bytes
     parent: bytes
     start: int
@@ -51,30 +51,30 @@ def segment_keys(
     parent: bytes | None = None,
     extra_keys: Sequence[tuple[int, bytes]] = (),
 ) -> list[SegmentKey]:
-    """The chain that `tokens` [n] are: segments of `segment_tokens`, the last one of what is left.
+    """The chain of `tokens` [n]: segments of `segment_tokens`, and a shorter last one for the rest.
 
-    A last segment shorter than the others is another key than the whole one that may follow it later: both may be
-    stored. start, parent: where the chain goes on, if not at the beginning: `parent` is the key of what ends at
-    `start`. extra_keys: (position, key), absolute positions, increasing.
+    A shorter last segment has another hash than the whole segment that may replace it later: both may be stored.
+    start, parent: for a chain that continues another one; `parent` is the hash of the segment that ends at `start`.
+    extra_keys: (position, key), absolute positions, increasing.
     """
     if segment_tokens < 1:
         raise ArgumentError(f"expected segment_tokens of 1 or more, got {segment_tokens}")
     if (parent is None) != (start == 0):
         raise ArgumentError(f"expected a parent exactly where start is not 0, got start {start}, {parent=}")
     tokens = np.ascontiguousarray(tokens, "<i4")
-    names: list[SegmentKey] = []
-    behind = root if parent is None else parent
+    keys: list[SegmentKey] = []
+    previous = root if parent is None else parent
     for offset in range(0, len(tokens), segment_tokens):
-        own = tokens[offset : offset + segment_tokens]
+        segment = tokens[offset : offset + segment_tokens]
         first = start + offset
-        extra = tuple((at, key) for at, key in extra_keys if first <= at < first + len(own))
-        key = chained_key(behind, first, own, extra)
-        names.append(SegmentKey(key, root, behind, first, own, extra))
-        behind = key
-    return names
+        extra = tuple((at, key) for at, key in extra_keys if first <= at < first + len(segment))
+        hashed = chained_key(previous, first, segment, extra)
+        keys.append(SegmentKey(hashed, root, previous, first, segment, extra))
+        previous = hashed
+    return keys
 
 
-def chain_names(
+def chain_keys(
     root: bytes,
     tokens: np.ndarray,
     segment_tokens: int,
@@ -82,9 +82,9 @@ def chain_names(
     *,
     extra_keys: Sequence[tuple[int, bytes]] = (),
 ) -> list[SegmentKey]:
-    """The chain that the full blocks of `tokens` are stored as: whole segments, then a block each."""
+    """The chain in which the full blocks of `tokens` are stored: whole segments, then single blocks."""
     whole = len(tokens) // segment_tokens * segment_tokens
-    names = segment_keys(root, tokens[:whole], segment_tokens, extra_keys=extra_keys)
+    keys = segment_keys(root, tokens[:whole], segment_tokens, extra_keys=extra_keys)
     rest = tokens[whole : len(tokens) // block_size * block_size]
-    behind = names[-1].key if names else None
-    return names + segment_keys(root, rest, block_size, start=whole, parent=behind, extra_keys=extra_keys)
+    parent = keys[-1].hash if keys else None
+    return keys + segment_keys(root, rest, block_size, start=whole, parent=parent, extra_keys=extra_keys)

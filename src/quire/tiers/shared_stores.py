@@ -1,8 +1,8 @@
-"""Threads that store at the same time share one transaction: one of them stores for all who wait.
+"""Group commit: threads that store at the same time share one transaction, which one of them makes for all.
 
 Invariants
-    Q1  a call returns when its own value was stored, refused or failed, and not before.
-    Q2  a batch is stored at a time; what comes meanwhile is of the next one.
+    Q1  a call returns once its own value was stored, was refused or has failed.
+    Q2  one batch is stored at a time; calls that arrive meanwhile form the next one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _MAX_BATCH, _MAX_BATCH_BYTES = 64, 64 << 20
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingStore:
     call: StoreCall
     done: bool = False
 
 
 class SharedStores:
-    """store_batch: does it, in one of the waiting threads; what happened to each it notes in its call."""
+    """store_batch: stores a batch in one of the waiting threads, and sets the result of each call."""
 
     def __init__(self, store_batch: Callable[[list[StoreCall]], None]) -> None:
         self._store_batch = store_batch
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingStore] = deque()
         self._storing = False
-        self._stored = threading.Condition()  # of the two above
+        self._stored = threading.Condition()  # guards the two above
 
     def store(self, call: StoreCall) -> None:
         """Waits until the call is done. *raises:* TierError: it failed."""
-        waiting = _Waiting(call)
+        waiting = _WaitingStore(call)
         with self._stored:
             self._waiting.append(waiting)
-        while not waiting.done:  # a batch may be full before it comes to this one
+        while not waiting.done:  # batches before this call's may be full
             with self._stored:
                 while self._storing and not waiting.done:
                     self._stored.wait()
@@ -48,17 +48,17 @@ class SharedStores:
                 self._storing = True
                 batch = self._next_batch()
             try:
-                self._store_batch([one.call for one in batch])
+                self._store_batch([entry.call for entry in batch])
             finally:
                 with self._stored:
-                    for one in batch:
-                        one.done = True
+                    for stored in batch:
+                        stored.done = True
                     self._storing = False
                     self._stored.notify_all()
         if call.error is not None:
             raise call.error
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[_WaitingStore]:
         batch, num_bytes = [], 0
         while self._waiting and len(batch) < _MAX_BATCH and num_bytes < _MAX_BATCH_BYTES:
             batch.append(self._waiting.popleft())

@@ -1,9 +1,9 @@
-"""A tier whose values are believed only if somebody with the same secret has stored them.
+"""A tier that accepts only values signed with its secret.
 
-Behind each value stand 32 bytes: HMAC-SHA256, under the secret, of the value's key and its bytes. Whoever can write to
-the medium but has not the secret can take values away, or put an old one of the same key back, and no more: what they
-write is damage. Not encryption: who can read the medium reads the values. Engines with other secrets, or none, do not
-read each other and remove each other's values as damaged: give them servers, or databases, of their own.
+Each value ends with 32 bytes: HMAC-SHA256, under the secret, of the value's key and its bytes. A writer to the medium
+without the secret can remove values, or restore an old value of the same key; any other write counts as damage. Not
+encryption: a reader of the medium reads the values. Engines with other secrets, or none, cannot read each other's
+values and remove them as damaged: give them servers, or databases, of their own.
 
 Invariants (T1 to T3, and)
     Y1  `load` returns bytes that were signed under this secret for this key, or raises DamagedError; the value is

@@ -1,14 +1,14 @@
-"""The files that hold a disk tier's values: few, large, taken from the disk whole when they are made.
+"""The slab files, which hold a disk tier's values: few, large, allocated whole when they are made.
 
-A value is one extent of pages within one slab. Which extents are free is the index's to know (`extents`); here is
-where they lie. Extents rather than slots of one size: a folder holds the segments of several models and their shorter
-tails, and with values of one size an extent is a slot, because the best fit of a freed one is itself.
+A value is one extent of pages within one slab. The index knows the free extents (`extents`); this file reads and
+writes. Extents, not slots of one size: a folder holds segments of several models and their shorter tails. If all values
+have one size an extent is a slot, because the best fit of a freed extent is itself.
 
 Invariants
-    L1  a slab's name is never used again by another one: it has the index's own name and a number that only grows.
-    L2  a slab that is read or written stays open until that has ended, whoever removes it meanwhile.
+    L1  no two slabs ever have the same name: it has the index's identity and a number that only grows.
+    L2  a slab stays open while it is read or written, even if it is removed meanwhile.
 
-Cost: a load is one open file and one pread; a store one pwrite; `sync` what the disk takes.
+Cost: a load is one open file and one pread; a store one pwrite; `sync` the disk's time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PAGE = 4096
 
 
 def pages_of(num_bytes: int) -> int:
-    """Bytes that a value of this many takes: whole pages, one at least."""
+    """Bytes of the pages of a value of `num_bytes`: at least one page."""
     return max(PAGE, -(-num_bytes // PAGE) * PAGE)
 
 
 class _OpenSlab:
-    """A descriptor that is closed when nobody refers to it any more (L2)."""
+    """A descriptor that closes with the last reference (L2)."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -43,10 +43,7 @@ class _OpenSlab:
 
 
 class Slabs:
-    """The slab files of one folder. May be used by several threads.
-
-    identity: the index's own name, in hexadecimal.
-    """
+    """The slab files of one folder. Several threads may use it. identity: of the index, in hexadecimal."""
 
     def __init__(self, folder: Path, identity: str, files: Files) -> None:
         self._folder = folder
@@ -60,7 +57,7 @@ class Slabs:
         return self._folder / f"slab-{self._identity}-{slab:06d}"
 
     def create(self, slab: int, num_bytes: int) -> None:
-        """Makes the file with all its blocks. *raises:* OSError: there is nothing of it then."""
+        """Makes the file with all its blocks. *raises:* OSError: no file is left."""
         self.forget([slab])
         descriptor = self._files.open(self.path(slab), create=True)
         opened = _OpenSlab(descriptor)
@@ -74,30 +71,30 @@ class Slabs:
             self._open[slab] = opened
 
     def read(self, slab: int, offset: int, num_bytes: int) -> memoryview | None:
-        """The bytes, in memory of their own while referred to; None where the file ends before them."""
-        opened = self._opened(slab)
-        buffer = self._buffers.take(pages_of(num_bytes))[:num_bytes]
+        """The bytes, in memory that stays valid while referred to; None if the file ends before them."""
+        opened = self._open_slab(slab)
+        buffer = self._buffers.acquire(pages_of(num_bytes))[:num_bytes]
         return buffer if self._files.read_all(opened.descriptor, buffer, offset) == num_bytes else None
 
     def read_now(self, values: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
-        """See `Files.read_now`; of slabs instead of descriptors. It ends before the first of a slab that is gone."""
+        """`Files.read_now` with slabs instead of descriptors. Ends before the first value of a slab that is gone."""
         opened: list[_OpenSlab] = []
         with suppress(FileNotFoundError):
             for slab, *_ in values:
-                opened.append(self._opened(slab))
+                opened.append(self._open_slab(slab))
         reads = zip(opened, values, strict=False)
-        return self._files.read_now([(one.descriptor, *value[1:]) for one, value in reads])
+        return self._files.read_now([(slab.descriptor, *value[1:]) for slab, value in reads])
 
     def write(self, slab: int, offset: int, parts: Sequence[memoryview]) -> None:
         """Writes the parts one after the other; they are durable after `sync`."""
-        opened = self._opened(slab)
+        opened = self._open_slab(slab)
         self._files.write_all(opened.descriptor, parts, offset)
 
     def sync(self, slab: int) -> None:
-        self._files.sync(self._opened(slab).descriptor)
+        self._files.sync(self._open_slab(slab).descriptor)
 
     def truncate(self, slab: int, num_bytes: int) -> None:
-        self._files.truncate(self._opened(slab).descriptor, num_bytes)
+        self._files.truncate(self._open_slab(slab).descriptor, num_bytes)
 
     def remove(self, slab: int) -> None:
         self.forget([slab])
@@ -106,8 +103,8 @@ class Slabs:
     def size(self, slab: int) -> int:
         return self._files.size(self.path(slab))
 
-    def remove_all_but(self, slabs: Iterable[int]) -> int:
-        """Removes what no index names any more: a writer was killed, or the index set aside. How many files."""
+    def remove_others(self, slabs: Iterable[int]) -> int:
+        """Removes slab files that the index does not name (writer killed, or index set aside); returns their number."""
         known = {self.path(slab).name for slab in slabs}
         strays = [
             name for name in self._files.names(self._folder) if name.startswith("slab-") and name not in known
@@ -117,13 +114,13 @@ class Slabs:
         return len(strays)
 
     def forget(self, slabs: Iterable[int]) -> None:
-        """Closes these as soon as nobody reads them, so that the space of a removed one is given back."""
+        """Closes these once no thread reads them, so that the system frees the space of a removed one."""
         with self._lock:
             for slab in slabs:
                 self._open.pop(slab, None)
 
     def keep_only(self, slabs: Iterable[int]) -> None:
-        """Forgets all others: another process may have removed them."""
+        """Closes all others: another process may have removed them."""
         known = set(slabs)
         self.forget([slab for slab in list(self._open) if slab not in known])
 
@@ -131,7 +128,7 @@ class Slabs:
         with self._lock:
             self._open.clear()
 
-    def _opened(self, slab: int) -> _OpenSlab:
+    def _open_slab(self, slab: int) -> _OpenSlab:
         with self._lock:
             opened = self._open.get(slab)
             if opened is None:

@@ -1,28 +1,28 @@
-"""The tiers below the pool as one thing to talk to: asynchronous, bounded, and never the reason that a step fails.
+"""`TierStack`: the tiers below the pool behind one interface. Asynchronous, bounded; a failed tier never fails a step.
 
-A store goes to **every** tier, not down from one to the next as they evict. What is to survive the process must be on
-disk before the process ends, not when host memory happens to be full; an eviction then costs nothing and waits for
-nothing; and a segment has one path, not one for each pair of tiers. The price: a lower tier holds what an upper one
-holds as well, so that tiers do not add up, and every segment is written to each of them once (a key that is there is
-only refreshed). A load goes top down, segment by segment; what a lower tier gave is promoted to those above it.
+A store goes to **every** tier; tiers do not pass values down as they evict. So the disk has a segment before the
+process ends, not when host memory happens to be full; an eviction costs nothing and waits for nothing; and a segment
+has one path, not one for each pair of tiers. The price: a lower tier holds the values of an upper one as well, so that
+capacities do not add up, and every segment is written to each tier once (a key that is there is only refreshed). A load
+goes top down, segment by segment; a segment from a lower tier is promoted to the tiers above it.
 
-What it is not: a policy. When to store (on eviction, through), and whether to load or to recompute, is the engine's
-business; `estimate_seconds` helps.
+Not a policy: the engine decides when to store (on eviction, through), and whether to load or to recompute;
+`estimate_seconds` helps.
 
 A load has as many fetch batches under way as there are workers: while one waits for the medium another checks or
-copies. A batch brings up one segment, or up to `_BATCH_BYTES` of them where a tier gives several at once (`LoadsMany`).
+copies. A batch is one segment, or up to `_BATCH_BYTES` of segments if a tier loads several at once (`LoadsMany`).
 
-Threads: `workers` of them load and look up, one for each tier stores; daemons, joined by `close`. workers=0: everything
-is done inside the call, `on_done` included, in an order that depends on nothing else: for the laws and the simulator.
-Calls may come from any thread; `into` and `on_done` run in the stack's.
+Threads: `workers` threads load and look up, one thread for each tier stores; daemons, joined by `close`. workers=0:
+every call does its work itself, `on_done` included, in a deterministic order, for the laws and the simulator.
+Calls may come from any thread; `into` and `on_done` run in the stack's threads.
 
 Invariants
     S1  a load delivers bytes that were stored for this very key, in order, or ends before (`segment.decode`).
-    S2  nothing a tier does raises out of here: a failure is a miss or a segment not kept, counted, and logged once per
-        kind; the next tier is asked.
-    S3  segments waiting to be stored take at most `max_bytes_in_flight` for each tier; what finds it full is dropped
-        and counted, and nobody waits.
-    S4  after `close` no thread, file or connection of the stack is left, but for a tier's call that outlives
+    S2  no failure of a tier raises out of the stack: it is a miss, or a segment that is not stored, is counted, and is
+        logged once per kind; the next tier is asked.
+    S3  segments waiting to be stored take at most `max_bytes_in_flight` for each tier. A segment that finds the queue
+        full is dropped and counted; the caller never waits.
+    S4  after `close` no thread, file or connection of the stack is left, except a tier's call that outlives
         the time-out.
 """
 
@@ -41,25 +41,24 @@ import numpy as np
 
 from quire.errors import ArgumentError
 from quire.spec.payload import PayloadLayout
-from quire.tiers.outgoing import Outgoing
 from quire.tiers.segment import Layout, Segment, encode
 from quire.tiers.segment_key import SegmentKey
 from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
 from quire.tiers.tier_changes import TierChanges
-from quire.tiers.tier_worker import Fetched, TierCounts, TierWorker
+from quire.tiers.tier_worker import Fetched, OutgoingSegment, TierCounts, TierWorker
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
 __all__ = ["StackStats", "TierStack"]
 
-# Payload that a fetch batch of a load brings up where a tier gives several values at once, and of that what it copies.
+# Payload of a fetch batch if a tier loads several values at once, and the part of it that is copied at once.
 _BATCH_BYTES, _COPIED_BYTES = 32 << 20, 8 << 20
-_MAX_LOSSES = 65536  # values given up by tiers that are remembered
+_MAX_LOSSES = 65536  # evicted values that are remembered
 
 
 @dataclass(frozen=True)
 class StackStats:
-    """tiers: top down. The rest: counts since the start, and how many loads are under way now."""
+    """tiers: top down. num_loads_running: now. The others: counts since the start."""
 
     tiers: tuple[TierCounts, ...]
     num_loads_running: int
@@ -73,9 +72,9 @@ class TierStack:
     """See the module's text.
 
     tiers: top down, fastest first; names all different; the stack closes them. layout: of their payloads.
-    promote: whether what a lower tier gave is stored in those above it. check_finite: the names of tiers that others
-    fill, whose values are damaged where a number in them is infinite or NaN. clock: seconds that pass, for
-    measurements; wall_clock: seconds since 1970, written into headers.
+    promote: store a segment from a lower tier in the tiers above it. check_finite: names of tiers that other processes
+    fill; there a value with an infinity or NaN counts as damaged. clock: monotonic seconds, for measurements;
+    wall_clock: seconds since 1970, written into headers.
     """
 
     def __init__(
@@ -104,15 +103,15 @@ class TierStack:
         self._promote = promote
         self._clock = clock
         self._wall_clock = wall_clock
-        self.notices = TierChanges()
-        """What the tiers hold and lose, for who listens (`TierChanges.listen`)."""
+        self.changes = TierChanges()
+        """The values that tiers have stored and lost, once recording is on (`TierChanges.record`)."""
         self._tiers = [
             TierWorker(
                 tier,
                 min(workers, 1),
                 max_bytes_in_flight,
                 clock,
-                self.notices,
+                self.changes,
                 check_finite=tier.name in check_finite,
             )
             for tier in tiers
@@ -120,9 +119,11 @@ class TierStack:
         self._batch_bytes = _BATCH_BYTES if any(isinstance(tier, LoadsMany) for tier in tiers) else 0
         self._readers = Workers("quire-tiers", workers, spread=True)
         self._lock = threading.Lock()
-        self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
+        self._losses: OrderedDict[bytes, dict[str, float]] = (
+            OrderedDict()
+        )  # by key and tier, the time of the eviction
         for tier in tiers:
-            tier.on_removed = partial(self._removed, tier.name)
+            tier.on_removed = partial(self._note_removed, tier.name)
         self._running: set[Load | Lookup] = set()
         self._num_lookups = 0
         self._num_loads = 0
@@ -136,29 +137,29 @@ class TierStack:
         cache_priority: int = 1,
         owner: str = "",
         layout: Layout | None = None,
-        spared: Collection[str] = (),
+        excluded: Collection[str] = (),
     ) -> int:
-        """Queues segments and their payloads (uint8, `segment` module) for every tier but those spared; how many some
-        tier has queued.
+        """Queues segments and their payloads (uint8, `segment` module) for every tier but `excluded`. Returns how many
+        segments at least one tier has queued.
 
-        The payloads belong to the stack from now on: nobody writes to them again. Returns at once; what is queued
-        can be looked up and loaded from now on. layout: of the payloads, where they are no keys and values.
+        The payloads belong to the stack from now on: the caller must not write to them. Returns at once; queued
+        segments can be looked up and loaded from now on. layout: of payloads that are not keys and values.
         """
         num_queued = 0
-        for name, payload in segments:
-            outgoing = Outgoing(
-                name,
-                name.info(cache_priority=cache_priority, owner=owner),
+        for key, payload in segments:
+            outgoing = OutgoingSegment(
+                key,
+                key.info(cache_priority=cache_priority, owner=owner),
                 payload,
-                partial(self._encode, name, payload, layout or self.layout),
+                partial(self._encode, key, payload, layout or self.layout),
             )
-            queued = [tier.store(outgoing) for tier in self._tiers if tier.name not in spared]
+            queued = [tier.store(outgoing) for tier in self._tiers if tier.name not in excluded]
             num_queued += any(queued)
         return num_queued
 
-    def has_others(self, spared: Collection[str]) -> bool:
-        """Whether there are tiers but these."""
-        return any(tier.name not in spared for tier in self._tiers)
+    def has_tiers_besides(self, excluded: Collection[str]) -> bool:
+        """Whether there are tiers other than `excluded`."""
+        return any(tier.name not in excluded for tier in self._tiers)
 
     def lookup(
         self,
@@ -167,16 +168,16 @@ class TierStack:
         every_tier: bool = False,
         on_done: Callable[[Lookup], None] | None = None,
     ) -> Lookup:
-        """Asks how far a chain of keys is there: top down, until all are found; every_tier: all tiers, for reports.
+        """Looks a chain of keys up in the tiers, top down until all are found; every_tier: in all tiers, for reports.
 
-        One call of `contains` for each tier asked; goes before the loads that wait.
+        One call of `contains` for each tier; runs before the loads that wait.
         """
-        lookup = Lookup(keys, self._ended, on_done)
+        lookup = Lookup(keys, self._note_end, on_done)
         with self._lock:
             self._num_lookups += 1
             self._running.add(lookup)
         if not self._readers.submit(
-            partial(self._try, lookup, lambda: self._look(lookup, every_tier)), first=True
+            partial(self._run, lookup, lambda: self._run_lookup(lookup, every_tier)), first=True
         ):
             lookup._end("closed")
         return lookup
@@ -192,52 +193,51 @@ class TierStack:
         owner: str = "",
         layout: Layout | None = None,
     ) -> Load:
-        """Loads a chain, a few segments at a time, until one is in no tier.
+        """Loads a chain, a few segments at a time, up to the first that no tier has.
 
-        into(index, payload): takes each one, in threads of the stack, several at once (X2 says until when, X3 in what
-        order); the payload is uint8, read-only, and valid while referred to. Without it they are kept in
-        `Load.payloads`.
+        into(index, payload): receives each segment, in threads of the stack, several at once (until when: X2; order:
+        X3); the payload is uint8, read-only, and valid while referred to. Without it `Load.payloads` has them.
 
-        places(index): beside `into`, writable buffers that take this segment's payload one after the other, or None. A
-        tier that can (`LoadsInPlace`) reads to there what it has at hand, and `into` is not called for it; of a
-        segment that did not arrive they may hold anything. X2 holds for them as for `into`.
+        places(index): in addition to `into`, writable buffers for this segment's payload, filled one after the other,
+        or None. A tier with `LoadsInPlace` reads into them if that needs no waiting; `into` is not called then. The
+        buffers of a segment that did not arrive may hold anything. X2 holds for them as for `into`.
 
-        cache_priority, owner: of what is promoted; with cache priority 0 (discard) nothing is. layout: of the
-        payloads, where they are no keys and values. Loads under way take turns, see the module's text.
+        cache_priority, owner: of promoted segments; with cache priority 0 (discard) none is promoted. layout: of
+        payloads that are not keys and values. Loads under way take turns, see the module's text.
         """
-        load = Load(chain, layout or self.layout, into, places, self._ended, on_done)
+        load = Load(chain, layout or self.layout, into, places, self._note_end, on_done)
         with self._lock:
             self._num_loads += 1
             self._running.add(load)
-        load._settle()  # where the chain is empty
+        load._end_if_delivered()  # for an empty chain
         for _ in range(self._num_batches(load)):
-            self._go_on(load, cache_priority, owner)
+            self._submit_batch(load, cache_priority, owner)
         return load
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Removes values from every tier, after what was queued to be stored before."""
+        """Removes values from every tier, after the stores that are queued."""
         for tier in self._tiers:
             tier.evict(tuple(keys))
 
-    def queue(self, tier: str, operation: str, job: Callable[[], object]) -> None:
-        """Has a tier's own thread do something behind what is queued to be stored there, and before what comes.
+    def submit_job(self, tier: str, operation: str, job: Callable[[], object]) -> None:
+        """Has a tier's own thread run `job`, after the stores that are queued and before later ones.
 
-        operation: for the log, where it fails.
+        operation: its name in the log, if it fails.
         """
         for one in self._tiers:
             if one.name == tier:
-                one.queue(operation, job)
+                one.submit(operation, job)
 
     def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
-        """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
+        """Expected seconds of a load of `num_bytes` of payload from a tier (None: the slowest measured).
 
-        Of what was measured lately, the delivery included; 0.0 while nothing was: try it, and it will be.
+        From recent loads, delivery included; 0.0 before the first, so that the first load is tried.
         """
-        expected = [one.seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
+        expected = [one.estimate_seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
 
     def losses(self, keys: Sequence[bytes]) -> dict[str, float]:
-        """Which tiers have given one of these values up, and how many seconds ago the last of them; bounded memory."""
+        """By tier that has evicted one of these values, seconds since the latest such eviction; bounded memory."""
         found: dict[str, float] = {}
         now = self._clock()
         with self._lock:
@@ -246,8 +246,8 @@ class TierStack:
                     found[tier] = min(found.get(tier, now - at), now - at)
         return found
 
-    def _removed(self, tier: str, keys: Sequence[bytes], reason: Reason) -> None:
-        self.notices.gone(tier, keys, reason)
+    def _note_removed(self, tier: str, keys: Sequence[bytes], reason: Reason) -> None:
+        self.changes.add_lost(tier, keys, reason)
         if reason != "evicted":
             return
         now = self._clock()
@@ -259,11 +259,11 @@ class TierStack:
                     self._losses.popitem(last=False)
 
     def contents(self, tier: str, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
-        """What a tier has under these roots, as far as it has an index; read in the caller's thread."""
+        """Keys and infos of a tier's values under these roots, from its index if it has one; in the caller's thread."""
         return [found for one in self._tiers if one.name == tier for found in one.contents(roots)]
 
     def stats(self) -> StackStats:
-        """Counts of every tier; no round trip to a server, but a disk is read: not for the engine's thread."""
+        """Counts of every tier. Makes no round trip to a server, but reads the disk: not for the engine's thread."""
         tiers = tuple(tier.stats() for tier in self._tiers)
         with self._lock:
             return StackStats(
@@ -275,20 +275,21 @@ class TierStack:
                 self._num_cancelled,
             )
 
-    def unanswered(self) -> dict[str, int]:
-        """By tier, how many calls have failed, or were not made as it is given a rest. No tier is asked."""
+    def num_unanswered(self) -> dict[str, int]:
+        """By tier, the number of calls that failed or were skipped after a failure. Calls no tier."""
         return {tier.name: tier.num_unanswered for tier in self._tiers}
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until what was queued to be stored is in the tiers, for good; whether that was within `timeout` s."""
+        """Waits until all queued segments are durable in the tiers; True if that took at most `timeout` seconds."""
         left = _countdown(timeout)
         done = [tier.writer.wait(left()) for tier in self._tiers]
         return all(done)
 
     def close(self, timeout: float | None = 10.0) -> bool:
-        """Ends loads and lookups as "closed", stores what is queued, joins the threads, closes the tiers.
+        """Ends loads and lookups as "closed", stores the queued segments, joins the threads, closes the tiers.
 
-        Whether all that was done within `timeout` seconds; what was not is dropped and counted. Twice does nothing.
+        True if all was done within `timeout` seconds; the remaining segments are dropped and counted. A second call
+        does nothing.
         """
         left = _countdown(timeout)
         with self._lock:
@@ -298,12 +299,12 @@ class TierStack:
         in_time, _ = self._readers.close(left())
         return all([in_time, *[tier.close(left()) for tier in self._tiers]])
 
-    def _encode(self, name: SegmentKey, payload: np.ndarray, layout: Layout) -> list[memoryview]:
-        segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
+    def _encode(self, key: SegmentKey, payload: np.ndarray, layout: Layout) -> list[memoryview]:
+        segment = Segment(key.hash, key.parent, key.start, key.tokens, payload)
         return encode(segment, layout, made_at=self._wall_clock())
 
-    def _try(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
-        """Whatever happens, nobody waits for ever."""
+    def _run(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
+        """Runs a job of a handle. An error ends the handle, so that no caller waits for ever."""
         if handle.outcome is not None:
             return
         try:
@@ -312,69 +313,71 @@ class TierStack:
             handle._end("failed")
             raise
 
-    def _look(self, lookup: Lookup, every_tier: bool) -> None:
-        where: list[str | None] = [None] * len(lookup.keys)
+    def _run_lookup(self, lookup: Lookup, every_tier: bool) -> None:
+        tiers: list[str | None] = [None] * len(lookup.keys)
         for tier in self._tiers:
-            if not every_tier and None not in where:
+            if not every_tier and None not in tiers:
                 break
-            lookup.asked = tier.name
+            lookup.current_tier = tier.name
             found = tier.contains(lookup.keys)
-            lookup.by_tier[tier.name] = len(list(takewhile(bool, found)))
-            where = [name or (tier.name if there else None) for name, there in zip(where, found, strict=True)]
-        lookup.found = tuple(where)
-        lookup.where = tuple(name for name in takewhile(bool, where) if name)
+            lookup.num_leading[tier.name] = len(list(takewhile(bool, found)))
+            tiers = [
+                name or (tier.name if is_there else None) for name, is_there in zip(tiers, found, strict=True)
+            ]
+        lookup.tiers = tuple(tiers)
+        lookup.leading_tiers = tuple(name for name in takewhile(bool, tiers) if name)
         lookup._end("complete")
 
     def _num_batches(self, load: Load) -> int:
-        """Fetch batches of a load that are under way at once."""
+        """How many fetch batches of a load run at once."""
         return min(len(load.chain), max(1, self._workers))
 
-    def _go_on(self, load: Load, cache_priority: int, owner: str) -> None:
+    def _submit_batch(self, load: Load, cache_priority: int, owner: str) -> None:
         if not self._readers.submit(
-            partial(self._try, load, lambda: self._fetch_batch(load, cache_priority, owner))
+            partial(self._run, load, lambda: self._fetch_batch(load, cache_priority, owner))
         ):
             load._end("closed")
 
     def _fetch_batch(self, load: Load, cache_priority: int, owner: str) -> None:
-        """One segment of a load, or a few where a tier gives several at once."""
+        """Fetches one segment of a load, or several if a tier loads many at once."""
         num_batches = self._num_batches(load)
-        indices = load._take(self._batch_bytes, num_batches)
+        indices = load._next_batch(self._batch_bytes, num_batches)
         if not indices:
             return
         if self._fetch(load, indices, cache_priority, owner):
-            self._go_on(load, cache_priority, owner)
-        load._settle()
+            self._submit_batch(load, cache_priority, owner)
+        load._end_if_delivered()
 
     def _fetch(self, load: Load, indices: range, cache_priority: int, owner: str) -> bool:
-        """Brings segments up; whether all were delivered."""
+        """Fetches segments and delivers them; True if all were delivered."""
         num_damaged = self._num_damaged()
         while indices:
             started = self._clock()
-            names = load.chain[indices.start : indices.stop]
+            keys = load.chain[indices.start : indices.stop]
             found: list[Fetched] = []
             for depth, tier in enumerate(self._tiers):
                 above = self._tiers[:depth] if self._promote and cache_priority else []
                 if not above and (count := self._fetch_in_place(load, indices, tier)):
                     break
-                count = len(found := tier.fetch_some(self._some(names, load.layout), load.layout))
+                count = len(found := tier.fetch_leading(self._copied_at_once(keys, load.layout), load.layout))
                 if found:
                     break
                 if load.outcome is not None:
                     return False
             else:
-                load._stop_at(indices.start, "missing")
+                load._limit(indices.start, "missing")
                 if self._num_damaged() != num_damaged:
-                    self._look_through(load.chain[indices.start + 1 :], load.layout)
+                    self._check_behind_damage(load.chain[indices.start + 1 :], load.layout)
                 return False
-            if not self._hand_over(load, indices, found, tier.name):
+            if not self._deliver(load, indices, found, tier.name):
                 return False
-            num_bytes = sum(load.layout.num_bytes(len(name.tokens)) for name in names[:count])
+            num_bytes = sum(load.layout.num_bytes(len(key.tokens)) for key in keys[:count])
             num_bytes -= sum(one.payload.nbytes for one in found if one.was_queued)
-            if num_bytes:  # others of the load have shared the time
-                tier.loaded(num_bytes, (self._clock() - started) / self._num_batches(load))
-            for name, fetched in zip(names, found, strict=False):
-                info = name.info(cache_priority=cache_priority, owner=owner)
-                outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
+            if num_bytes:  # concurrent batches share the time
+                tier.add_load_time(num_bytes, (self._clock() - started) / self._num_batches(load))
+            for key, fetched in zip(keys, found, strict=False):
+                info = key.info(cache_priority=cache_priority, owner=owner)
+                outgoing = OutgoingSegment(key, info, fetched.payload, fetched.make, fetched.num_bytes)
                 for one in above:
                     one.store(outgoing, promoted=True)
             indices = indices[count:]
@@ -383,35 +386,35 @@ class TierStack:
     def _num_damaged(self) -> int:
         return sum(tier.num_damaged for tier in self._tiers)
 
-    def _look_through(self, names: Sequence[SegmentKey], layout: Layout) -> None:
-        """Behind a damaged value: the others that nobody asks for now go if they are damaged too, and are stored anew
-        with what is computed in their place. Else each start would find one of them."""
+    def _check_behind_damage(self, keys: Sequence[SegmentKey], layout: Layout) -> None:
+        """Checks the values behind a damaged one, and removes those that are damaged too; recomputed segments replace
+        them. Otherwise each start would find one of them."""
         for tier in self._tiers:
-            for name in names:
-                self._readers.submit(partial(tier.remove_if_damaged, name, layout))
+            for key in keys:
+                self._readers.submit(partial(tier.remove_if_damaged, key, layout))
 
-    def _some(self, names: Sequence[SegmentKey], layout: Layout) -> Sequence[SegmentKey]:
-        """The leading ones, of `_COPIED_BYTES` together or one alone."""
-        num_bytes = accumulate(layout.num_bytes(len(name.tokens)) for name in names)
-        return names[: max(1, sum(count <= _COPIED_BYTES for count in num_bytes))]
+    def _copied_at_once(self, keys: Sequence[SegmentKey], layout: Layout) -> Sequence[SegmentKey]:
+        """The leading keys with up to `_COPIED_BYTES` of payload, at least one."""
+        num_bytes = accumulate(layout.num_bytes(len(key.tokens)) for key in keys)
+        return keys[: max(1, sum(count <= _COPIED_BYTES for count in num_bytes))]
 
     def _fetch_in_place(self, load: Load, indices: range, tier: TierWorker) -> int:
-        """How many leading segments a tier has read to where they are wanted, and the load has them."""
+        """How many leading segments a tier has read into the load's buffers, and the load has counted."""
         if load._places is None:
             return 0
-        names = load.chain[indices.start : indices.stop]
+        keys = load.chain[indices.start : indices.stop]
         writing = load._writing_from(indices.start)
-        count = tier.fetch_in_place(names, load.layout, writing, lambda at: load._place(indices[at]))
+        count = tier.fetch_in_place(keys, load.layout, writing, lambda at: load._place(indices[at]))
         for index in indices[:count]:
-            load._arrive(index, load.layout.num_bytes(len(load.chain[index].tokens)), tier.name)
+            load._add_arrived(index, load.layout.num_bytes(len(load.chain[index].tokens)), tier.name)
         return count
 
-    def _hand_over(self, load: Load, indices: range, found: list[Fetched], tier: str) -> bool:
-        """Whether all found were wanted."""
+    def _deliver(self, load: Load, indices: range, found: list[Fetched], tier: str) -> bool:
+        """Delivers fetched segments; False if one was not wanted."""
         pairs = zip(indices, found, strict=False)
         return all(load._deliver(index, fetched.payload, tier) for index, fetched in pairs)
 
-    def _ended(self, handle: Load | Lookup) -> None:
+    def _note_end(self, handle: Load | Lookup) -> None:
         with self._lock:
             self._running.discard(handle)
             if isinstance(handle, Load):
@@ -420,7 +423,7 @@ class TierStack:
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """What is left of so many seconds, at each call."""
+    """A function that returns the rest of `timeout` seconds at each call."""
     if timeout is None:
         return lambda: None
     deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""How far a prompt is stored in a disk cache under each root, and what is stored where it ends: for explanations only.
+"""How far a prompt is stored in a disk cache under each root, and what is stored behind. For explanations only.
 
 Cost: every row of the index is read.
 """
@@ -18,11 +18,11 @@ __all__ = ["StoredPrefix", "stored_prefixes"]
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """What is stored under one root of a prompt, from its beginning on.
+    """The beginning of a prompt that is stored under one root.
 
-    num_tokens: in values that hold nothing else, so that they could be loaded. num_common: those that what is stored
-    has in common with the prompt, the beginning of a value counted. behind: int32, what is stored behind these, in the
-    value in which they end; empty where no value goes on differently.
+    num_tokens: in whole values, which could be loaded. num_common: tokens that the stored content shares with the
+    prompt, the beginning of a value included. behind: int32, the rest of the value in which the common tokens end;
+    empty if no value continues differently.
     """
 
     root: StoredRoot
@@ -34,14 +34,16 @@ class StoredPrefix:
 def stored_prefixes(
     tier: DiskTier, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None = None
 ) -> list[StoredPrefix]:
-    """Under every root, the longest first."""
+    """One for every root, the longest first."""
     tokens = np.ascontiguousarray(tokens, "<i4")
-    found = [_under(tier, root, tokens, dict(extra_keys or {})) for root in tier.roots()]
+    found = [_stored_under(tier, root, tokens, dict(extra_keys or {})) for root in tier.roots()]
     return sorted(found, key=lambda prefix: -prefix.num_tokens)
 
 
-def _under(tier: DiskTier, root: StoredRoot, tokens: np.ndarray, keys: dict[int, bytes]) -> StoredPrefix:
-    ends = {root.root: 0}  # of what matches so far
+def _stored_under(
+    tier: DiskTier, root: StoredRoot, tokens: np.ndarray, keys: dict[int, bytes]
+) -> StoredPrefix:
+    ends = {root.root: 0}  # by key, the end of each matching value
     longest = num_common = 0
     behind = np.empty(0, "<i4")
     for entry in tier.entries(root.root):  # parents first

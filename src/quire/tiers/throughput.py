@@ -1,7 +1,7 @@
-"""How long something has taken lately: a copy by the byte, a prompt by the token, a tier's round trip.
+"""Recent seconds per piece: of a copied byte, a computed token, a tier's round trip.
 
-An exponentially weighted mean of seconds per piece, the latest measurement weighing a fifth; of times rather than of
-rates, as times are what add up. The clock is who measures: equal measurements, equal decisions. Not thread-safe.
+An exponentially weighted mean of seconds per piece; the latest measurement weighs a fifth. Times, not rates, because
+times add up. It reads no clock: equal measurements give equal decisions. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ _WEIGHT = 0.2
 
 
 class Throughput:
-    """seconds_each: of one piece; None while nothing was measured."""
+    """seconds_each: seconds per piece; None before the first measurement."""
 
     def __init__(self) -> None:
         self.seconds_each: float | None = None
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """So many pieces have taken so long together; of none, nothing is learned."""
+        """Adds a measurement: `count` pieces took `seconds` together. A count of 0 is ignored."""
         if count > 0:
             latest, mean = seconds / count, self.seconds_each
             self.seconds_each = latest if mean is None else (1 - _WEIGHT) * mean + _WEIGHT * latest

@@ -1,13 +1,12 @@
-"""What somebody who asked a stack of tiers for something holds: a lookup or a load under way.
+"""`Lookup` and `Load`: handles of a request to a stack of tiers that is under way.
 
 Invariants
-    X1  it ends exactly once, with one outcome; `done` is set and `on_done` called then, and never before its results
-        can be read.
-    X2  once `Load.cancel` has returned, `into` is not running and is never called again, nor is anything written to
-        `places`: what they wrote to may be freed.
-    X3  a load delivers segments of its chain, each whole and verified, several at a time and in any order among those;
-        it ends at the first that no tier has. `num_loaded` leading ones are there, whatever the outcome; what was
-        delivered behind them counts for nothing.
+    X1  a handle ends exactly once, with one outcome. Its results can be read before `done` is set and `on_done` called.
+    X2  once `Load.cancel` has returned, `into` is not running and is never called again, and nothing is written to
+        `places`: the memory that they wrote to may be freed.
+    X3  a load delivers whole, verified segments of its chain, several at a time and these in any order. It ends at the
+        first segment that no tier has. The leading `num_loaded` segments are there, whatever the outcome; segments
+        delivered behind them do not count.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from quire.tiers.segment_key import SegmentKey
 __all__ = ["Load", "Lookup", "Outcome"]
 
 _log = logging.getLogger("quire")
-_Self = TypeVar("_Self", bound="_Handle")
+_Handle = TypeVar("_Handle", bound="TransferHandle")
 
 Outcome = Literal["complete", "missing", "cancelled", "closed", "failed"]
 
 
-class _Handle(Generic[_Self]):
-    """Ends once; may be waited for from any thread."""
+class TransferHandle(Generic[_Handle]):
+    """A transfer that ends once; any thread may wait for it."""
 
-    def __init__(self, on_end: Callable[[_Self], None], on_done: Callable[[_Self], None] | None) -> None:
+    def __init__(self, on_end: Callable[[_Handle], None], on_done: Callable[[_Handle], None] | None) -> None:
         self.done = threading.Event()
         self.outcome: Outcome | None = None
-        self._on_end = on_end  # the stack's book-keeping, before anybody can see the end
+        self._on_end = on_end  # the stack's bookkeeping, before the end is visible
         self._on_done = on_done
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended within `timeout` seconds (None: however long it takes)."""
+        """True if it has ended within `timeout` seconds (None: no limit)."""
         return self.done.wait(timeout)
 
     def _end(self, outcome: Outcome) -> bool:
-        """Ends it, unless it has ended before; whether it did. `on_done` runs in the calling thread."""
+        """Ends it; False if it had ended before. `on_done` runs in the calling thread."""
         with self._lock:
             if self.outcome is not None:
                 return False
@@ -61,12 +60,12 @@ class _Handle(Generic[_Self]):
         return True
 
 
-class Lookup(_Handle["Lookup"]):
-    """How far tiers have a chain of keys. Read the results when `done` is set.
+class Lookup(TransferHandle["Lookup"]):
+    """How much of a chain of keys the tiers have. Read the results when `done` is set.
 
-    found: for each key the name of the topmost tier that has it, None where none has. where: the same of the leading
-        keys; ends before the first key that none has. by_tier: how many leading keys each tier that was asked has on
-        its own. asked: the tier that was asked last, also while it is under way; None before its turn.
+    tiers: for each key the name of the topmost tier that has it, or None. leading_tiers: the same for the leading keys
+        up to the first that no tier has. num_leading: by tier asked, how many leading keys it has by itself.
+        current_tier: the tier asked last, also while the lookup runs; None before its turn.
     """
 
     def __init__(
@@ -77,24 +76,24 @@ class Lookup(_Handle["Lookup"]):
     ) -> None:
         super().__init__(on_end, on_done)
         self.keys = tuple(keys)
-        self.found: tuple[str | None, ...] = (None,) * len(self.keys)
-        self.where: tuple[str, ...] = ()
-        self.by_tier: dict[str, int] = {}
-        self.asked: str | None = None
+        self.tiers: tuple[str | None, ...] = (None,) * len(self.keys)
+        self.leading_tiers: tuple[str, ...] = ()
+        self.num_leading: dict[str, int] = {}
+        self.current_tier: str | None = None
 
     @property
     def num_found(self) -> int:
-        """Leading keys that can be loaded from one tier or another."""
-        return len(self.where)
+        """Leading keys that some tier has."""
+        return len(self.leading_tiers)
 
 
-class Load(_Handle["Load"]):
-    """Segments on their way up. All but `cancel` and `wait` are for reading, at any time, from any thread.
+class Load(TransferHandle["Load"]):
+    """Segments on their way up. Any thread may read the attributes at any time.
 
     outcome: None while it runs; "complete"; "missing": the segment `num_loaded` is in no tier (or failed its check in
-        all); "cancelled"; "closed": the stack was; "failed": `into` raised, see `error`.
-    bytes_total, bytes_done: of payload. tiers: the name of the tier that gave each segment loaded.
-    payloads: of the segments loaded, uint8, read-only, where no `into` was given.
+        all); "cancelled"; "closed": the stack was closed; "failed": `into` raised, see `error`.
+    bytes_total, bytes_done: of payload. tiers: for each segment loaded the name of the tier that had it.
+    payloads: without `into`, the payloads of the segments loaded, uint8, read-only.
     """
 
     def __init__(
@@ -109,19 +108,19 @@ class Load(_Handle["Load"]):
         super().__init__(on_end, on_done)
         self.chain = tuple(chain)
         self.layout = layout
-        self.bytes_total = sum(layout.num_bytes(len(name.tokens)) for name in self.chain)
+        self.bytes_total = sum(layout.num_bytes(len(key.tokens)) for key in self.chain)
         self.bytes_done = 0
         self.tiers: list[str] = []
         self.payloads: list[np.ndarray] = []
         self.error: Exception | None = None
         self._into = into
         self._places = places
-        self._next = 0  # the first segment that nobody has taken
-        self._stop = len(self.chain)  # where it ends, as
+        self._next = 0  # the first segment in no batch yet
+        self._stop = len(self.chain)  # the load ends here, with this outcome
         self._stop_outcome: Outcome = "complete"
-        self._arrived: dict[int, tuple[str, int, np.ndarray | None]] = {}  # delivered, behind one that is not
-        self._writing: set[int] = set()  # threads that `into` runs in
-        self._written = threading.Condition(self._lock)  # of the one above
+        self._arrived: dict[int, tuple[str, int, np.ndarray | None]] = {}  # delivered behind a gap
+        self._writing: set[int] = set()  # ids of threads that write
+        self._written = threading.Condition(self._lock)  # `_writing` has changed
         self._ending = False
 
     @property
@@ -132,25 +131,24 @@ class Load(_Handle["Load"]):
     @property
     def num_tokens(self) -> int:
         """Tokens of the segments loaded."""
-        return sum(len(name.tokens) for name in self.chain[: self.num_loaded])
+        return sum(len(key.tokens) for key in self.chain[: self.num_loaded])
 
     def cancel(self) -> bool:
-        """Ends it now, whatever a tier still does; whether it was still under way. Waits for what is being written only
-        (`into`, `places`), which waits for no medium; from within an `into` for nothing, and that does not count."""
+        """Ends the load now, even while a tier is reading; False if it had ended. Waits only for writes under way
+        (`into`, `places`), which wait for no medium; if called from an `into`, not for that one."""
         return self._end("cancelled")
 
     def _end(self, outcome: Outcome) -> bool:
         with self._written:
-            self._ending = True  # nobody begins to write any more
+            self._ending = True  # no new write begins
             if threading.get_ident() not in self._writing:
                 self._written.wait_for(lambda: not self._writing)  # X2
         return super()._end(outcome)
 
-    def _take(self, max_bytes: int, num_batches: int) -> range:
-        """The next segments to be fetched and delivered, of `max_bytes` of payload together or one alone.
+    def _next_batch(self, max_bytes: int, num_batches: int) -> range:
+        """The next segments to fetch and deliver: up to `max_bytes` of payload, at least one segment.
 
-        Fewer towards the end, so that all workers have something to do until then, but not so few that beginning
-        a batch takes long beside them.
+        Batches are smaller towards the end, to keep all workers busy, but large enough to make their start cheap.
         """
         with self._lock:
             first = self._next
@@ -166,23 +164,23 @@ class Load(_Handle["Load"]):
             return range(first, self._next)
 
     def _deliver(self, index: int, payload: np.ndarray, tier: str) -> bool:
-        """Hands a segment over that was taken; False where nobody wants it, or `into` raised. `_settle` is due then."""
+        """Hands a fetched segment over; False if it is not wanted or `into` raised. Call `_end_if_delivered` then."""
         try:
             with self._writing_from(index) as is_wanted:
                 if not is_wanted:
                     return False
                 if self._into is not None:
                     self._into(index, payload)
-                self._arrive(index, payload.nbytes, tier, None if self._into else payload)
+                self._add_arrived(index, payload.nbytes, tier, None if self._into else payload)
         except Exception as error:
-            _log.error("a load ended, as what takes its segments failed: %r", error)
-            self._stop_at(index, "failed", error)
+            _log.error("a load ended because the receiver of its segments failed: %r", error)
+            self._limit(index, "failed", error)
             return False
         return True
 
     @contextmanager
     def _writing_from(self, index: int) -> Iterator[bool]:
-        """What is written within has ended when `cancel` returns (X2). Whether segments from this one on are wanted."""
+        """Registers a write, for which `cancel` waits (X2). Yields whether segments from this one on are wanted."""
         with self._lock:
             is_wanted = not self._ending and index < self._stop
             if is_wanted:
@@ -195,19 +193,19 @@ class Load(_Handle["Load"]):
                 self._written.notify_all()
 
     def _place(self, index: int) -> Sequence[Any] | None:
-        """Where a segment's payload goes, within `_writing_from`; None: nowhere, or somebody waits for our end."""
+        """Buffers for a segment's payload, within `_writing_from`; None: there are none, or the load is ending."""
         return None if self._places is None or self._ending else self._places(index)
 
-    def _arrive(self, index: int, num_bytes: int, tier: str, payload: np.ndarray | None = None) -> None:
-        """A segment is where it is wanted; nothing happens where the load has ended meanwhile."""
+    def _add_arrived(self, index: int, num_bytes: int, tier: str, payload: np.ndarray | None = None) -> None:
+        """Notes that a segment is in place; does nothing if the load has ended meanwhile."""
         with self._lock:
             if self.outcome is not None:
                 return
             self._arrived[index] = (tier, num_bytes, payload)
-            self._count()
+            self._count_leading()
 
-    def _count(self) -> None:
-        """Counts what lies behind the leading segments without a hole."""
+    def _count_leading(self) -> None:
+        """Counts the arrived segments that follow the leading ones without a gap."""
         while (arrived := self._arrived.pop(len(self.tiers), None)) is not None:
             tier, num_bytes, payload = arrived
             if payload is not None:
@@ -215,13 +213,13 @@ class Load(_Handle["Load"]):
             self.bytes_done += num_bytes
             self.tiers.append(tier)
 
-    def _stop_at(self, index: int, outcome: Outcome, error: Exception | None = None) -> None:
-        """It will not get beyond this segment; those before it are still delivered."""
+    def _limit(self, index: int, outcome: Outcome, error: Exception | None = None) -> None:
+        """Ends the load at this segment, with `outcome`, once the segments before it are delivered."""
         with self._lock:
             if index < self._stop:
                 self._stop, self._stop_outcome, self.error = index, outcome, error
 
-    def _settle(self) -> None:
-        """Ends it where all has been delivered that will be."""
+    def _end_if_delivered(self) -> None:
+        """Ends the load if all segments before its end have been delivered."""
         if self.num_loaded >= self._stop:
             self._end(self._stop_outcome)

@@ -1,10 +1,9 @@
-"""A few threads and one bounded queue of jobs; or none, and every job is done where it is submitted.
+"""A few threads and one bounded queue of jobs; with no threads, each job runs in the call that submits it.
 
 Invariants
-    W1  the bytes of the jobs that wait or run never exceed `max_bytes`: a job that would is refused, and nothing of it
-        is kept.
-    W2  one thread: jobs end in the order they were submitted, those put first aside.
-    W3  a job never raises into the queue: what it raises is logged, and the next one runs.
+    W1  the bytes of the jobs that wait or run never exceed `max_bytes`: a job beyond that is refused.
+    W2  with one thread jobs end in the order of submission, except those submitted with `first`.
+    W3  an error of a job is logged, and the next job runs.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ Job = Callable[[], None]
 
 
 class Workers:
-    """See the module's text. num_threads 0: jobs run inline; one submitted by a running job runs after it.
+    """See the module's text. num_threads 0: jobs run inline; a job submitted by a running job runs after it.
 
-    nice: of the threads, 0 .. 19, or more if the process has more; Linux gives those of 5 about a quarter of a
-    processor that a step wants whole. spread: where there are no more processors than threads, each thread stays on
-    one: threads that hand Python's lock to each other are else put on one processor, and wait for each other there
-    (a load of 235 MB by two of them: 22 of 80 ms).
+    nice: of the threads, 0 .. 19, or the process's own if that is higher; with 5, Linux gives a thread about a quarter
+    of a processor that a step needs whole. spread: if there are at most as many processors as threads, each thread
+    stays on one. Otherwise threads that pass Python's lock to each other share a processor and wait for each other
+    (a load of 235 MB by two threads: 22 of 80 ms).
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Workers:
         self._max_bytes = max_bytes
         self._nice = nice
         self._jobs: deque[tuple[Job, int]] = deque()
-        self._urgent: deque[tuple[Job, int]] = deque()  # those put first, in their own order
+        self._urgent: deque[tuple[Job, int]] = deque()  # submitted with `first`, in order
         self._changed = threading.Condition()
         self._num_bytes = 0
         self._num_submitted = 0
@@ -64,11 +63,11 @@ class Workers:
 
     @property
     def num_bytes(self) -> int:
-        """Of the jobs that wait or run."""
+        """Bytes of the jobs that wait or run."""
         return self._num_bytes
 
     def submit(self, job: Job, num_bytes: int = 0, *, first: bool = False) -> bool:
-        """Queues a job that keeps `num_bytes` alive, before the others where `first`; False: no room, or closed."""
+        """Queues a job that keeps `num_bytes` alive; first: before the others. False: no room, or closed."""
         with self._changed:
             if self._closed or (
                 self._max_bytes is not None and self._num_bytes + num_bytes > self._max_bytes
@@ -85,13 +84,13 @@ class Workers:
         return True
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether as many jobs have ended, within `timeout` seconds, as had been submitted when this was called."""
+        """Waits for as many jobs to end as have been submitted so far; True if within `timeout` seconds."""
         with self._changed:
             target = self._num_submitted
             return self._changed.wait_for(lambda: self._num_ended >= target, timeout)
 
     def close(self, timeout: float | None) -> tuple[bool, int]:
-        """Takes no more jobs, ends those there are, joins the threads: (whether all ended in time, jobs given up)."""
+        """Refuses new jobs, finishes the others, joins the threads: (all ended in time, number of jobs dropped)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._closed = True
@@ -121,11 +120,11 @@ class Workers:
                     return
                 job, num_bytes = (self._urgent or self._jobs).popleft()
             self._run(job, num_bytes)
-            del job  # it keeps its bytes alive, and the next may be long in coming
+            del job  # it keeps its bytes alive, perhaps for long
 
     def _stay(self, place: int) -> None:
-        """Has the calling thread, of this number, stay on one processor."""
-        with suppress(OSError, AttributeError):  # where the system has no such thing, or does not let us
+        """Binds the calling thread, number `place`, to one processor."""
+        with suppress(OSError, AttributeError):  # not on this system, or not permitted
             processors = sorted(os.sched_getaffinity(0))
             if 1 < len(processors) <= len(self._threads):
                 os.sched_setaffinity(0, {processors[place % len(processors)]})

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     Field,
-    model_validator,
 )
 
 from quire.server.schemas.accepted import AcceptedFields
@@ -155,7 +153,6 @@ class SamplingBody(UnservedFields, AcceptedFields):
     )
     cache_priority: Literal["keep", "normal", "discard"] | None = Field(
         None,
-        validation_alias=AliasChoices("cache_priority", "retention"),  # the second is its old name
         description="Ours: how long its content stays cached, beside others'.",
     )
     keep_for: float | None = Field(
@@ -168,13 +165,6 @@ class SamplingBody(UnservedFields, AcceptedFields):
         if most is None:
             return token_ids
         return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_name(cls, data: Any) -> Any:
-        if isinstance(data, dict) and {"cache_priority", "retention"} <= data.keys():
-            raise ValueError("expected cache_priority alone, got retention too, which is its old name")
-        return data
 
 
 class PromptTokensDetails(BaseModel):
