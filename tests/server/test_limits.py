@@ -70,7 +70,7 @@ def test_tenants_do_not_find_each_other(serve, llm: LLM) -> None:
 
 def test_queue_is_bounded(serve, llm: LLM) -> None:
     async def main(url: str) -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60, limits=httpx.ServerLimits(max_connections=None)) as client:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
             body = {**SHORT, "max_tokens": 24, "ignore_eos": True}
             return await asyncio.gather(
                 *[client.post(f"{url}/v1/completions", json=body) for _ in range(300)]

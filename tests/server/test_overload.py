@@ -46,7 +46,7 @@ async def burst(url: str, app: Any, draw: random.Random) -> collections.Counter[
 
     engine = app.state.service.engine
     waiting = engine.submit_between_steps(held.wait)
-    async with httpx.AsyncClient(timeout=60, limits=httpx.ServerLimits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         asking = asyncio.gather(*[one(client) for _ in range(AT_ONCE)])
         try:
             await asyncio.wait_for(all_refused.wait(), 60)

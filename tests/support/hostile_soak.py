@@ -192,7 +192,7 @@ async def _attack(name: str, url: str, seconds: float) -> collections.Counter[st
                 found[type(error).__name__] += 1
 
     transport = httpx.AsyncHTTPTransport(
-        local_address=ATTACKER, limits=httpx.ServerLimits(max_connections=None)
+        local_address=ATTACKER, limits=httpx.Limits(max_connections=None)
     )
     headers = {"Authorization": "Bearer attacker"}
     async with httpx.AsyncClient(timeout=60, transport=transport, headers=headers) as client:
