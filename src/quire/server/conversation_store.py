@@ -2,8 +2,7 @@
 
 Invariants
     C1  only a conversation's tenant finds it; a tenant has at most `max_count`, and begins nothing that would make
-    its
-        conversations larger than `max_bytes` together. The model's tokens count once they are there.
+        its conversations larger than `max_bytes` together. The model's tokens count once they are there.
     C2  one turn at a time; it changes the conversation as a whole at its end, or not at all.
 """
 

@@ -9,7 +9,7 @@ Not here: the number of open connections (`connections`), and their data (`fair_
 
 Invariants
     N1  waiting and open connections are together at most `max_connections`, exceeded by one turn's at most; further
-    ones stay with the system.
+        ones stay with the system.
 
 Cost: a system call for each connection and a task where it begins; a turn of the loop while some wait.
 """

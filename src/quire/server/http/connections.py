@@ -12,8 +12,9 @@ A request that is too large or too late is answered with 414, 431 or 408, unless
 its connection is closed.
 
 Invariants
-    H1  the memory of an incomplete request is bounded: headers here, bodies by `BodyLimit`. H2  never more than
-    `max_connections` are open, nor `max_connections_per_address` of one address that is not a trusted proxy's.
+    H1  the memory of an incomplete request is bounded: headers here, bodies by `BodyLimit`.
+    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address that is not a
+        trusted proxy's.
 
 Cost: O(1) for each connection, request and piece of data; once a second a look at each connection.
 """

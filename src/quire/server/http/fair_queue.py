@@ -8,8 +8,8 @@ address. Behind a proxy all connections have its address; their order is that of
 Not here: the handling of a piece, and when a connection is read (`connections`).
 
 Invariants
-    T1  the pieces of one connection are handled in the order of their arrival. T2  once `max_bytes` wait, a piece of
-    a connection without waiting pieces is handled at once.
+    T1  the pieces of one connection are handled in the order of their arrival.
+    T2  once `max_bytes` wait, a piece of a connection without waiting pieces is handled at once.
 
 Cost: O(1) for each piece; one more turn of the loop after each turn with data.
 """

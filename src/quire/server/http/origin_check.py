@@ -4,8 +4,8 @@ A web page anywhere can make its reader's browser send a request to a server on 
 it: `Origin` is the page's site, and `Host` the name by which the browser found the server, which may be any name that
 its owner made lead here (DNS rebinding). So without keys
 
-    Host    has to be a loopback name or address, or the one that is listened on; unchecked with `insecure` Origin
-    has to be this server itself, or one of `allowed_origins`
+    Host    has to be a loopback name or address, or the one that is listened on; unchecked with `insecure`
+    Origin  has to be this server itself, or one of `allowed_origins`
 
 for every path. With keys neither is checked: a page cannot know a key. A request that a proxy has passed on comes
 from this machine's address without being this machine's: any header of `_FORWARDED` shows that.

@@ -6,8 +6,8 @@ and the committed bytes cost more; they are updated more rarely and have a share
 is no task and no cost.
 
 Invariants
-    F1  all watchers with the same rights get the same bytes; only administrators get the private part. F2  a watcher
-    that reads slowly gets fewer updates, never a queue of old ones.
+    F1  all watchers with the same rights get the same bytes; only administrators get the private part.
+    F2  a watcher that reads slowly gets fewer updates, never a queue of old ones.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Several formats are read at once. Where one may begin, the text is held back and
 if none of them has a call there, the text is content.
 
 Invariants
-    T1  the output does not depend on the pieces in which the text comes. T2  a text without a call comes out
-    unchanged. A call comes out complete, or it ends with `CutCall`.
+    T1  the output does not depend on the pieces in which the text comes.
+    T2  a text without a call comes out unchanged. A call comes out complete, or it ends with `CutCall`.
 """
 
 from __future__ import annotations
