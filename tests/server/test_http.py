@@ -110,7 +110,7 @@ def test_head_leaves_nobody_watching(server: tuple[str, Any]) -> None:
     url, app = server
     assert httpx.head(f"{url}/window/events").status_code == 200
     httpx.get(f"{url}/health")
-    assert app.state.window_feed.num_watchers == 0
+    assert app.state.live_page_feed.num_watchers == 0
     assert httpx.head(f"{url}/v1/completions").status_code == 405
 
 

@@ -253,7 +253,7 @@ def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:
     url, app = server
     with Watcher(url) as watcher:
         watcher.next()
-    feed: SnapshotFeed = app.state.window_feed
+    feed: SnapshotFeed = app.state.live_page_feed
     until(lambda: feed.num_watchers == 0)
     number = feed.number
     time.sleep(0.8)

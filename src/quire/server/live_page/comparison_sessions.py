@@ -33,7 +33,7 @@ __all__ = ["router"]
 
 router = APIRouter(
     prefix="/window/storages",
-    tags=["Window"],
+    tags=["Live page"],
     dependencies=[Depends(tenant_of)],
     route_class=BodyRoute,
     responses=ERRORS,
@@ -160,9 +160,9 @@ class _Sessions:
 
 def _sessions(request: Request) -> _Sessions:
     state = request.app.state
-    if getattr(state, "window_storages", None) is None:
-        state.window_storages = _Sessions()
-    return state.window_storages
+    if getattr(state, "comparison_sessions", None) is None:
+        state.comparison_sessions = _Sessions()
+    return state.comparison_sessions
 
 
 @router.post("")

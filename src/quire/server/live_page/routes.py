@@ -26,7 +26,7 @@ from quire.server.service import Service
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["Window"], responses=ERRORS)
+router = APIRouter(tags=["Live page"], responses=ERRORS)
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -78,9 +78,9 @@ async def _is_administrator(request: Request, service: Service) -> bool:
 
 def _feed(request: Request, service: Service) -> SnapshotFeed:
     state = request.app.state
-    if getattr(state, "window_feed", None) is None:
-        state.window_feed = SnapshotFeed(service)
-    return state.window_feed
+    if getattr(state, "live_page_feed", None) is None:
+        state.live_page_feed = SnapshotFeed(service)
+    return state.live_page_feed
 
 
 @router.get("/", include_in_schema=False)
