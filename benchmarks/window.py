@@ -114,7 +114,7 @@ def idle(url: str, app: Any, seconds: float, num_watchers: int) -> None:
     nobody = cpu_of(seconds / 2, [])
     watchers = [Watcher(url) for _ in range(num_watchers)]
     time.sleep(1.5)
-    feed = app.state.window_feed
+    feed = app.state.live_page_feed
     number, cpu_s, slow_s = feed.number, feed.cpu_s, feed.slow_cpu_s
     num_bytes = watchers[0].num_bytes
     share = cpu_of(seconds, watchers)
@@ -160,7 +160,7 @@ def busy(url: str, engine: AsyncEngine, app: Any, loop: Any, seconds: float, num
         alone.append(rate())
         watcher = Watcher(url)
         time.sleep(0.5)
-        feed = app.state.window_feed
+        feed = app.state.live_page_feed
         cpu_s, number, began = feed.cpu_s + feed.slow_cpu_s, feed.number, time.perf_counter()
         watched.append(rate())
         spent = time.perf_counter() - began

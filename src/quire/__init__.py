@@ -1,7 +1,7 @@
 """Quire: the memory system of LLM inference.
 
-`import quire` brings neither torch nor transformers; the names below that need them load them when first used.
-`quire.__version__` is the installed package's.
+`import quire` imports neither torch nor transformers. The names below that need them import them on first use.
+`quire.__version__` is the version of the installed package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams", "plan"]  # noqa: RUF022 - plainly sorted
 
-_HOMES = {
+_MODULES = {
     "AsyncEngine": "quire.engine.async_engine",
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.sampling.params",
@@ -33,9 +33,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return globals().setdefault(name, _version())
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

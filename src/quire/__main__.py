@@ -1,4 +1,4 @@
-"""`python -m quire`: the same as the `quire` command."""
+"""`python -m quire` runs the `quire` command."""
 
 from quire.cli.main import main
 

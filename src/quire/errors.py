@@ -18,6 +18,9 @@ Messages have one grammar: what was expected, what was given, where, and what to
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 __all__ = [
     "ArgumentError",
     "BackendError",
@@ -31,6 +34,7 @@ __all__ = [
     "QuireError",
     "SequenceClosedError",
     "UnsupportedModelError",
+    "with_flag_names",
 ]
 
 
@@ -84,3 +88,28 @@ class OtherProcessError(QuireError):
 
 class InvariantError(QuireError):
     """An invariant does not hold: a bug in Quire, reported with the numbers."""
+
+
+def with_flag_names(message: str, flags: Mapping[str, str]) -> str:
+    """A message with the flags of the command line for its options' names. flags: by option's name.
+
+    A final "- in `name`" keeps the name where it has other characters than the flag; elsewhere names with an underscore
+    are replaced, which are no words of a sentence.
+    """
+
+    def place(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in flags:
+            return match[0]
+        return f"{match[1]}{flags[name]}" + (f" (`{name}`)" if flags[name] != f"--{name}" else "")
+
+    parts = re.split(r"( - (?:in|as) `[a-z_]+`)", message)
+    names = "|".join(sorted((name for name in flags if "_" in name), key=len, reverse=True))
+    for at, part in enumerate(parts):
+        if at % 2:
+            parts[at] = re.sub(r"( - (?:in|as) )`([a-z_]+)`", place, part)
+        elif names:
+            parts[at] = re.sub(
+                rf"(?<![\w'\"`/.=-])({names})(?![\w'\"`/.=-])", lambda match: flags[match[1]], part
+            )
+    return "".join(parts)

@@ -17,6 +17,7 @@ from support import gguf_case
 
 import quire
 from quire.cli.main import main
+from quire.errors import with_flag_names
 
 Run = Callable[..., tuple[int, str, str]]
 # Of a user who has said nothing to transformers.
@@ -44,22 +45,30 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["generate"], 2, "expected at least one prompt, got none"),
         (["generate", ""], 2, "got an empty one"),
         (["generate", "x", "--kv-memory", "12 bananas"], 2, "'12 bananas'"),
-        (["generate", "x", "--kv-memory", "1KiB"], 2, "expected a kv_memory of at least"),
+        (["generate", "x", "--kv-memory", "1KiB"], 2, "expected a --kv-memory of at least"),
         (
             ["generate", "x", "--storage", "growing", "--kv-memory", "1KiB"],
             2,
-            "expected a kv_memory of at least",
+            "expected a --kv-memory of at least",
         ),
-        (["generate", "x", "--storage", "shared"], 2, "'shared' - in `storage`"),
+        (["generate", "x", "--storage", "shared"], 2, "'shared' - in --storage"),
         (["generate", "x", "--reservation", "half"], 2, "expected max, pow2 or exact, got 'half'"),
-        (["generate", "x", "--growth", "together:0"], 2, "got 'together:0' - in `growth`"),
+        (["generate", "x", "--growth", "together:0"], 2, "got 'together:0' - in --growth"),
         (["generate", "x", "--block-size", "0"], 2, "expected an integer of 1 to 512, got 0"),
         (["generate", "x", "--block-size", "513"], 2, "expected an integer of 1 to 512, got 513"),
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
-        (["generate", "x", "--max-tokens", "0"], 2, "max_tokens"),
-        (["generate", "x", "--disk-cache-size", "1GiB"], 2, "disk_cache_size also disk_cache"),
-        (["serve", "--disk-cache-size", "1GiB", "--port", "0"], 2, "disk_cache_size also disk_cache"),
-        (["chat", "--cache-write", "through"], 2, "cache_write also host_cache, disk_cache or remote_cache"),
+        (["generate", "x", "--max-tokens", "0"], 2, "got 0 - in --max-tokens (`max_tokens`)"),
+        (["generate", "x", "--max-model-len", "1"], 2, "got 1 - in --max-model-len (`max_model_len`)"),
+        (["plan", "--context", "9999999"], 2, "expected context of 1 to 2048 tokens"),
+        (["plan", "--context", "0"], 2, "got 0 - in --context"),
+        (["serve", "--port", "99999"], 2, "got 99999 - as --port"),
+        (["generate", "x", "--disk-cache-size", "1GiB"], 2, "--disk-cache-size also --disk-cache,"),
+        (["serve", "--disk-cache-size", "1GiB", "--port", "0"], 2, "--disk-cache-size also --disk-cache,"),
+        (
+            ["chat", "--cache-write", "through"],
+            2,
+            "--cache-write also --host-cache, --disk-cache or --remote-cache",
+        ),
         (
             ["compare", "--reservation", "pow2", "--storages", "paged"],
             2,
@@ -94,6 +103,27 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert (code, out) == (status, "")
     assert len(lines) == 1
     assert says in lines[0]
+
+
+def test_a_plan_that_does_not_fit_names_the_flags(run: Run) -> None:
+    _, out, _ = run("plan", "--context", "512", "--kv-memory", "64KiB")
+    assert "raise --kv-memory or lower context to at most 16 - in --context" in out
+    assert "max_model_len" not in out
+
+
+def test_flags_replace_names_of_options_only() -> None:
+    flags = {"max_model_len": "--max-model-len", "port": "--port", "kv_memory": "--kv-memory"}
+    for message, expected in (
+        ("raise kv_memory - in `max_model_len`", "raise --kv-memory - in --max-model-len (`max_model_len`)"),
+        ("got 'kv_memory' in kv_memory.json - as `port`", "got 'kv_memory' in kv_memory.json - as --port"),
+        ("got x - in `seed`", "got x - in `seed`"),
+    ):
+        assert with_flag_names(message, flags) == expected
+
+
+def test_no_line_of_the_help_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run("--help")[1].partition("Commands:")[2]
 
 
 def test_the_version_is_the_installed_packages(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +209,7 @@ def test_a_disk_cache_serves_the_next_command(run: Run, tmp_path: Path) -> None:
     assert second["num_cached_tokens"] > 0
     code, out, err = run("generate", prompt, *options, "--cache-write", "never")
     assert (code, out) == (2, "")
-    assert "expected eviction or through, got 'never' - in `cache_write`" in err
+    assert "expected eviction or through, got 'never' - in --cache-write (`cache_write`)" in err
 
 
 def test_a_profile_goes_to_stderr_and_a_trace_to_its_file(run: Run, tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import re
 import sys
+from typing import Any
 
 import pytest
+from transformers.utils import logging
 
 from quire.cli.opening import open_llm
 from quire.config import EngineConfig
+from quire.engine.llm import LLM
 
 CONFIG = EngineConfig(kv_memory="16MiB")
 
@@ -34,3 +37,25 @@ def test_what_is_no_terminal_is_shown_nothing(capsys: pytest.CaptureFixture[str]
     with open_llm(CONFIG):
         out, err = capsys.readouterr()
     assert (out, err) == ("", "")
+
+
+def test_transformers_own_bar_is_off_during_a_load_and_on_after_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def hook(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        seen.append(options["desc"])
+        return factory(*arguments, **options)
+
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    previous = logging.set_tqdm_hook(hook)
+    try:
+        LLM(kv_memory="16MiB").close()
+        assert "Loading weights" not in capsys.readouterr().err
+        assert seen == []
+        list(logging.tqdm(range(2), desc="of another program"))
+        assert seen == ["of another program"]
+        assert "of another program" in capsys.readouterr().err
+    finally:
+        assert logging.set_tqdm_hook(previous) is hook

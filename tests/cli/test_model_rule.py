@@ -96,7 +96,7 @@ def test_a_model_in_the_place_of_a_prompt_is_refused(name: str, tmp_path: Path) 
     file = str(gguf_case.write(tmp_path / "tiny.gguf", gguf_case.tiny()))
     rest = ["--disk-cache", str(tmp_path)] if name == "explain" else []
     for model in (str(EMBEDDED), file):
-        with pytest.raises(ArgumentError, match=r"expected a prompt, got the model .*; name it with --model"):
+        with pytest.raises(ArgumentError, match=r"expected a prompt, got the model .*; give it with --model"):
             run(name, model, *rest)
     goes_on = "expected a folder with a disk cache" if name == "explain" else r"'\./a'"
     with pytest.raises(ArgumentError, match=goes_on):  # a model is named: whatever the prompt is, it is one

@@ -197,7 +197,7 @@ def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
         ({"kv_dtype": "int3"}, "kv_dtype"),
         ({"weights": "int3"}, "weights"),
         ({"context": 0}, "context"),
-        ({"context": 4096}, "max_model_len"),
+        ({"context": 4096}, "expected context of 1 to"),
         ({"context": 100, "max_model_len": 50}, "context"),
         ({"storage": "unheard-of"}, "storage"),
         ({"model": (None, None)}, "model"),

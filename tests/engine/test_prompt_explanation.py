@@ -188,6 +188,19 @@ def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
         assert (answer.reason, answer.differs_at, answer.differs_on_disk) == ("differs", 50, False)
 
 
+def test_a_prompt_within_a_stored_segment_does_not_differ_from_it(tmp_path: Path) -> None:
+    prompt = tokens_of(0, 70)
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB"}
+    with tiny_llm.llm(**options) as llm:
+        serve(llm, prompt)
+    with tiny_llm.llm(**options) as llm:
+        answer = llm.monitor.explain(prompt[:10])
+        assert (answer.reason, answer.differs_at, answer.differs_on_disk) == ("longer", 10, True)
+        assert str(answer).endswith(
+            "the nearest stored segment on disk is longer than the prompt of 10 tokens"
+        )
+
+
 @pytest.mark.ci  # two processes
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command(tmp_path: Path, as_json: bool) -> None:

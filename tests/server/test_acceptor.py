@@ -28,7 +28,11 @@ class House:
         self.begun: list[str] = []
         self.open: list[asyncio.BaseTransport] = []
         self.acceptor = Acceptor(
-            asyncio.get_running_loop(), listener, self._protocol, most=most, num_open=lambda: len(self.open)
+            asyncio.get_running_loop(),
+            listener,
+            self._protocol,
+            max_connections=most,
+            num_open=lambda: len(self.open),
         )
 
     def _protocol(self) -> asyncio.Protocol:

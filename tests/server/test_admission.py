@@ -24,7 +24,7 @@ def test_places_are_taken_before_anything_has_begun(admission: ApiAdmission) -> 
     async def request() -> None:
         admitted = admission.admit(ApiTenant("any"), 1)
         await asyncio.sleep(0)  # others come
-        admitted.leave()
+        admitted.release()
 
     async def all_at_once() -> list[object]:
         return await asyncio.gather(*[request() for _ in range(9)], return_exceptions=True)
@@ -37,16 +37,16 @@ def test_places_are_taken_before_anything_has_begun(admission: ApiAdmission) -> 
 
 def test_places_are_left_prompt_by_prompt_or_together_and_never_twice(admission: ApiAdmission) -> None:
     admitted = admission.admit(ANN, 2)
-    leave, other = admitted.of_one_prompt(), admitted.of_one_prompt()
+    leave, other = admitted.release_of_one_prompt(), admitted.release_of_one_prompt()
     leave()
     leave()
     assert admission.num_open == 1
-    admitted.leave()
+    admitted.release()
     assert admission.num_open == 0
     again = admission.admit(ANN, 2)  # all of them are there again
     other()  # a request whose wait was cancelled may end after its places were left
     assert admission.num_open == 2
-    again.leave()
+    again.release()
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_each_prompt_counts_for_all_of_its_answers(admission: ApiAdmission) -> N
     with pytest.raises(ApiError) as refused:
         admission.admit(ApiTenant("any"), 1)
     assert refused.value.code == "queue_full"
-    admitted.of_one_prompt()()
+    admitted.release_of_one_prompt()()
     assert admission.num_open == 2
-    admitted.leave()
+    admitted.release()
     assert admission.num_open == 0
     admission.admit(BOB, 1, 3).withdraw()
     admission.admit(BOB, 1, 3)
@@ -139,7 +139,7 @@ def test_the_last_places_are_for_other_addresses_than_the_one_that_has_the_rest(
         admission.admit(ANYBODY, 1, address="a third")
     assert refused.value.code == "queue_full"
     for one in others:
-        one.leave()
+        one.release()
     assert admission.admit(ANYBODY, 1, 2, "few")
     with pytest.raises(ApiError) as refused:
         admission.admit(ANYBODY, 31, address="many")  # no address ever has as many
@@ -149,31 +149,31 @@ def test_the_last_places_are_for_other_addresses_than_the_one_that_has_the_rest(
 def test_an_address_has_so_many_requests_a_minute() -> None:
     now = 1000.0
     admission = ApiAdmission(64, Metrics("m"), per_minute_of_address=3, clock=lambda: now)
-    admission.admit(ANYBODY, 2, address="one").leave()
+    admission.admit(ANYBODY, 2, address="one").release()
     now += 20
-    admission.admit(ANYBODY, 1, address="one").leave()
+    admission.admit(ANYBODY, 1, address="one").release()
     with pytest.raises(ApiError) as refused:
         admission.admit(ANYBODY, 1, address="one")
     assert (refused.value.status, refused.value.code) == (429, "rate_limit")
     assert refused.value.retry_after_s == 41
-    admission.admit(ANYBODY, 3, address="another").leave()
+    admission.admit(ANYBODY, 3, address="another").release()
     for _ in range(9):
-        admission.admit(ApiTenant("named"), 1, address="one").leave()  # a tenant has its own limit, or none
+        admission.admit(ApiTenant("named"), 1, address="one").release()  # a tenant has its own limit, or none
     now += 41
     admission.admit(ANYBODY, 1, address="one").withdraw()  # what was wrong counts in no minute
-    admission.admit(ANYBODY, 2, address="one").leave()
+    admission.admit(ANYBODY, 2, address="one").release()
     with pytest.raises(ApiError) as refused:
         admission.admit(ANYBODY, 4, address="a third")
     assert refused.value.code == "too_many_answers"
 
 
 def test_addresses_of_the_minutes_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_MOST_RECENT", 10)
+    monkeypatch.setattr(places, "_MIN_REMEMBERED", 10)
     now = 1000.0
     admission = ApiAdmission(64, Metrics("m"), per_minute_of_address=1, clock=lambda: now)
     for number in range(200):
         now += 7
-        admission.admit(ANYBODY, 1, address=f"a{number}").leave()
+        admission.admit(ANYBODY, 1, address=f"a{number}").release()
         assert len(admission._recent) <= 20
     with pytest.raises(ApiError):
         admission.admit(ANYBODY, 1, address="a199")

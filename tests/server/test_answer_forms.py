@@ -23,9 +23,14 @@ from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta
 from quire.server.outputs.markers import in_grammar, shown_token_ids
 from quire.server.outputs.output_format import OutputFormat, OutputParser
-from quire.server.outputs.reasoning import ReasoningFormat, ReasoningParser, ReasoningSpan, reasoning_form_of
+from quire.server.outputs.reasoning import (
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningSpan,
+    reasoning_format_of,
+)
 from quire.server.outputs.tagged_call_format import TaggedCallFormat
-from quire.server.outputs.tool_call_format import ToolCallFormat, form_of
+from quire.server.outputs.tool_call_format import ToolCallFormat, call_format_of
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.settings import ServerLimits, ServerSettings
 
@@ -110,7 +115,7 @@ def test_thoughts_whatever_the_pieces(
 
 
 def test_only_models_with_the_markers_think() -> None:
-    assert [name for name in families.FAMILIES if reasoning_form_of(families.tokenizer(name))] == [
+    assert [name for name in families.FAMILIES if reasoning_format_of(families.tokenizer(name))] == [
         "qwen3",
         "qwq",
         "deepseek3.1",
@@ -213,7 +218,7 @@ def test_shown_special_tokens_of_a_request() -> None:
 
 
 def test_marker_of_a_family_is_part_of_its_form() -> None:
-    forms = {name: form_of(families.tokenizer(name)) for name in families.FAMILIES}
+    forms = {name: call_format_of(families.tokenizer(name)) for name in families.FAMILIES}
     assert forms["mistral"] == ToolCallFormat("[TOOL_CALLS] [", "]", id_field="id")
     assert forms["llama3"] == ToolCallFormat("", "", "name", "parameters")
     assert forms["python_tag"] == ToolCallFormat("<|python_tag|>", "", "name", "parameters")
@@ -442,7 +447,7 @@ def test_any_arguments_are_taken(name: str, arguments: str) -> None:
     ]
     text = render(tokenizer, messages, ServerLimits(), [Tool.model_validate(WEATHER)])
     text.encode()
-    form = form_of(tokenizer)
+    form = call_format_of(tokenizer)
     begin = form.begin + "f" if isinstance(form, TaggedCallFormat) else '"name": "f"'
     assert begin in text
 

@@ -274,7 +274,7 @@ def test_what_names_no_tool_is_text(family: str, name: str) -> None:
 def test_no_text_is_lost_or_made_up(data: st.DataObject, seed: int) -> None:
     """Pieces of markers in any order: without a call the text as it is, with one its parts in their order."""
     family = data.draw(st.sampled_from([*families.FAMILIES]))
-    marks = [start for one in form(family).call_forms() for start in one.starts]
+    marks = [start for one in form(family).call_formats() for start in one.starts]
     more = [
         OBJECT,
         '{"name": "',

@@ -70,7 +70,7 @@ class House:
     def __init__(self, limits: ServerLimits = LIMITS) -> None:
         self.now = 0.0
         self.guard = Connections(limits, lambda: self.now)
-        self.guard.turns = FairQueue(10_000)  # all that comes is handled at once
+        self.guard.queue = FairQueue(10_000)  # all that comes is handled at once
         self.answering = asyncio.Event()
         self.made: list[GuardedProtocol] = []
 
@@ -270,7 +270,7 @@ async def test_a_body_that_comes_behind_its_answer_is_not_read_for_ever(house: H
 
 @in_loop
 async def test_requests_that_came_at_once_over_one_connection_have_their_turns_too(house: House) -> None:
-    house.guard.turns = FairQueue(1)
+    house.guard.queue = FairQueue(1)
     house.answering.set()
     several = [house.connect(f"192.0.2.{number}") for number in range(4)]
     for one, _ in several:
@@ -295,7 +295,7 @@ async def test_a_trusted_proxy_has_as_many_as_there_are(house: House) -> None:
 
 @in_loop
 async def test_what_waits_for_its_turn_is_not_read_on(house: House) -> None:
-    house.guard.turns = FairQueue(1)
+    house.guard.queue = FairQueue(1)
     first, second, gone = (house.connect() for _ in range(3))
     for one, _ in (first, second, gone):
         one.data_received(WHOLE)

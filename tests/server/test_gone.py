@@ -167,9 +167,9 @@ def test_before_a_large_body_has_been_worked_on(
     worked: list[bool] = []
     monkeypatch.setattr(type(service), "_encode", lambda *_: worked.append(True) or [5])
     monkeypatch.setattr(
-        bodies, "parsed", (lambda *_: worked.append(True)) if kind == "parsing" else bodies.parsed
+        bodies, "parse_body", (lambda *_: worked.append(True)) if kind == "parsing" else bodies.parse_body
     )
-    threads = bodies._thread if kind == "parsing" else service.off_loop._threads
+    threads = bodies._thread if kind == "parsing" else service.threads._threads
     field = "text" if path == "/quire/conversations" else "prompt"
     text, held = TEXT if kind == "parsing" else LONG_TEXT, threading.Event()
     busy = [threads.submit(held.wait) for _ in range(threads._max_workers)]

@@ -23,7 +23,7 @@ from quire.server import service
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ApiTenant, KeyRing, digest_of_key
 from quire.server.http import bodies
-from quire.server.http.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
+from quire.server.http.bodies import LARGE_BODY, BodyRoute, parse_body, weight_of
 from quire.server.http.body_limit import BodyLimit
 from quire.server.models import DetokenizeRequest, TokenizeRequest
 from quire.server.schemas.admin_bodies import AdminPrompt
@@ -93,10 +93,10 @@ def test_weight_is_of_values_and_not_of_what_stands_in_texts() -> None:
 
 def test_what_holds_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = TypeAdapter(CompletionRequest)
-    assert parsed(b'{"prompt":[1,2,3]}', adapter, 100).prompt == [1, 2, 3]
+    assert parse_body(b'{"prompt":[1,2,3]}', adapter, 100).prompt == [1, 2, 3]
     monkeypatch.setattr(bodies.json, "loads", lambda body: pytest.fail("it was parsed"))
     with pytest.raises(ApiError, match="max_body_values") as refused:
-        parsed(b'{"prompt":"a","other":[' + b"{}," * 100 + b"{}]}", adapter, 100)
+        parse_body(b'{"prompt":"a","other":[' + b"{}," * 100 + b"{}]}", adapter, 100)
     assert refused.value.status == 400
 
 
@@ -114,9 +114,9 @@ def test_large_bodies_are_parsed_beside_the_event_loop(url: str, monkeypatch: py
 
     def watched(*arguments: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return parsed(*arguments)
+        return parse_body(*arguments)
 
-    monkeypatch.setattr(bodies, "parsed", watched)
+    monkeypatch.setattr(bodies, "parse_body", watched)
     for size in (100, LARGE_BODY):
         answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
         assert answer.status_code == 200
@@ -253,8 +253,10 @@ def test_a_chat_template_has_its_time_and_no_more(serve, llm: LLM, monkeypatch: 
             pass
         raise AssertionError
 
-    within = Threads.within
-    monkeypatch.setattr(Threads, "within", lambda self, seconds, *work: within(self, seconds / 500, *work))
+    within = Threads.run_with_timeout
+    monkeypatch.setattr(
+        Threads, "run_with_timeout", lambda self, seconds, *work: within(self, seconds / 500, *work)
+    )
     with serve(ServerSettings()) as (url, _):
         monkeypatch.setattr(service, "render", slow)
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [MESSAGE], "max_tokens": 1})
@@ -335,8 +337,8 @@ def test_a_finished_answer_that_is_not_read_holds_no_place(serve) -> None:
 def test_what_no_place_is_left_for_is_refused_before_its_body_is_read(serve, monkeypatch) -> None:
     with serve(ServerSettings()) as (url, app):
         there = app.state.service
-        monkeypatch.setattr(bodies, "parsed", lambda *_: pytest.fail("the body was read"))
-        there._admission.admit(ApiTenant("somebody"), there._admission._most)
+        monkeypatch.setattr(bodies, "parse_body", lambda *_: pytest.fail("the body was read"))
+        there._admission.admit(ApiTenant("somebody"), there._admission._max_open)
         for size in (1, 3_000_000):  # one that is still being sent hears of it too
             answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")

@@ -11,7 +11,7 @@ import pytest
 from quire import LLM
 from quire.server.api_errors import ApiError
 from quire.server.messages import render
-from quire.server.outputs.tool_call_format import template_tells_tools
+from quire.server.outputs.tool_call_format import template_describes_tools
 from quire.server.schemas.chat_bodies import ChatMessage
 from quire.server.settings import ServerLimits
 
@@ -103,7 +103,7 @@ def test_a_role_of_the_template_is_taken(several: bool) -> None:
             return "|".join(message["role"] for message in messages)
 
     assert render(Tokenizer(), [ChatMessage(role="robot", content="a")], ServerLimits()) == "robot"
-    assert not template_tells_tools(Tokenizer())
+    assert not template_describes_tools(Tokenizer())
     with pytest.raises(ApiError, match="got 'robo'"):
         render(Tokenizer(), [ChatMessage(role="robo", content="a")], ServerLimits())
 

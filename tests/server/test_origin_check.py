@@ -85,9 +85,9 @@ def test_another_sites_page_does_nothing(url: str, path: str, origin: str) -> No
 
 def test_a_foreign_page_makes_no_conversation(url: str, server: tuple[str, Any]) -> None:
     service = server[1].state.service
-    before = len(service.conversations.of(ANYBODY))
+    before = len(service.conversations.entries_of(ANYBODY))
     httpx.post(f"{url}/quire/conversations", headers={"Origin": PAGE})
-    assert len(service.conversations.of(ANYBODY)) == before
+    assert len(service.conversations.entries_of(ANYBODY)) == before
     made = httpx.post(f"{url}/quire/conversations", headers={"Origin": url})  # our own page's
     assert made.status_code == 201
     httpx.delete(f"{url}/quire/conversations/{made.json()['id']}")

@@ -152,7 +152,7 @@ def test_what_is_not_read_is_not_computed(small_server, small_llm, monkeypatch, 
     """The application waits in its first `send`: each request pauses, others do not, and nothing is lost."""
     url, app = small_server
     monkeypatch.setattr(service, "_MAX_UNREAD", 6)
-    monkeypatch.setattr(completions, "_MOST_QUEUED", 4)
+    monkeypatch.setattr(completions, "_MAX_QUEUED", 4)
     scheduler = small_llm.engine.scheduler
     head, _, body = request({**STREAM, "prompt": prompts}).partition(b"\r\n\r\n")
     headers = [tuple(line.lower().split(b": ")) for line in head.split(b"\r\n")[1:]]

@@ -36,7 +36,7 @@ CHAT = {
 @pytest.fixture
 def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSteps]:
     """No step of the engine but those that are let go; comments come often."""
-    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     with held_steps(llm) as held:
         yield held
 
@@ -107,10 +107,10 @@ def test_refusals_are_answers_of_their_own(serve: Any, llm: LLM, monkeypatch: py
         with Raw(url, turn, {"max_tokens": 2, "stream": True}) as first:
             first.read_to(HEAD_END)
             assert status(turn, {"max_tokens": 2}) == (409, False)
-            places = there._admission._most - there.num_open
+            places = there._admission._max_open - there.num_open
             taken = there._admission.admit(ApiTenant("somebody"), places)
             assert status("/v1/chat/completions", CHAT) == (429, True)
-            taken.leave()
+            taken.release()
         monkeypatch.setattr(there, "draining", True)
         assert status("/v1/chat/completions", CHAT) == (503, True)
 
@@ -160,7 +160,7 @@ def test_the_openai_package_skips_comments_and_raises_the_error(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a server that stops while requests wait, too."""
-    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     sent, send = [], EventStream._send
 
     async def noted(self: EventStream, to: Any, data: bytes) -> None:
@@ -216,7 +216,7 @@ def test_cached_tokens_of_a_stream_are_in_its_usage(url: str, llm: LLM) -> None:
 
 def test_a_stream_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself: nothing follows its end, and what it reads from is closed."""
-    monkeypatch.setattr(sse, "_BEAT_S", 0.001)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.001)
     closed = []
 
     async def events(go: asyncio.Event, error: Exception | None) -> Any:

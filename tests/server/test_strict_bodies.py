@@ -163,6 +163,46 @@ def test_every_field_of_openais_functions_is_known() -> None:
     assert set(of_openai.ParsedChatCompletionMessage.model_fields) <= set(ChatMessage.model_fields)
 
 
+@pytest.mark.parametrize(
+    ("part", "refusal"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "images are not supported"),
+        ({"type": "input_audio", "input_audio": {"data": ""}}, "audio is not supported"),
+        ({"type": "video_url", "video_url": {"url": "http://x/y.mp4"}}, "videos are not supported"),
+        ({"type": "file", "file": {"file_id": "f"}}, "files are not supported"),
+    ],
+)
+def test_parts_without_text_are_refused_by_their_kind(url: str, part: dict[str, Any], refusal: str) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": [part]}]}
+    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    name = part["type"]
+    assert error["message"] == f"{refusal}: this server reads text - in `messages.0.content.0.{name}`"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "/v1/completions", {"prompt": [2**31 - 1]}, 400, "invalid_value"),
+        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", {**CHAT, "logit_bias": {"99999999": 1}}, 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", {**CHAT, "temperature": 9}, 400, "invalid_body"),
+        ("GET", "/v1/completions", None, 405, "method_not_allowed"),
+        ("GET", "/window/no-such-file", None, 404, "no_such_file"),
+    ],
+)
+def test_every_error_has_a_code(url: str, method: str, path: str, body: Any, status: int, code: str) -> None:
+    answer = httpx.request(method, f"{url}{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_an_error_names_the_field_of_the_request(url: str) -> None:
+    body = {**CHAT, "min_tokens": 20}
+    body |= {"max_completion_tokens": 10, "max_tokens": None}
+    message = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message == "expected min_tokens of at most max_completion_tokens 10, got 20 - in `min_tokens`"
+
+
 # Beside OpenAI's and vLLM's (test_fields.py): of llama.cpp, Ollama, OpenRouter, DashScope and Open WebUI.
 OF_CLIENTS = """
 cache_prompt id_slot min_p repeat_penalty repeat_last_n n_predict n_keep n_probs return_progress
@@ -186,4 +226,4 @@ def test_a_field_that_clients_send_is_done_or_refused_with_what_to_do(url: str) 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
         if name != "json_schema":  # of completions alone
             (only,) = [one for one in ChatRequest.model_fields[name].metadata if isinstance(one, OneOf)]
-            assert only.why in answer.json()["error"]["message"]
+            assert only.reason in answer.json()["error"]["message"]

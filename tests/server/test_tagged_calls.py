@@ -22,11 +22,11 @@ from quire.sampling import grammar
 from quire.server.messages import render
 from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta, CutCall
-from quire.server.outputs.known_formats import KNOWN_FORMS
+from quire.server.outputs.known_formats import KNOWN_FORMATS
 from quire.server.outputs.output_format import OutputFormat, OutputParser
 from quire.server.outputs.parameter_values import json_of, types_of
 from quire.server.outputs.tagged_call_format import ParameterFormat, TaggedCallFormat
-from quire.server.outputs.tool_call_format import ToolCallFormat, form_of
+from quire.server.outputs.tool_call_format import ToolCallFormat, call_format_of
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.settings import ServerLimits, ServerSettings
 
@@ -62,7 +62,7 @@ def read(form: OutputFormat, pieces: list[str]) -> Read:
 
 
 def test_learnt_forms() -> None:
-    forms = {name: form_of(families.tokenizer(name)) for name in NAMED}
+    forms = {name: call_format_of(families.tokenizer(name)) for name in NAMED}
     calls, call = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "<｜tool▁call▁begin｜>"
     assert forms == {
         "mistral11": TaggedCallFormat("", "[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), "", ""),
@@ -87,7 +87,7 @@ def test_learnt_forms() -> None:
             "",
             ParameterFormat("\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
         ),
-        "kimi-k2": KNOWN_FORMS["Kimi K2"],
+        "kimi-k2": KNOWN_FORMATS["Kimi K2"],
     }
 
 
@@ -353,7 +353,7 @@ def test_template_that_writes_objects_and_tells_no_tools_is_answered_in_our_form
         "{% endfor %}{% endfor %}"
     )
     monkeypatch.setattr(families.tokenizer("hermes"), "chat_template", template)
-    assert form_of(families.tokenizer("hermes")) == ToolCallFormat()
+    assert call_format_of(families.tokenizer("hermes")) == ToolCallFormat()
 
 
 def test_parallel_calls_whose_template_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,9 @@ def test_parallel_calls_whose_template_takes_one(monkeypatch: pytest.MonkeyPatch
         "{% endif %}{% endfor %}"
     )
     monkeypatch.setattr(families.tokenizer("hermes"), "chat_template", template)
-    assert form_of(families.tokenizer("hermes")) == TaggedCallFormat("", "<call>", ("<args>",), "</call>", "")
+    assert call_format_of(families.tokenizer("hermes")) == TaggedCallFormat(
+        "", "<call>", ("<args>",), "</call>", ""
+    )
 
 
 def test_end_markers_left_out_by_the_model() -> None:

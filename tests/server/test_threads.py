@@ -21,9 +21,9 @@ def test_results_and_errors_come_back_from_other_threads() -> None:
 
     async def main() -> None:
         off_loop = Threads()
-        assert (await off_loop.run_here(where, "a"))[1].startswith("quire-texts")
-        assert await off_loop.within(60, where, "b") == ("b", "quire-guest")
-        for run in (off_loop.run_here(fail), off_loop.within(60, fail)):
+        assert (await off_loop.run(where, "a"))[1].startswith("quire-texts")
+        assert await off_loop.run_with_timeout(60, where, "b") == ("b", "quire-timed")
+        for run in (off_loop.run(fail), off_loop.run_with_timeout(60, fail)):
             with pytest.raises(ValueError, match="no"):
                 await run
 
@@ -46,16 +46,16 @@ def test_what_never_ends_is_ended() -> None:
             ended.set()
 
     async def main() -> Any:
-        off_loop = Threads(num_guests=1)
+        off_loop = Threads(num_timed=1)
         with pytest.raises(TimeoutError):
-            await off_loop.within(0.001, forever)
+            await off_loop.run_with_timeout(0.001, forever)
         assert await asyncio.to_thread(ended.wait, 10)
-        left = asyncio.create_task(off_loop.within(60, forever))
+        left = asyncio.create_task(off_loop.run_with_timeout(60, forever))
         begun.clear()
         ended.clear()
         await asyncio.to_thread(begun.wait, 10)
         left.cancel()
         assert await asyncio.to_thread(ended.wait, 10)
-        return await off_loop.within(60, lambda: 5)
+        return await off_loop.run_with_timeout(60, lambda: 5)
 
     assert asyncio.run(main()) == 5

@@ -15,7 +15,7 @@ from quire.server.messages import render
 from quire.server.outputs.bare_calls import bare_calls
 from quire.server.outputs.call_parser import CallParser
 from quire.server.outputs.object_calls import ObjectCalls
-from quire.server.outputs.tool_call_format import ToolCallFormat, form_of, template_tells_tools
+from quire.server.outputs.tool_call_format import ToolCallFormat, call_format_of, template_describes_tools
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.settings import ServerLimits
 
@@ -99,8 +99,8 @@ def with_template(llm: LLM, monkeypatch: pytest.MonkeyPatch):
 )
 def test_learnt_forms(with_template, template: str | None, form: ToolCallFormat | None, tells: bool) -> None:
     tokenizer = with_template(template)
-    assert form_of(tokenizer) == form
-    assert template_tells_tools(tokenizer) == tells
+    assert call_format_of(tokenizer) == form
+    assert template_describes_tools(tokenizer) == tells
 
 
 def test_model_is_told_in_either_way(with_template) -> None:

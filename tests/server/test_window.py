@@ -253,7 +253,7 @@ def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:
     url, app = server
     with Watcher(url) as watcher:
         watcher.next()
-    feed: SnapshotFeed = app.state.window_feed
+    feed: SnapshotFeed = app.state.live_page_feed
     until(lambda: feed.num_watchers == 0)
     number = feed.number
     time.sleep(0.8)
@@ -278,13 +278,13 @@ def test_the_feed_ends_when_the_server_stops(llm: Any, serve: Any) -> None:
 
 def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that costs 9 ms comes every 0.6 s at most, whatever the machine."""
-    real = SnapshotFeed._paint
+    real = SnapshotFeed._render
 
     def dear(self: SnapshotFeed, *args: Any) -> tuple[float, float]:
         cost, slow = real(self, *args)
         return cost + 0.009, slow
 
-    monkeypatch.setattr(SnapshotFeed, "_paint", dear)
+    monkeypatch.setattr(SnapshotFeed, "_render", dear)
     with serve(ServerSettings()) as (url, _):
         began = time.monotonic()
         with Watcher(url) as watcher:

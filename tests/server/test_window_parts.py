@@ -128,14 +128,14 @@ def test_an_empty_tree_has_no_rows() -> None:
 
 def test_ages_from_looking_now_and_then() -> None:
     births = BlockAges()
-    births.look(10, 100.0)
-    births.look(10, 105.0)
-    births.look(20, 110.0)
+    births.observe(10, 100.0)
+    births.observe(10, 105.0)
+    births.observe(20, 110.0)
     assert births.age(3, 120.0) == (20.0, True)
     assert births.age(10, 120.0) == (10.0, False)
     assert births.age(19, 120.0) == (10.0, False)
     for step in range(2000):
-        births.look(21 + step, 111.0 + step)
+        births.observe(21 + step, 111.0 + step)
     age, _ = births.age(21 + 1500, 111.0 + 2000)
     assert 480 <= age <= 499  # made between two looks, of which some were forgotten
 

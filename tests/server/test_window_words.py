@@ -153,7 +153,7 @@ def test_evictions_say_why(browser: Any) -> None:
             assert row[2] == "default"
             assert "os" in row[6]
             small.between_steps(lambda: small.engine.trim())
-            until(lambda: "somebody asked for it" in cells_of(browser, "#evictions")[0][1])
+            until(lambda: "a request dropped it" in cells_of(browser, "#evictions")[0][1])
         finally:
             browser.get("about:blank")
 

@@ -1,5 +1,5 @@
-"""The command line: one file per verb, `app` holds them together.
+"""The command line: one file for each verb; `main` is the command.
 
 Others may use
-    app   the command `quire`
+    main   the command `quire`
 """

@@ -1,4 +1,4 @@
-"""`quire cache`: what a disk cache's folder holds; to check it, make it smaller, or remove it. And kept weights."""
+"""`quire cache`: lists, verifies, shrinks and removes a disk cache's folder; lists and removes saved weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["cache"]
 
 cache = typer.Typer(
     name="cache",
-    help="A disk cache's folder: list it, verify it, make it smaller, remove it. Kept weights: list and remove them.",
+    help="Disk caches and saved weights: list, verify, shrink, remove.",
     rich_markup_mode=None,
 )
 
@@ -36,7 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 
 @cache.command("ls")
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
-    """Lists what is stored, by model and namespace."""
+    """Lists the stored segments by model and namespace."""
     from quire.sessions.snapshot_files import SnapshotFiles, count_snapshots
     from quire.tiers.disk import DiskTier
 
@@ -107,7 +107,7 @@ def _print_roots(roots: list[Any]) -> None:
 
 
 def _age(seconds: float) -> str:
-    """Before now; a clock that went back makes it now."""
+    """A past time in words; "0 s ago" where the clock went back."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{int(seconds // length)} {unit} ago"
@@ -118,18 +118,19 @@ def _age(seconds: float) -> str:
 @options.engine_flags("model", "dtype", "kv_memory", "backend", "revision", "trust_remote_code")
 def verify(
     folder: Folder,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove damaged values.")] = False,
     recompute: Annotated[
         int | None,
         typer.Option(
             "--recompute", metavar="N", min=1, help="Also compute N segments again and compare every bit."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Which segments are computed again.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Chooses the segments for --recompute.")] = 0,
     as_json: AsJson = False,
     **engine: Any,
 ) -> int:
-    """Reads every value and compares its checksum; status 1 where one is damaged, or not what the model computes."""
+    """Reads every value and compares its checksum. Status 1: a value is damaged, or the model computes another
+    one."""
     from quire.tiers.disk import DiskTier
     from quire.tiers.disk_folder import find_damage
 
@@ -154,11 +155,11 @@ def verify(
         if recompute is not None:
             from quire.engine.recompute import compare_sample
 
-            def open_one(block_size: int) -> LLM:
-                # An engine with a tier names its world.
+            def open_engine(block_size: int) -> LLM:
+                # `host_cache`: only an engine with a tier computes the names of segments.
                 return open_llm(EngineConfig(**engine, block_size=block_size, host_cache="1MiB"))
 
-            compared = list(compare_sample(tier, open_one, recompute, seed=seed))
+            compared = list(compare_sample(tier, open_engine, recompute, seed=seed))
     finally:
         tier.close()
     if as_json:
@@ -189,47 +190,49 @@ def verify(
         )
         if compared is not None:
             _print_recomputed(compared)
-    differs = compared is not None and any(one.difference for one in compared)
+    differs = compared is not None and any(result.difference for result in compared)
     return 1 if damaged or differs else 0
 
 
 def _recomputed_json(compared: list[SegmentComparison]) -> dict[str, Any]:
-    reasons = Counter(one.reason for one in compared if one.reason)
+    reasons = Counter(result.reason for result in compared if result.reason)
     return {
-        "equal": sum(not one.reason and not one.difference for one in compared),
+        "equal": sum(not result.reason and not result.difference for result in compared),
         "different": [
             {
-                "key": one.entry.key.hex(),
-                "start": one.entry.info.start,
-                "layer": one.layer,
-                "token": one.token,
-                "difference": one.difference,
+                "key": result.entry.key.hex(),
+                "start": result.entry.info.start,
+                "layer": result.layer,
+                "token": result.token,
+                "difference": result.difference,
             }
-            for one in compared
-            if one.difference
+            for result in compared
+            if result.difference
         ],
         "not_comparable": dict(reasons),
     }
 
 
 def _print_recomputed(compared: list[SegmentComparison]) -> None:
-    found = _recomputed_json(compared)
-    for one in found["different"]:
-        where = f": layer {one['layer']}, first at token {one['token']}" if one["layer"] >= 0 else ""
-        print(f"{one['key'][:12]}, tokens from {one['start']} on{where}: {one['difference']}")
-    for reason, count in found["not_comparable"].items():
+    report = _recomputed_json(compared)
+    for entry in report["different"]:
+        place = f": layer {entry['layer']}, first at token {entry['token']}" if entry["layer"] >= 0 else ""
+        print(f"{entry['key'][:12]}, tokens from {entry['start']} on{place}: {entry['difference']}")
+    for reason, count in report["not_comparable"].items():
         print(f"{count} not comparable: {reason}")
-    print(f"{found['equal'] + len(found['different'])} computed again, {len(found['different'])} different")
+    num_different = len(report["different"])
+    print(f"{report['equal'] + num_different} computed again, {num_different} different")
 
 
 @cache.command()
 def prune(
     folder: Folder,
-    to: Annotated[str, typer.Option("--to", metavar="SIZE", help='What it may take: "2GiB".')],
+    to: Annotated[str, typer.Option("--to", metavar="SIZE", help='Size of the folder afterwards: "2GiB".')],
 ) -> None:
-    """Removes what was used longest ago until the folder takes at most SIZE, 4 MiB of it for the index's log.
+    """Removes the least recently used segments until the folder takes at most SIZE, of which 4 MiB are the index's
+    log.
 
-    Snapshots count in SIZE, and stay.
+    Snapshots count in SIZE and are not removed.
     """
     from quire.sessions.snapshot_files import SnapshotFiles
     from quire.tiers.disk import DiskTier
@@ -251,9 +254,9 @@ def prune(
 @cache.command()
 def rm(
     folder: Folder,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
-    """Removes the disk cache in DIR: index, slab files and snapshots, and nothing else that is there."""
+    """Removes the disk cache in DIR: index, slab files and snapshots. Other files there stay."""
     from quire.tiers.disk_folder import remove_folder
 
     if not yes:
@@ -271,22 +274,22 @@ def weights(
     folder: Annotated[
         str,
         typer.Argument(
-            metavar="[DIR]", help="The folder given as packed weights; the user's cache if not given."
+            metavar="[DIR]", help="The folder of --packed-weights; the user's cache if not given."
         ),
     ] = "auto",
-    clear: Annotated[bool, typer.Option("--clear", help="Remove them; engines that use them go on.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them; running engines go on.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lists the packed weights kept for later starts, the one used last first; --clear removes them."""
+    """Lists the saved packed weights, last used first; --clear removes them."""
     from quire.saved_folder import SavedFolder, sources_of
 
-    kept = SavedFolder.there(folder)
-    files = sorted(kept.files(), key=lambda file: -file.used_at)
-    found = [(file, *sources_of(file.path)) for file in files if file.is_whole]
+    saved = SavedFolder.there(folder)
+    files = sorted(saved.files(), key=lambda file: -file.used_at)
+    entries = [(file, *sources_of(file.path)) for file in files if file.is_whole]
     if clear:
-        kept.clear()
+        saved.clear()
     if as_json:
-        entries = [
+        rows = [
             {
                 "name": file.path.name,
                 "bytes": file.num_bytes,
@@ -294,13 +297,13 @@ def weights(
                 "sources": sources,
                 "layouts": layouts,
             }
-            for file, sources, layouts in found
+            for file, sources, layouts in entries
         ]
-        print(json.dumps({"path": str(kept.path), "files": entries, "removed": clear}))
+        print(json.dumps({"path": str(saved.path), "files": rows, "removed": clear}))
         return
     now = time.time()
-    for file, sources, layouts in found:
-        what = f"{', '.join(layouts)} of {os.path.commonpath(sources)}" if sources else "what proofs found"
-        print(f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {what}")
-    total = format_size(sum(file.num_bytes for file, _, _ in found))
-    print(f"{len(found)} files, {total} in {kept.path}" + (", removed" if clear else ""))
+    for file, sources, layouts in entries:
+        content = f"{', '.join(layouts)} of {os.path.commonpath(sources)}" if sources else "results of proofs"
+        print(f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {content}")
+    total = format_size(sum(file.num_bytes for file, _, _ in entries))
+    print(f"{len(entries)} files, {total} in {saved.path}" + (", removed" if clear else ""))

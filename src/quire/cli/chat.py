@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal that shows how fast each turn came, and what of it from the cache."""
+"""`quire chat`: a conversation in the terminal that shows each turn's speed and its tokens from the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["chat"]
 
 _HELP = """\
-/system TEXT  what the model is told before all turns; without TEXT nothing
-/reset        starts anew; what /system said stays
-/help         lists these
+/system TEXT  sets the system message; without TEXT removes it
+/reset        starts a new conversation; the system message stays
+/help         lists these commands
 /exit         leaves, as Ctrl-D does
 Ctrl-C stops an answer. A line that begins with a blank is no command."""
 
@@ -32,33 +32,33 @@ def chat(
     temperature: options.Temperature = None,
     **engine: Any,
 ) -> None:
-    """Talks with a model, a line a turn; an empty line is skipped. /help lists what else a line may say."""
+    """Talks with a model in the terminal; /help lists the commands."""
     from quire.sampling.params import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with open_llm(EngineConfig(**engine)) as llm:
-        _tell(f"{llm.capacity}. /help lists commands, /exit or Ctrl-D leaves")
+        _print_note(f"{llm.capacity}. /help lists commands, /exit or Ctrl-D leaves")
         conversation = _Conversation(llm, params)
         while (line := _read_line()) is not None:
             if line.startswith("/"):
                 name, _, text = line.partition(" ")
                 if name == "/exit":
                     return
-                conversation.obey(name, text.strip())
+                conversation.run_command(name, text.strip())
             elif line.strip():
-                conversation.say(line)
+                conversation.answer(line)
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr)
 
 
 def _read_line() -> str | None:
-    """The next line, without blanks at its end; None at the end of the input. *raises:* ArgumentError: no text."""
+    """The next line, without blanks at its end; None at the end of the input. *raises:* ArgumentError: not UTF-8."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  # `input` edits a line by it, and remembers those before
+            import readline  # noqa: F401  # gives `input` line editing and a history
     while True:
         try:
             if is_terminal and not sys.stdout.isatty():
@@ -74,7 +74,7 @@ def _read_line() -> str | None:
             if not is_terminal:
                 raise
             print(file=sys.stderr)
-            _tell("/exit or Ctrl-D leaves")
+            _print_note("/exit or Ctrl-D leaves")
 
 
 class _Conversation:
@@ -86,8 +86,8 @@ class _Conversation:
         self._system: list[dict[str, str]] = []
         self._turns: list[dict[str, str]] = []
 
-    def obey(self, name: str, text: str) -> None:
-        """A command, and what stands behind it."""
+    def run_command(self, name: str, text: str) -> None:
+        """text: the rest of the line."""
         if name == "/system":
             self._system = [{"role": "system", "content": text}] if text else []
         elif name == "/reset":
@@ -95,10 +95,10 @@ class _Conversation:
         elif name == "/help":
             print(_HELP, file=sys.stderr)
         else:
-            _tell(f"expected /system, /reset, /help or /exit, got {name}")
+            _print_note(f"expected /system, /reset, /help or /exit, got {name}")
 
-    def say(self, line: str) -> None:
-        """Prints the answer as it comes. Ctrl-C ends it: what was said so far stays."""
+    def answer(self, line: str) -> None:
+        """Prints the answer as it comes. Ctrl-C ends it and keeps the text so far."""
         turns = [*self._turns, {"role": "user", "content": line}]
         answer, stream = "", None
         try:
@@ -107,7 +107,7 @@ class _Conversation:
                 answer += delta
                 print(delta, end="", flush=True)
         except (PromptError, CapacityError) as error:
-            _tell(f"{error} (/reset starts anew)")
+            _print_note(f"{error} (/reset starts a new conversation)")
             return
         except KeyboardInterrupt:
             if stream is not None:
@@ -118,11 +118,11 @@ class _Conversation:
         print()
         self._turns = [*turns, {"role": "assistant", "content": answer}]
         if stream.result is not None:
-            print(f"  [{_told(stream.result)}]", file=sys.stderr)
+            print(f"  [{_figures(stream.result)}]", file=sys.stderr)
 
 
-def _told(result: RequestOutput) -> str:
-    """Tokens of a turn: found in the cache, generated, and how fast."""
+def _figures(result: RequestOutput) -> str:
+    """A turn's cached and generated tokens, and its speed."""
     num_tokens, times = len(result.outputs[0].token_ids), result.timings
     parts = [
         f"{result.num_cached_tokens} of {len(result.prompt_token_ids)} prompt tokens from the cache",

@@ -1,4 +1,4 @@
-"""`quire compare`: the storages side by side, on one workload with the same memory."""
+"""`quire compare`: the storages on one workload with the same memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
-_FULL_SEQUENCES = 8  # that the memory holds where no size is given
+_FULL_SEQUENCES = 8  # longest sequences that the default memory has room for
 _DEFAULT_LENGTHS = "lognormal:200,1.0/lognormal:60,0.8"
-# Row title, figure's name, and how its value is written.
+# Row title, name of the figure, format of its value.
 _ROWS = [
     ("requests at once, mean", "running_mean", "{:.1f}"),
     ("requests at once, max", "running_max", "{}"),
@@ -30,7 +30,7 @@ _ROWS = [
     ("used, mean", "used_bytes_mean", "size"),
     ("wasted of reserved", "waste_share", "{:.1%}"),
     ("  internal", "waste_internal_share", "{:.1%}"),
-    ("  external, beside it", "waste_external_share", "{:.1%}"),
+    ("  external, in addition", "waste_external_share", "{:.1%}"),
     ("prefixes not computed", "prefix_bytes_saved", "size"),
     ("allocating, p50 a step", "alloc_us_p50", "{:.0f} us"),
     ("allocating, p99 a step", "alloc_us_p99", "{:.0f} us"),
@@ -54,7 +54,7 @@ _ROWS = [
 )
 def compare(
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A config.json: its KV shape, for --simulate.")
+        str | None, typer.Option(metavar="FILE", help="A config.json as the KV shape; needs --simulate.")
     ] = None,
     kv_memory: Annotated[
         str | None,
@@ -73,15 +73,15 @@ def compare(
             f"{_DEFAULT_LENGTHS} if neither this nor --trace is given.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(metavar="N", help="Requests at most.")] = 64,
+    requests: Annotated[int, typer.Option(metavar="N", help="Largest number of requests.")] = 64,
     storages: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Some of the storages, with an option if wanted: paged:32; all if not given."
+            metavar="A,B", help="Storages, each with an option if wanted: paged:32; all if not given."
         ),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="No model: a clock that moves along --cost in its place.")
+        bool, typer.Option("--simulate", help="Use no model, but a clock that advances by --cost.")
     ] = False,
     cost: Annotated[
         str | None,
@@ -90,7 +90,7 @@ def compare(
         ),
     ] = None,
     arrivals: Annotated[
-        bool, typer.Option("--arrivals", help="Each request at its time in the trace; else all at once.")
+        bool, typer.Option("--arrivals", help="Start each request at its time in the trace, not all at once.")
     ] = False,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
@@ -101,7 +101,7 @@ def compare(
     ] = None,
     **engine: Any,
 ) -> None:
-    """Runs one workload through contiguous, growing, paged and virtual storage and compares what comes of it."""
+    """Runs one workload on each storage and compares the results."""
     if requests < 1:
         raise ArgumentError(f"expected at least 1, got {requests} - in `requests`")
     if trace is not None and lengths is not None:
@@ -143,13 +143,13 @@ def compare(
         at_once=not arrivals,
     )
     for name in names:
-        comparison.config(name)  # a wrong option is told before anything runs
+        comparison.config(name)  # reports a wrong option before the first run
     if plot is not None:
         from quire.simulate.plot import require_plotting
 
         require_plotting(plot)
     runs = _run_all(comparison, names, spec, cost_line if simulate else None)
-    about = {
+    workload_json = {
         "name": workload.name,
         "requests": len(comparison.workload.requests),
         "prompt_tokens": sum(r.num_prompt_tokens for r in comparison.workload.requests),
@@ -164,9 +164,13 @@ def compare(
         "simulated": str(cost_line) if simulate else None,
     }
     if as_json_object:
-        print(json.dumps({"workload": about, "storages": {n: r.figures.as_dict() for n, r in runs.items()}}))
+        print(
+            json.dumps(
+                {"workload": workload_json, "storages": {n: r.figures.as_dict() for n, r in runs.items()}}
+            )
+        )
     else:
-        _print_table(about, runs)
+        _print_table(workload_json, runs)
     if plot is not None:
         from quire.simulate.plot import draw
 
@@ -175,7 +179,7 @@ def compare(
 
 
 def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, int]:
-    """The KV shape and the longest sequence, from a config alone."""
+    """The KV shape and the longest sequence, from the config alone."""
     from quire.model.load import config_of
     from quire.spec import KVSpec
 
@@ -204,23 +208,24 @@ def _run_all(comparison: Comparison, names: list[str], spec: KVSpec, cost: Any) 
     return runs
 
 
-def _print_table(about: dict[str, Any], runs: dict[str, Run]) -> None:
+def _print_table(workload: dict[str, Any], runs: dict[str, Run]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     print(
-        f"{about['requests']} requests of {about['name']}: {about['prompt_tokens']} + {about['output_tokens']} "
-        f"tokens, at most {about['max_model_len']} each, in {format_size(about['kv_memory_bytes'])}"
+        f"{workload['requests']} requests of {workload['name']}: {workload['prompt_tokens']} + "
+        f"{workload['output_tokens']} tokens, at most {workload['max_model_len']} each, in "
+        f"{format_size(workload['kv_memory_bytes'])}"
     )
     table = Table("", *runs)
-    for label, name, form in _ROWS:
-        if name == "tokens_per_second" and about["simulated"]:
+    for label, name, value_format in _ROWS:
+        if name == "tokens_per_second" and workload["simulated"]:
             label = "tokens/s, by the simulated clock"
-        table.add_row(label, *(_written(getattr(run.figures, name), form) for run in runs.values()))
+        table.add_row(label, *(_text(getattr(run.figures, name), value_format) for run in runs.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def _written(value: Any, form: str) -> str:
+def _text(value: Any, value_format: str) -> str:
     if value is None:
         return "-"
-    return format_size(int(value)) if form == "size" else form.format(value)
+    return format_size(int(value)) if value_format == "size" else value_format.format(value)

@@ -16,32 +16,32 @@ from quire.errors import ArgumentError
 __all__ = ["explain"]
 
 
-# What of a server's [model] table decides under which names it stores, and how long its segments are.
-_OF_MODEL = (
+# Options of a server's [model] table that decide the names of stored segments and their length.
+_SEGMENT_OPTIONS = (
     "model", "dtype", "max_model_len", "backend", "revision", "trust_remote_code", "storage", "block_size",
     "piece_size", "disk_cache", "remote_cache",
 )  # fmt: skip
 
 
-@options.engine_flags(*_OF_MODEL, "kv_memory")
+@options.engine_flags(*_SEGMENT_OPTIONS, "kv_memory")
 def explain(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt, as `quire generate` takes it.")
     ],
     config: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A server's file: its [model], and the secret of its tenants."),
+        typer.Option(metavar="FILE", help="A server's file: its [model] and tenant_secret."),
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the server's tenants, whose prompt it is.")
+        str | None, typer.Option(metavar="NAME", help="The tenant of the server whose prompt it is.")
     ] = None,
     cache_salt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The salt that its requests bring.")
+        str | None, typer.Option(metavar="TEXT", help="The cache_salt of the tenant's requests.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     **engine: Any,
 ) -> None:
-    """Says how much of PROMPT the tiers have for this model, and why no more. Nothing is computed or stored."""
+    """Says how much of PROMPT is stored on disk or on a server."""
     from quire.server.api_keys import ANYBODY
     from quire.server.settings import load_stored_as
 
@@ -58,17 +58,16 @@ def explain(
         known = ", ".join(stored_as.tenants) or "none"
         raise ArgumentError(f"expected a tenant of {config}, got {tenant!r} (known: {known}) - in --tenant")
     table = {} if stored_as is None else stored_as.model
-    own = with_flags({name: table[name] for name in _OF_MODEL if name in table}, engine)
-    options.refuse_models([prompt], own)
-    if own.get("disk_cache") is None and own.get("remote_cache") is None:
+    engine_options = with_flags({name: table[name] for name in _SEGMENT_OPTIONS if name in table}, engine)
+    options.refuse_models([prompt], engine_options)
+    if engine_options.get("disk_cache") is None and engine_options.get("remote_cache") is None:
         raise ArgumentError(
-            "expected a place to look at, got none; name one with --disk-cache DIR, --remote-cache URL or a --config "
-            "FILE that does"
+            "expected --disk-cache DIR, --remote-cache URL or --config FILE that names one of them, got none"
         )
-    own["disk_cache_size"] = _cap(own.get("disk_cache"))
-    if stored_as is not None and own.get("remote_cache") is not None:
-        own["remote_secret"] = stored_as.remote_secret
-    engine_config = EngineConfig(**own, tenant_secret=secret)
+    engine_options["disk_cache_size"] = _cap(engine_options.get("disk_cache"))
+    if stored_as is not None and engine_options.get("remote_cache") is not None:
+        engine_options["remote_secret"] = stored_as.remote_secret
+    engine_config = EngineConfig(**engine_options, tenant_secret=secret)
 
     with open_llm(engine_config) as llm:
         if tenant is not None:
@@ -84,7 +83,7 @@ def explain(
 
 
 def _cap(disk_cache: str | None) -> str | None:
-    """The folder's own: looking at it does not change it."""
+    """The folder's present cap, so that opening it here does not change it."""
     if disk_cache is None:
         return None
     from quire.tiers.disk import DiskTier

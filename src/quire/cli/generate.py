@@ -1,4 +1,4 @@
-"""`quire generate`: answers prompts; streams one to the terminal, shows a progress bar for many."""
+"""`quire generate`: answers prompts; streams a single answer, shows a progress bar for several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompt_of_json(line: str, where: str) -> str:
 
 
 def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
-    """The one object `--json` prints."""
+    """The object that `--json` prints."""
     outputs = [
         {
             "prompt": result.prompt,
@@ -68,8 +68,8 @@ def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
     return json.dumps({"outputs": outputs, "stats": stats}, ensure_ascii=False)
 
 
-def whole(results: list[RequestOutput]) -> list[RequestOutput]:
-    """The results, or the first error among them: a command that answers half of its prompts has failed."""
+def checked_results(results: list[RequestOutput]) -> list[RequestOutput]:
+    """The results. *raises:* the first error among them: a command that answers half of its prompts has failed."""
     for result in results:
         if result.error is not None:
             raise result.error
@@ -77,7 +77,7 @@ def whole(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """The ten figures that `--stats` prints. Speeds are of the engine: all requests of a step together."""
+    """The ten figures that `--stats` prints. Speeds are the engine's: all requests of a step together."""
 
     def speed(name: str) -> str:
         return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"
@@ -109,9 +109,7 @@ def print_stats(stats: dict[str, Any]) -> None:
 
 @options.engine_flags()
 def generate(
-    prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="The prompts.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -125,9 +123,7 @@ def generate(
     ] = False,
     show_stats: Annotated[
         bool,
-        typer.Option(
-            "--stats", help="Print ten figures of what the cache and the engine did; --json has all."
-        ),
+        typer.Option("--stats", help="Print ten figures of the cache and the engine; --json prints all."),
     ] = False,
     profile_trace: Annotated[
         str | None,
@@ -137,20 +133,20 @@ def generate(
     ] = None,
     **engine: Any,
 ) -> None:
-    """Continues each PROMPT with a model that runs from paged memory."""
+    """Continues each PROMPT with a model."""
     texts = list(prompt or []) + (read_prompts(prompts) if prompts is not None else [])
     if not texts:
         raise PromptError(
-            "expected at least one prompt, got none; name one, or a file of them with --prompts FILE"
+            "expected at least one prompt, got none; give one as argument, or a file with --prompts FILE"
         )
     if any(not text for text in texts):
-        raise PromptError("expected every prompt to have some text, got an empty one")
+        raise PromptError("expected every prompt to have text, got an empty one")
     options.refuse_models(prompt or (), engine)
     if profile_trace is not None:
         engine["profile"] = True
     config = EngineConfig(**engine)
 
-    from quire.engine.profile import check_trace_path  # here, so that bad options do not wait
+    from quire.engine.profile import check_trace_path  # imported late: bad options do not wait for torch
     from quire.sampling.params import SamplingParams
 
     if profile_trace is not None:
@@ -160,7 +156,7 @@ def generate(
     with open_llm(config) as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
-            results = whole(llm.generate(texts, params))
+            results = checked_results(llm.generate(texts, params))
             print(as_json(results, llm.stats()))
         elif len(texts) == 1:
             stream = llm.stream(texts[0], params)
@@ -169,7 +165,7 @@ def generate(
                 print(delta, end="", flush=True)
             print()
         else:
-            for result in whole(llm.generate(texts, params, progress=sys.stderr.isatty())):
+            for result in checked_results(llm.generate(texts, params, progress=sys.stderr.isatty())):
                 print(f"{result.prompt}{result.outputs[0].text}\n")
         if show_stats and not as_json_object:
             print_stats(llm.stats())

@@ -1,7 +1,7 @@
-"""Which limit of the machine an error comes from, in one line: what was to be had, and what raises it.
+"""Names the limit of the machine that an error comes from: its value, and the command that raises it.
 
-Not a check ahead of time: the library asks for what it was told to take, and a system that refuses says so in many ways
-(an import that cannot be mapped, a failed allocation, a thread that does not start). Cost: nothing until then.
+Nothing is checked ahead of time. A system that refuses memory, files or threads reports it in many ways (an import
+that cannot be mapped, a failed allocation, a thread that does not start), and this file recognises them afterwards.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
 
 
 def limit_behind(error: BaseException) -> str | None:
-    """What to say of it; None: no limit of the machine's."""
+    """A description of the limit; None if no limit of the machine caused the error."""
     text, number = str(error).lower(), error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
-        most = _limit(resource.RLIMIT_NOFILE)
-        return f"no file can be opened any more, at most {most} may be open (ulimit -n): {error}"
+        limit = _limit(resource.RLIMIT_NOFILE)
+        return f"cannot open another file: the limit is {limit} open files (ulimit -n): {error}"
     if any(words in text for words in _NO_THREAD):
         return (
-            f"no thread can be started any more: at most {_limit(resource.RLIMIT_NPROC)} processes and threads "
-            "(ulimit -u), or what the control group allows (pids.max)"
+            f"cannot start another thread: the limit is {_limit(resource.RLIMIT_NPROC)} processes and threads "
+            "(ulimit -u), or that of the control group (pids.max)"
         )
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(words in text for words in _NO_MEMORY):
         limit_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -45,5 +45,5 @@ def limit_behind(error: BaseException) -> str | None:
 
 
 def _limit(kind: int) -> str:
-    most = resource.getrlimit(kind)[0]
-    return "any number of" if most == resource.RLIM_INFINITY else str(most)
+    limit = resource.getrlimit(kind)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)

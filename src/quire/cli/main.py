@@ -1,14 +1,15 @@
-"""The `quire` command: its verbs, and the one place where an error becomes a line and an exit status.
+"""The `quire` command: its verbs, and the one place that turns an error into a line and an exit status.
 
-Exit status: 0 done; 1 something failed; 2 an argument is wrong (a request that can never fit counts as one: its
-message names the argument to change); 130 interrupted. Nothing but results goes to stdout.
+Exit status: 0 done; 1 a failure; 2 a wrong argument (also a request that can never fit: the message names the
+argument to change); 130 interrupted. Only results go to stdout.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,7 +23,7 @@ from quire.cli.limits import limit_behind
 from quire.cli.plan import plan
 from quire.cli.serve import serve
 from quire.cli.top import top
-from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.errors import ArgumentError, CapacityError, QuireError, with_flag_names
 
 __all__ = ["app", "main"]
 
@@ -34,8 +35,8 @@ app = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(f"quire {quire.__version__}")
         raise typer.Exit
 
@@ -44,10 +45,12 @@ def _tell_version(asked: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and leave."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
-    """The memory system of LLM inference: any Hugging Face decoder, answered from a paged KV cache."""
+    """The memory system of LLM inference: runs Hugging Face decoders from a paged KV cache."""
 
 
 app.command()(generate)
@@ -60,30 +63,42 @@ app.command()(serve)
 app.command()(top)
 
 
-# typer keeps its copy of click private; this is the root of its complaints about a command line.
+# typer keeps its copy of click private; this is the base class of its errors about a command line.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _INTERRUPTED = 130
 
-# transformers and its Hub client say nothing while a model is loaded, unless they are told to: what fails is an error.
+# Silences transformers and its Hub client while a model is loaded; a failure raises an error.
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Prints one line on stderr and leaves."""
+    """Prints one line on stderr and exits."""
     print("quire: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(status)
 
 
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags of the verb that the arguments name, by Python name."""
+    command: Any = typer.main.get_command(app)
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word, command)
+    return {
+        parameter.name: max(parameter.opts, key=len)
+        for parameter in command.params
+        if parameter.name is not None and max(parameter.opts, key=len).startswith("--")
+    }
+
+
 def main() -> None:
-    """Runs the verb named on the command line; the entry point of `quire` and of `python -m quire`."""
+    """Runs the verb of the command line; the entry point of `quire` and of `python -m quire`."""
     arguments = sys.argv[1:] or ["--help"]
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for place, argument in enumerate(arguments, 1):
         try:
             argument.encode()
-        except UnicodeEncodeError:  # bytes that are not UTF-8, which Python keeps as halves of characters
+        except UnicodeEncodeError:  # bytes that are not UTF-8, which Python keeps as surrogates
             shown = argument.encode(errors="surrogateescape").decode(errors="replace")
             fail(f"expected text in UTF-8, got {shown[:64]!r} - as argument {place}", 2)
     try:
@@ -91,13 +106,13 @@ def main() -> None:
     except UsageError as error:
         fail(f"{error.format_message()} (see `quire --help`)", 2)  # pyright: ignore[reportAttributeAccessIssue]
     except (ArgumentError, CapacityError) as error:
-        for note in getattr(error, "__notes__", ()):  # the plan of a start that would not fit
+        for note in getattr(error, "__notes__", ()):  # the plan of a start that does not fit
             print(note, file=sys.stderr)
-        fail(str(error), 2)
+        fail(with_flag_names(str(error), _flags(arguments)), 2)
     except QuireError as error:
-        fail(str(error), 1)
+        fail(with_flag_names(str(error), _flags(arguments)), 1)
     except BrokenPipeError:
-        # Whoever read our output has gone; keep Python from complaining about it once more at exit.
+        # The reader of our output has gone; this keeps Python from complaining about it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, ImportError, MemoryError, RuntimeError) as error:
@@ -107,6 +122,6 @@ def main() -> None:
         fail(limit or str(error), 1)
     except typer.Abort:
         status = _INTERRUPTED
-    if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+    if status == _INTERRUPTED:  # typer's answer to a KeyboardInterrupt
         fail("interrupted", _INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)

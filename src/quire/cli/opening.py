@@ -1,6 +1,6 @@
-"""An `LLM` as a command opens it: a model of the Hub that cannot be had is told of soon, loads are seen on terminals.
+"""Opens an `LLM` for a command: checks a Hub model first, and shows the load on a terminal.
 
-Not here: what a config may say (`quire.config`), what a load does.
+Not here: the options of a config (`quire.config`), the load itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ __all__ = ["ask_hub", "open_llm"]
 
 
 def ask_hub(config: EngineConfig) -> None:
-    """*raises:* LoadError: the model is one of the Hub that cannot be had. Before torch is imported, which takes
-    seconds."""
+    """*raises:* LoadError: the Hub model cannot be used. Runs before torch is imported, which takes seconds."""
     if hub.is_id(config.model):
         hub.folder_instead(config.model, config.revision)
 
@@ -29,14 +28,14 @@ def open_llm(config: EngineConfig) -> LLM:
     """*raises:* as `LLM`."""
     ask_hub(config)
     with LoadBar() as bar, progress_to(bar):
-        from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
+        from quire.engine.llm import LLM  # imported late: --help and bad options do not wait for torch
 
         return LLM(config=config)
 
 
 class LoadBar:
-    """A `LoadObserver` that draws phase and bytes on stderr while its `with` block runs; nothing where that is no
-    terminal. It is gone afterwards."""
+    """A `LoadObserver` that draws phase and bytes on stderr during its `with` block and then removes the bar. Draws
+    nothing where stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,7 +1,7 @@
-"""The flags of `quire.config.EngineConfig`, for the verbs that open an engine; and two of sampling.
+"""The flags of `quire.config.EngineConfig` for the verbs that open an engine, and two flags of sampling.
 
-One rule for the model: each verb that reads one takes it as `--model M`, and as its argument where it has no other.
-`embedded` is the embedded one; a folder of that name is `./embedded`.
+Each verb that reads a model takes it as `--model M`, and as its argument where it has no other argument. `embedded`
+is the embedded model; a folder of that name is `./embedded`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.errors import ArgumentError
 
 __all__ = ["MaxTokens", "Temperature", "engine_flags", "flag", "number", "refuse_models"]
 
-MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate at most.")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Largest number of tokens to generate.")]
 Temperature = Annotated[
     float | None, typer.Option(metavar="T", help="0 is greedy; the model's own default if not given.")
 ]
@@ -29,62 +29,66 @@ Temperature = Annotated[
 def engine_flags(
     *names: str, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a verb flags in place of its `**engine`: those of `names`, or of all options but `without`; and the model's
-    argument beside its flag, where the verb has no argument of its own.
+    """Replaces a verb's `**engine` by flags: those of `names`, or of all options except `without`. A verb without an
+    argument of its own also gets the argument MODEL.
 
-    `engine` holds the options that were given, by name, their values unchecked.
+    `engine` then holds the given options by name, their values unchecked.
     """
     all_flags = _all_flags()
     flags = [all_flags[name] for name in names or all_flags if name not in without]
 
     def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
-        own = inspect.signature(verb, eval_str=True).parameters.values()
-        kept = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own if one.name != "engine"]
+        parameters = inspect.signature(verb, eval_str=True).parameters.values()
+        others = [
+            entry.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for entry in parameters
+            if entry.name != "engine"
+        ]
         takes_model = any(flag.name == "model" for flag in flags)
-        argument = [_MODEL] if takes_model and not any(map(_is_argument, kept)) else []
+        argument = [_MODEL] if takes_model and not any(map(_is_argument, others)) else []
 
         @functools.wraps(verb)
         def run(**given: Any) -> Any:
             model = given.pop(_MODEL.name, None)
             if takes_model:
-                given["model"] = _one_model(model, given["model"])
+                given["model"] = _chosen_model(model, given["model"])
             not_given = {flag.name for flag in flags if given[flag.name] is None}
             if given.get("model") == _EMBEDDED:
                 given["model"] = None
             return verb(**{name: value for name, value in given.items() if name not in not_given})
 
-        run.__signature__ = inspect.Signature([*argument, *kept, *flags])  # pyright: ignore[reportAttributeAccessIssue]
+        run.__signature__ = inspect.Signature([*argument, *others, *flags])  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return decorate
 
 
 def refuse_models(prompts: Iterable[str], given: Mapping[str, Any]) -> None:
-    """*raises:* ArgumentError: a prompt is the path of a model, as an argument of other verbs is, and the options that
-    were given name none."""
+    """*raises:* ArgumentError: no model is named, and a prompt is the path of a model, as the argument of other verbs
+    is."""
     for prompt in () if "model" in given else prompts:
         is_file = prompt.endswith(".gguf") and os.path.isfile(prompt)
         if is_file or (prompt and os.path.isfile(os.path.join(prompt, "config.json"))):
             raise ArgumentError(
-                f"expected a prompt, got the model {prompt!r}; name it with --model {prompt}, or the embedded one with "
-                f"--model {_EMBEDDED} to have that text continued"
+                f"expected a prompt, got the model {prompt!r}; give it with --model {prompt}, or give "
+                f"--model {_EMBEDDED} to continue that text with the embedded model"
             )
 
 
-def _one_model(argument: str | None, flag: str | None) -> str | None:
-    """*raises:* ArgumentError: two are named."""
+def _chosen_model(argument: str | None, flag: str | None) -> str | None:
+    """*raises:* ArgumentError: two models are named."""
     if argument is not None and flag is not None and argument != flag:
         raise ArgumentError(f"expected one model, got {argument!r} and --model {flag}; leave out one of them")
     return flag if argument is None else argument
 
 
 def flag(name: str) -> str:
-    """ "--block-size" of "block_size"."""
+    """`--block-size` for "block_size"."""
     return "--" + name.replace("_", "-")
 
 
 def number(kind: type[int] | type[float]) -> Callable[[str], Any]:
-    """A reader of a flag's text. It gives the number, or the text itself, which the option then refuses."""
+    """A parser of a flag's text. It returns the number, or the text itself, which the option then refuses."""
 
     def parse(text: str) -> Any:
         try:
@@ -112,9 +116,9 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 @functools.cache
 def _all_flags() -> dict[str, inspect.Parameter]:
-    """What typer makes flags of, by option; None where one is not given."""
+    """Typer's parameter of each option; a flag that is not given is None."""
     hints = get_type_hints(EngineConfig)
-    found = {}
+    parameters = {}
     for entry in fields(EngineConfig):
         about = EngineConfig.options()[entry.name]
         if about.is_secret:
@@ -126,12 +130,12 @@ def _all_flags() -> dict[str, inspect.Parameter]:
             f"{positive}/{negative}" if kind is bool else positive,
             *([about.short] * bool(about.short)),
         ]
-        told = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
-        about_flag: dict[str, Any] = {"metavar": about.metavar, "help": about.help + told}
+        shown_default = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
+        about_flag: dict[str, Any] = {"metavar": about.metavar, "help": about.help + shown_default}
         if kind in (int, float):
             about_flag["parser"] = number(kind)
         annotation = Annotated[kind | None, typer.Option(*names, **about_flag)]
-        found[entry.name] = inspect.Parameter(
+        parameters[entry.name] = inspect.Parameter(
             entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
-    return found
+    return parameters

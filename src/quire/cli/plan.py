@@ -1,8 +1,9 @@
-"""`quire plan`: what a model takes and holds on this machine, or on another, before anything is loaded."""
+"""`quire plan`: a model's memory on this machine, or on another, before anything is loaded."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from quire import hub
 from quire.cli import options
 from quire.config import EngineConfig, with_flags
+from quire.errors import with_flag_names
 
 __all__ = ["plan"]
 
@@ -20,25 +22,27 @@ def plan(
         int | None, typer.Option(metavar="N", help="Tokens of a request, prompt and answer together.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(metavar="N", help="Requests at once.")] = None,
-    shared_prefix: Annotated[
-        int, typer.Option(metavar="N", help="Tokens at the beginning that all requests have in common.")
-    ] = 0,
+    shared_prefix: Annotated[int, typer.Option(metavar="N", help="Tokens that all requests begin with.")] = 0,
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="What the machine or container has, in place of what is free here."
+            metavar="SIZE",
+            help="Memory of the machine or container; this machine's free memory if not given.",
         ),
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(metavar="F", help="Form of keys and values.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="F", help="Form of the weights.")] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A server's file: its [model].")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(metavar="F", help="Format of keys and values.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="F", help="Format of the weights.")] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A server's file; its [model] is used.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     **engine: Any,
 ) -> None:
-    """Says what MODEL takes and what fits, from its config and headers. Exit status 1: the requests do not fit.
+    """Says what MODEL takes in memory and whether the requests fit.
 
-    A folder's config.json is enough; a Hub id has to be in the local cache. Options are those of `quire serve`: what
-    fits here starts there.
+    Reads the config and the headers of the weights. Exit status 1: the requests do not fit. A folder's config.json is
+    enough; a Hub id has to be in the local cache. Options are those of `quire serve`: a plan that fits here starts
+    there.
     """
     table: dict[str, Any] = {}
     if config is not None:
@@ -50,13 +54,13 @@ def plan(
         given_there = given.pop(name, None)
         if value is None and given_there is not None:
             kv_dtype, weights = (given_there, weights) if name == "kv_dtype" else (kv_dtype, given_there)
-    checked = EngineConfig(**given)  # here, so that --help and bad options do not wait for torch
+    checked = EngineConfig(**given)  # before the import below: bad options do not wait for torch
     if hub.is_id(checked.model):
         hub.cached_folder(checked.model, checked.revision)
 
     from quire.engine.serving_plan import plan as make_plan
 
-    found = make_plan(
+    serving_plan = make_plan(
         config=checked,
         context=context,
         concurrency=concurrency,
@@ -65,6 +69,11 @@ def plan(
         kv_dtype=kv_dtype,
         weights=weights,
     )
-    print(json.dumps(found.as_dict()) if as_json else found)
-    if not found.fits:
+    if as_json:
+        print(json.dumps(serving_plan.as_dict()))
+    else:
+        names = (*EngineConfig.options(), "context", "concurrency", "shared_prefix", "memory")
+        reason = with_flag_names(serving_plan.reason, {name: options.flag(name) for name in names})
+        print(replace(serving_plan, reason=reason))
+    if not serving_plan.fits:
         raise typer.Exit(1)

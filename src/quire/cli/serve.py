@@ -1,4 +1,4 @@
-"""`quire serve`: the OpenAI API on the model, until it is told to stop."""
+"""`quire serve`: serves the OpenAI API until it is stopped."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def serve(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="N", help="What clients call the model; its folder's name.")
+        str | None, typer.Option(metavar="N", help="Name of the model in the API; its folder's if not given.")
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="API keys that are let in, one a line.")
+        str | None, typer.Option(metavar="FILE", help="File of accepted API keys, one a line.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="TOML file with [model], [server] and [[tenants]].")
     ] = None,
     insecure: Annotated[
         bool | None,
-        typer.Option("--insecure/--no-insecure", help="Let others than this machine in without keys."),
+        typer.Option("--insecure/--no-insecure", help="Accept other machines without keys."),
     ] = None,
     trust_loopback: Annotated[
         bool | None,
         typer.Option(
             "--trust-loopback/--no-trust-loopback",
-            help="Without keys, whoever asks from this machine is the administrator; not behind a proxy.",
+            help="Without keys, clients on this machine are administrators; not behind a proxy.",
         ),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Site whose pages may ask; may be given several times."),
+        typer.Option(metavar="URL", help="Site whose pages may use the API; repeat for several."),
     ] = None,
     log_requests: Annotated[
         bool | None,
@@ -72,7 +72,7 @@ def serve(
     )
 
     ask_hub(engine_config)
-    from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
+    from quire.server.run import bind, url_of  # imported late: --help and bad options do not wait for torch
 
     listener = bind(settings.host, settings.port)
     try:
@@ -80,22 +80,20 @@ def serve(
 
         if settings.tenant_secret is None and len(settings.tenants) > 1 and engine_config.disk_cache:
             print(
-                "quire: after a restart tenants will not find what the disk cache has of them; "
-                "tenant_secret in [server] changes that",
+                "quire: after a restart tenants will not find their content in the disk cache; "
+                "set tenant_secret in [server] to change that",
                 file=sys.stderr,
             )
         with open_llm(engine_config) as llm:
             name = settings.served_model_name or llm.name
-            where = url_of(settings.host, listener.getsockname()[1])
+            url = url_of(settings.host, listener.getsockname()[1])
 
-            def tell() -> None:  # of one that does not start, the reason is the only line
+            def print_ready() -> None:  # not before: an error of the start is then the only line
                 for warning in settings.warnings:
                     print(f"quire: {warning}", file=sys.stderr)
                 print(f"quire: {llm.capacity}", file=sys.stderr)
-                print(
-                    f"quire: serving {name} on {where} (try {where}/v1/models)", file=sys.stderr, flush=True
-                )
+                print(f"quire: serving {name} on {url} (try {url}/v1/models)", file=sys.stderr, flush=True)
 
-            run(llm, settings, listener, tell)
+            run(llm, settings, listener, print_ready)
     finally:
         listener.close()

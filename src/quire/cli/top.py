@@ -1,4 +1,4 @@
-"""`quire top`: the window into a running server, in a terminal."""
+"""`quire top`: the live page of a running server, in a terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["frame", "top"]
 
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
-_MOST_OF_ID = 36  # characters: a UUID
-_STATES = (  # name, its letter, for who sees no colours, and its colour
+_MAX_ID_LENGTH = 36  # characters: a UUID
+_STATES = (  # name, its letter (readable without colours), its colour
     ("held", "H", "yellow"),
     ("in_flight", "F", "magenta"),
     ("pinned", "P", "green"),
@@ -44,16 +44,16 @@ def top(
         ),
     ] = None,
 ) -> None:
-    """Shows what the cache of a running server does now: blocks, sequences, speed, memory by tier."""
+    """Shows a running server's blocks, sequences, speed and memory."""
     from rich.console import Console
 
-    events = _events(_checked(url), _key(api_key))
+    events = _events(_checked_url(url), _key(api_key))
     console = Console()
     state: dict[str, Any] = {}
     if once:
         for event in events:
             state |= event
-            # The first one has no rates yet: they need two.
+            # The first event has no rates yet: a rate needs two snapshots.
             if event["kind"] == "update":
                 break
         console.print(frame(state, console.width, 24))
@@ -67,16 +67,16 @@ def top(
             for event in events:
                 state |= event
                 live.update(frame(state, console.width, max(3, console.height - 6)), refresh=True)
-    except KeyboardInterrupt:  # how one leaves
+    except KeyboardInterrupt:  # the way to leave
         return
     raise QuireError("the server has stopped")
 
 
-# -- what is shown -----------------------------------------------------------------------------------------
+# -- drawing -----------------------------------------------------------------------------------------------
 
 
 def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
-    """One frame of `width` columns; the map and the sequences share `height` lines."""
+    """A frame of `width` columns; the map and the sequences share `height` lines."""
     from rich.console import Group
     from rich.text import Text
 
@@ -132,7 +132,7 @@ def _states(counts: dict[str, int], block_name: str) -> RenderableType:
 
 
 def _recurrent_states(counts: dict[str, int]) -> str:
-    """Of a model with state layers."""
+    """A line for a model with state layers."""
     checkpoints, free = counts["checkpoints"], counts["free_state_slots"]
     return (
         f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free:,} of sequences, "
@@ -144,8 +144,8 @@ def _recurrent_states(counts: dict[str, int]) -> str:
 
 
 def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
-    """The server's cells, gathered to what fits: a character's letter and colour tell what most of what is in use is; a
-    small letter, that less than half is in use."""
+    """The server's cells, merged to fit: a character's letter and colour show the most frequent state of the blocks in
+    use; a small letter shows that less than half are in use."""
     import base64
 
     import numpy as np
@@ -162,8 +162,8 @@ def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
         if not used:
             text.append(*_STATES[-1][1:])
             continue
-        most = max(range(4), key=(held, in_flight, pinned, cached).__getitem__)
-        _, letter, colour = _STATES[most]
+        largest = max(range(4), key=(held, in_flight, pinned, cached).__getitem__)
+        _, letter, colour = _STATES[largest]
         text.append(letter if used >= 0.5 else letter.lower(), colour)
     return text
 
@@ -191,29 +191,29 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("block table", no_wrap=True, overflow="ellipsis", ratio=1)
     shown = state["sequences"][:lines]
-    for one in shown:
-        runs = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in one["runs"])
+    for sequence in shown:
+        runs = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in sequence["runs"])
         table.add_row(
-            # Names come from clients: as text, never as markup.
-            Text(_clipped(_plain(one["id"]))),
-            Text(_plain(one["tenant"])[:16]),
-            str(one["tokens"]),
-            str(one["computed"]),
-            str(one["cached"]),
-            str(one["blocks"]),
-            f"{one['age']:.1f} s",
+            # Names come from clients: text, never markup.
+            Text(_clipped(_plain(sequence["id"]))),
+            Text(_plain(sequence["tenant"])[:16]),
+            str(sequence["tokens"]),
+            str(sequence["computed"]),
+            str(sequence["cached"]),
+            str(sequence["blocks"]),
+            f"{sequence['age']:.1f} s",
             Text(runs),
         )
     return table
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would obey."""
+    """The text without control characters of terminals."""
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def _clipped(name: str) -> str:
-    return name if len(name) <= _MOST_OF_ID else f"{name[: _MOST_OF_ID - 1]}\u2026"
+    return name if len(name) <= _MAX_ID_LENGTH else f"{name[: _MAX_ID_LENGTH - 1]}\u2026"
 
 
 def _number(value: float | None) -> str:
@@ -231,7 +231,7 @@ def _percent(value: float | None) -> str:
 # -- the server --------------------------------------------------------------------------------------------
 
 
-def _checked(url: str) -> str:
+def _checked_url(url: str) -> str:
     if "://" not in url:
         url = f"http://{url}"
     if not url.startswith(("http://", "https://")):
@@ -240,7 +240,7 @@ def _checked(url: str) -> str:
 
 
 def _key(file: str | None) -> str | None:
-    """*raises:* ArgumentError, which never shows the key."""
+    """The key of a file or of the environment. *raises:* ArgumentError, which never shows the key."""
     if file is None:
         return key_of_environment(_KEY_VARIABLE)
     key = key_lines(file)[0]
@@ -250,11 +250,11 @@ def _key(file: str | None) -> str | None:
 
 
 def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
-    """The server's events. *raises:* QuireError in one line: no server, a wrong key, another server."""
-    where = f"{url}/window/events"
+    """The server's events. *raises:* QuireError in one line: no server, a wrong key, another program."""
+    address = f"{url}/window/events"
     try:
         request = urllib.request.Request(
-            where, headers={} if key is None else {"Authorization": f"Bearer {key}"}
+            address, headers={} if key is None else {"Authorization": f"Bearer {key}"}
         )
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
@@ -264,7 +264,7 @@ def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
         raise QuireError(f"no server answers at {url}: {reason}; start one with `quire serve`") from error
     with response:
         if not response.headers.get_content_type() == "text/event-stream":
-            raise QuireError(f"expected a Quire server at {url}, got another one")
+            raise QuireError(f"expected a Quire server at {url}, got another program")
         try:
             for line in response:
                 if line.startswith(b"data: "):
@@ -279,10 +279,10 @@ def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
 def _refusal(url: str, error: urllib.error.HTTPError) -> QuireError:
     if error.code in (401, 403):
         return QuireError(
-            f"the server at {url} asks for a key that it knows; give --api-key FILE or set {_KEY_VARIABLE}"
+            f"the server at {url} asks for a key that it accepts; give --api-key FILE or set {_KEY_VARIABLE}"
         )
     if error.code == 404:
-        return QuireError(f"expected a Quire server at {url}, got another one (status 404)")
+        return QuireError(f"expected a Quire server at {url}, got another program (status 404)")
     try:
         message = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, KeyError, TypeError):

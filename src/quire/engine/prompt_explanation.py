@@ -42,6 +42,7 @@ Reason = Literal[
     "other namespace",
     "other fingerprint",
     "differs",
+    "longer",
     "never seen",
 ]
 _TIERS_S = 5.0  # the longest wait for the tiers
@@ -124,6 +125,9 @@ class PromptExplanation:
             return f"{where}: it is in another namespace ({self.elsewhere})"
         if self.reason == "other fingerprint":
             return f"{where}: a tier has it of another model, dtype, format of K and V, or build ({self.elsewhere})"
+        if self.reason == "longer":
+            on_disk = " on disk" if self.differs_on_disk else ""
+            return f"{where}: the nearest stored segment{on_disk} is longer than the prompt of {self.num_tokens} tokens"
         if self.reason == "differs":
             assert self.differs_at is not None
             at, on_disk = self.differs_at, " on disk" if self.differs_on_disk else ""
@@ -265,14 +269,18 @@ def _beyond_memory(found: _NotLost, there: OnDisk) -> PromptExplanation:
     is_nearer = there.differs_at >= max(found.reached, 1) and not (has_nearest and at >= there.differs_at)
     if len(there.behind) and is_nearer:
         common = {**common, "nearest": there.behind}
-        return PromptExplanation(
-            **common, reason="differs", differs_at=there.differs_at, differs_on_disk=True
-        )
+        reason = _difference(there.differs_at, common)
+        return PromptExplanation(**common, reason=reason, differs_at=there.differs_at, differs_on_disk=True)
     if has_nearest and at:
-        return PromptExplanation(**common, reason="differs", differs_at=at)
+        return PromptExplanation(**common, reason=_difference(at, common), differs_at=at)
     return PromptExplanation(
         **common, reason="never seen", is_log_full=found.is_log_full, is_end=found.is_end
     )
+
+
+def _difference(differs_at: int, common: Mapping[str, Any]) -> Reason:
+    """ "longer" for a stored segment that begins with all of the prompt's remaining tokens."""
+    return "longer" if differs_at >= common["num_tokens"] else "differs"
 
 
 def _in_tiers(search: Search, found: int) -> dict[str, int]:

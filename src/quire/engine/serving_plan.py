@@ -288,7 +288,12 @@ def _plan_of(
                 f"expected a context within max_model_len {config.max_model_len}, got {context} - in `context`"
             )
         config = replace(config, max_model_len=max(2, context))
-    max_model_len = resolve_length(unloaded, config.max_model_len)
+    try:
+        max_model_len = resolve_length(unloaded, config.max_model_len)
+    except ArgumentError as error:
+        if context is None:
+            raise
+        raise ArgumentError(_with_context(str(error))) from error
     layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
     weights = _weight_rows(config, unloaded)
     tokenizer = _tokenizer_rows(unloaded)
@@ -336,7 +341,7 @@ def _plan_of(
         concurrency=wanted,
         shared_prefix=shared_prefix,
         fits=fits,
-        reason="" if fits else reason,
+        reason="" if fits else reason if context is None else _with_context(reason),
         max_context=max_context,
         max_concurrency=max_concurrency,
         memory_bytes=free_bytes + runtime_bytes,
@@ -357,6 +362,11 @@ def _plan_of(
         ),
         support=_support_of(config, unloaded, spec),
     )
+
+
+def _with_context(message: str) -> str:
+    """A message about `max_model_len` for a caller that gave it as `context`."""
+    return message.replace("max_model_len", "context")
 
 
 def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> tuple[Support, ...]:

@@ -73,6 +73,7 @@ from quire.model.tokenizer import (
     planned_vocabulary,
     release_copies,
 )
+from quire.model.transformers_progress import without_progress_bars
 from quire.quantized import CodeForm, readers
 from quire.saved_folder import SavedFolder
 from quire.spec import KVFormat, KVSpec, element_formats, format_of
@@ -130,6 +131,7 @@ class LoadedModel:
         return format_of(self.spec.dtype).torch_dtype
 
 
+@without_progress_bars()
 def load(
     source: str | Path | tuple[PreTrainedModel, Any] | None = None,
     *,

@@ -1,16 +1,17 @@
 """The OpenAI API on Quire's memory: `quire serve`.
 
-settings   what a config file and flags say    tenants    whose keys are whose
-schemas/   bodies of requests and answers       errors     an error as an answer
-http/      what HTTP asks for: connections, bodies, who is let in, ids and the log, events
-forms/     the forms of answers: calls, thoughts, schemas
-service    requests into the engine, outputs back, bounded
-admission  how many of them there may be        off_loop   work that the event loop does not wait for
-messages   a chat's messages as a prompt        logprobs   log probabilities in OpenAI's shapes
+settings        a config file and flags               api_keys         API keys and their tenants
+schemas/        bodies of requests and answers        api_errors       an error as an answer
+http/           connections, bodies, origins, ids, the log, events
+outputs/        output formats: tool calls, reasoning, schemas
+service         requests into the engine, outputs back, bounded
+api_admission   how many requests may be open         threads          work outside the event loop
+messages        a chat's messages as a prompt         logprobs         log probabilities in OpenAI's shapes
+live_page/      the live page, its events, the comparison of storages
 completions, chat, conversations, models, admin, metrics   one router each
-app        all of it as an ASGI application     run        uvicorn, signals, draining
+app             the ASGI application                  run              uvicorn, signals, draining
 
 Others may use
-    app, run            the ASGI application; the process that serves it
-    settings, tenants   what a config file says; whose keys are whose
+    app, run             the ASGI application; the process that serves it
+    settings, api_keys   a config file's content; API keys and their tenants
 """

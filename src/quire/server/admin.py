@@ -1,8 +1,8 @@
-"""`/admin`: what stays in memory, how much memory, why a prompt was found no further. For the administrator.
+"""`/admin`: pins, the memory budget, and explanations of prefix hits. For the administrator.
 
-The admin key, or this machine where there are no keys (`dependencies.administrator`). Everything that touches the
-engine runs in its thread between two steps; what has to be computed for a pin is a request among the others; tiers are
-waited for elsewhere.
+Requests need the admin key, or come from this machine where there are no keys (`dependencies.administrator`). Each
+call that touches the engine runs in its thread between two steps. A pin's missing tokens are computed as a request
+like any other. Tiers are flushed in another thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _id(pin: Pin) -> str:
 
 
 def _card(service: Service, pin: Pin) -> PinCard:
-    """For the engine's thread."""
+    """Runs in the engine's thread."""
     core = service.engine.core
     return PinCard(
         id=_id(pin),
@@ -71,7 +71,7 @@ def _card(service: Service, pin: Pin) -> PinCard:
 
 
 async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
-    """The prompt's."""
+    """The prompt's tokens."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either a prompt or messages")
     if body.messages is not None:
@@ -82,39 +82,39 @@ async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
     return body.prompt or []
 
 
-def _whose(body: AdminPrompt) -> NamespaceKeywords:
+def _namespace(body: AdminPrompt) -> NamespaceKeywords:
     return ApiTenant(body.tenant or ANYBODY.name).key(body.cache_salt)
 
 
 @router.post("/pins", status_code=201)
 async def pin(body: PinRequest, service: TheService) -> PinCard:
-    """Computes a prompt where memory lacks it, and keeps it there. 400 where it would not fit, with the numbers."""
-    tokens, whose = await _tokens(service, body), _whose(body)
+    """Computes a prompt's missing tokens and keeps all in memory. 400, with numbers, where it would not fit."""
+    tokens, namespace = await _tokens(service, body), _namespace(body)
     if body.publish:
-        if any(value is not None for value in (*whose.values(), body.ttl)):
+        if any(value is not None for value in (*namespace.values(), body.ttl)):
             raise ApiError(400, "expected neither tenant, cache_salt nor ttl with publish", param="publish")
         made = await service.engine.publish(tokens)
     else:
-        made = await service.engine.pin(tokens, ttl=body.ttl, **whose)
+        made = await service.engine.pin(tokens, ttl=body.ttl, **namespace)
     return await service.engine.between_steps(lambda: _card(service, made))
 
 
 @router.get("/pins")
 async def pins(service: TheService) -> PinList:
-    """Those there are, the oldest first."""
+    """The pins, oldest first."""
     engine = service.engine
-    return PinList(data=await engine.between_steps(lambda: [_card(service, one) for one in engine.pins]))
+    return PinList(data=await engine.between_steps(lambda: [_card(service, pin) for pin in engine.pins]))
 
 
 @router.delete("/pins/{pin_id}", status_code=204)
 async def unpin(pin_id: str, service: TheService) -> None:
-    """Its content may be evicted from now on; what was published is so no more."""
+    """Removes a pin: its content may be evicted, and a published prefix is no longer shared."""
     pins = service.engine.pins
 
     def remove() -> None:
-        for one in pins:
-            if _id(one) == pin_id:
-                pins.remove(one)
+        for pin in pins:
+            if _id(pin) == pin_id:
+                pins.remove(pin)
                 return
         raise ApiError(404, "there is no such pin", code="pin_not_found")
 
@@ -123,16 +123,16 @@ async def unpin(pin_id: str, service: TheService) -> None:
 
 @router.post("/drop")
 async def drop(body: AdminPrompt, service: TheService) -> ApiDropped:
-    """Has memory forget everything that begins with a prompt; tiers keep what they have. What requests hold is not
-    found from now on, and free when they end; 400 where some of it is pinned."""
+    """Removes a prefix and its continuations from memory; tiers keep theirs. Blocks that requests hold are not found
+    any more and are freed when those end. 400 where a pin has some of them."""
     tokens, core = np.asarray(await _tokens(service, body), np.int64), service.engine.core
 
     def forget() -> ApiDropped:
         checked = core.engine.check_tokens(tokens)
-        key = core.engine.tenants.resolve(PrefixKey.of(**_whose(body)), checked)
-        for one in core.cache.pins.in_what_begins_with(checked, **key.content):
+        key = core.engine.tenants.resolve(PrefixKey.of(**_namespace(body)), checked)
+        for pin in core.cache.pins.in_what_begins_with(checked, **key.content):
             raise ArgumentError(
-                f"expected a prefix of which nothing is pinned, got one that {_id(one)} has; unpin that first"
+                f"expected a prefix without pins, got one of which {_id(pin)} has blocks; unpin that first"
             )
         dropped = core.engine.drop(checked, key)
         return ApiDropped(num_freed=dropped.num_freed, num_held=dropped.num_held)
@@ -142,7 +142,7 @@ async def drop(body: AdminPrompt, service: TheService) -> ApiDropped:
 
 @router.post("/resize")
 async def resize(body: Resize, service: TheService) -> Memory:
-    """Gives the cache another budget while requests run. 400 where floors, pins or the machine do not allow it."""
+    """Changes the cache's budget while requests run. 400 where floors, pins or the machine do not allow it."""
     budget = service.engine.core.budget
 
     def change() -> Memory:
@@ -150,7 +150,7 @@ async def resize(body: Resize, service: TheService) -> Memory:
             budget.resize(body.kv_memory)
         except (OSError, MemoryError, OverflowError) as error:
             raise ArgumentError(f"the system refuses a kv_memory of {body.kv_memory}: {error}") from error
-        except CapacityError as error:  # no prompt is too long
+        except CapacityError as error:  # without the code of a prompt that is too long
             raise ArgumentError(str(error)) from error
         return Memory(kv_memory_bytes=budget.num_bytes, num_blocks=budget.num_blocks, capacity=str(budget))
 
@@ -159,11 +159,11 @@ async def resize(body: Resize, service: TheService) -> Memory:
 
 @router.post("/explain")
 async def explain(body: AdminPrompt, service: TheService) -> Explained:
-    """How much of a prompt is known, where, and why no more."""
+    """How much of a prompt is known, in which tier, and why no more."""
     tokens = await _tokens(service, body)
-    found = await service.engine.explain(tokens, as_administrator=True, **_whose(body))
+    explanation = await service.engine.explain(tokens, as_administrator=True, **_namespace(body))
     names = Explained.model_fields.keys() - {"text"}
-    return Explained(text=str(found), **{name: getattr(found, name) for name in names})
+    return Explained(text=str(explanation), **{name: getattr(explanation, name) for name in names})
 
 
 @router.get("/report", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -175,7 +175,7 @@ async def report(service: TheService) -> Response:
 
 @router.post("/flush")
 async def flush(service: TheService, body: Flush | None = None) -> Flushed:
-    """Has the tiers hold all that memory does, and then, if asked to, memory forget what nobody holds."""
+    """Writes memory's content to the tiers; then, if asked, evicts all unreferenced blocks."""
     body = body or Flush()  # type: ignore[call-arg]
     core = service.engine.core
     if body.tiers:
@@ -183,7 +183,7 @@ async def flush(service: TheService, body: Flush | None = None) -> Flushed:
 
     def forget() -> int:
         if not core.cache.can_fork:
-            return 0  # a storage that keeps nothing once a request has ended
+            return 0  # this storage caches nothing
         before = core.cache.stats()["cached"]
         core.budget.trim()
         return before - core.cache.stats()["cached"]

@@ -1,6 +1,6 @@
-"""An error as the API answers it: a status, OpenAI's body, never a traceback.
+"""Errors of the API: a status and OpenAI's body, never a traceback.
 
-    {"error": {"message": ..., "type": ..., "param": null or the field, "code": null or a word}}
+    {"error": {"message": ..., "type": ..., "param": null or the field, "code": a word}}
 
 `invalid_request_error` (400, 404, 405, 409, 413, 415), `authentication_error` (401), `permission_error` (403),
 `rate_limit_error` (429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Container
 from http import HTTPStatus
 from typing import Any
 
@@ -20,15 +20,39 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from quire.errors import ArgumentError, CancelledError, CapacityError, PromptTooLongError, QuireError
+from quire.errors import (
+    ArgumentError,
+    CancelledError,
+    CapacityError,
+    PromptTooLongError,
+    QuireError,
+    with_flag_names,
+)
 
 __all__ = ["ApiError", "answer_of", "error_body", "install_handlers", "json_answer"]
 
 _log = logging.getLogger("quire.server")
 
-_NAMED_FIELD = re.compile(r" - in `([a-z_.]+)`")  # as the engine's errors say which argument is meant
-_MOST_SHOWN = 64  # characters of what was got instead
+_NAMED_FIELD = re.compile(r" - in `([a-z_.]+)`")  # how the engine's errors name an argument
+_MAX_SHOWN = 64  # characters of a wrong value or path
 
+# Codes of errors without a more specific one; OpenAI's where OpenAI has one.
+_CODES = {
+    400: "invalid_value",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "conflict",
+    413: "body_too_large",
+    414: "url_too_long",
+    415: "unsupported_encoding",
+    429: "rate_limit_exceeded",
+    431: "headers_too_large",
+    500: "internal_error",
+    503: "service_unavailable",
+}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -39,7 +63,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for."""
+    """An error answer to a request."""
 
     def __init__(
         self,
@@ -53,7 +77,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code
+        self.code = code or _CODES.get(status, "invalid_request")
         self.retry_after_s = retry_after_s
 
 
@@ -69,14 +93,14 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def answer_of(error: BaseException) -> ApiError:
-    """What the API says to any error: the engine's own ones in their words, others without details."""
+    """The API's answer to any error: the engine's own messages, no details of others."""
     if isinstance(error, ApiError):
         return error
     named = _NAMED_FIELD.search(str(error))
-    if isinstance(
-        error, (CapacityError, PromptTooLongError)
-    ):  # what OpenAI's clients know by a code of its own
-        return ApiError(400, str(error), param=named and named[1], code="context_length_exceeded")
+    if isinstance(error, (CapacityError, PromptTooLongError)):
+        # The code by which OpenAI's clients know a prompt that is too long.
+        message = with_flag_names(str(error), {"max_model_len": "--max-model-len"})
+        return ApiError(400, message, param=named and named[1], code="context_length_exceeded")
     if isinstance(error, ArgumentError):
         return ApiError(400, str(error), param=named and named[1])
     if isinstance(error, CancelledError):
@@ -88,7 +112,7 @@ def answer_of(error: BaseException) -> ApiError:
 
 
 def json_answer(error: ApiError) -> JSONResponse:
-    """The answer, with the headers that its status wants."""
+    """The answer, with the headers of its status."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -96,7 +120,7 @@ def json_answer(error: ApiError) -> JSONResponse:
 
 
 def install_handlers(app: Any) -> None:
-    """Every error of `app` in this form."""
+    """Makes every error of `app` an answer in this form."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return json_answer(answer_of(error))
@@ -105,14 +129,14 @@ def install_handlers(app: Any) -> None:
         return json_answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        said = ApiError(error.status_code, str(error.detail))
-        if str(said) == HTTPStatus(said.status).phrase:  # of the router itself
-            if said.status == 404:
-                # What describes the API is made when it is first asked for: not in the loop's time.
-                said = _no_route(request, (await asyncio.to_thread(request.app.openapi))["paths"])
-            elif said.status == 405:
-                said = _no_method(request, (error.headers or {}).get("Allow"))
-        answer = json_answer(said)
+        answered = ApiError(error.status_code, str(error.detail))
+        if str(answered) == HTTPStatus(answered.status).phrase:  # the router's own error
+            if answered.status == 404:
+                # The description of the API is made once, outside of the event loop.
+                answered = _no_route(request, (await asyncio.to_thread(request.app.openapi))["paths"])
+            elif answered.status == 405:
+                answered = _no_method(request, (error.headers or {}).get("Allow"))
+        answer = json_answer(answered)
         answer.headers.update(error.headers or {})
         return answer
 
@@ -123,83 +147,73 @@ def install_handlers(app: Any) -> None:
     app.add_exception_handler(Exception, on_error)
 
 
-def _no_route(request: Request, paths: Mapping[str, Any]) -> ApiError:
-    """A path that leads nowhere, with those that do."""
-    routes = {
-        path: sorted(method.upper() for method in methods)
-        for path, methods in paths.items()
-        if not path.startswith(("/window", "/admin"))
-    }
+def _no_route(request: Request, paths: Container[str]) -> ApiError:
+    """An unknown path, with the known path that a client is likely to mean."""
     path = request.url.path
-    hint = ""
-    if f"{path}/".startswith("/v1/conversations/"):  # OpenAI's, which this server does not have
-        hint = f"; Quire's own conversations are at /quire{path.removeprefix('/v1')[:_MOST_SHOWN]}"
-    elif f"/v1{path}" in routes:
-        hint = f"; is /v1{path} meant? A client's base URL ends with /v1"
-    elif path.startswith("/v1/") and path[3:] in routes:
-        hint = f"; is {path[3:]} meant?"
-    there = ", ".join(f"{' or '.join(methods)} {path}" for path, methods in routes.items())
-    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
-    return ApiError(
-        404,
-        f"there is no {request.method} {shown}{hint}; there are {there}; GET /openapi.json describes all",
-        code="unknown_url",
-    )
+    hint = "GET /openapi.json lists the routes"
+    if f"{path}/".startswith("/v1/conversations/"):  # OpenAI's conversations, which this server does not have
+        hint = f"Quire's own conversations are at /quire{path.removeprefix('/v1')[:_MAX_SHOWN]}"
+    elif f"/v1{path}" in paths:
+        hint = f"is /v1{path} meant? A client's base URL ends with /v1"
+    elif path.startswith("/v1/") and path[3:] in paths:
+        hint = f"is {path[3:]} meant?"
+    shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}..."
+    return ApiError(404, f"there is no {request.method} {shown}; {hint}", code="unknown_url")
 
 
 def _no_method(request: Request, allowed: str | None) -> ApiError:
     return ApiError(
         405,
-        f"expected {allowed or 'another method'} for {request.url.path[:_MOST_SHOWN]}, got {request.method}",
+        f"expected {allowed or 'another method'} for {request.url.path[:_MAX_SHOWN]}, got {request.method}",
     )
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
-    """What is wrong with a body, or with a path or query: the first thing. Where that could be one of several things
-    (a text, or tokens), the one that was told apart last."""
+    """The first error of a body, a path or a query. In a union (a text, or tokens), that of the alternative which
+    matches the value furthest."""
     first, *others = error.errors()
     place = list(first["loc"])
     if first["type"] == "json_invalid":
-        why = first.get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(400, f"expected a body of JSON, got one that is none: {why}", code="invalid_body")
+        reason = first.get("ctx", {}).get("error", "it cannot be read")
+        return ApiError(400, f"expected a body of JSON, got other content: {reason}", code="invalid_body")
     if place == ["body"]:
         message = "expected a JSON object as the body"
         if isinstance(error.body, bytes):  # not read as JSON: browsers send other types to any site
-            said = content_type.partition(";")[0] or "no Content-Type"
-            message += f" and the header `Content-Type: application/json`, got {said}"
+            got = content_type.partition(";")[0] or "no Content-Type"
+            message += f" and the header `Content-Type: application/json`, got {got}"
         elif error.body is None:
             message += ", got none"
         return ApiError(400, message, code="invalid_body")
     if place[0] == "body":
         places = [
-            (_in_body(list(one["loc"][1:]), error.body, is_missing=one["type"] == "missing"), one)
-            for one in [first, *others]
-            if one["loc"][:2] == first["loc"][:2]
+            (_in_body(list(other["loc"][1:]), error.body, is_missing=other["type"] == "missing"), other)
+            for other in [first, *others]
+            if other["loc"][:2] == first["loc"][:2]
         ]
-        # A list that is too short says more than that it is no text.
+        # "too short a list" is more specific than "not a text".
         place, first = max(places, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     else:
         place = place[1:]
-    where = ".".join(str(part) for part in place)
+    field = ".".join(str(part) for part in place)
     got = first.get("input")
     if first["type"] == "extra_forbidden":
         message = (
-            f"expected fields that this request has (see /openapi.json), got an unknown one - in `{where}`"
+            f"expected fields that this request has (see /openapi.json), got an unknown one - in `{field}`"
         )
-        return ApiError(400, message, param=where, code="unknown_field")
+        return ApiError(400, message, param=field, code="unknown_field")
     shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f", got {got!r}"
-    message = f"{first['msg']}{shown if len(shown) <= _MOST_SHOWN else ''} - in `{where}`"
-    return ApiError(400, message, param=where or None, code="invalid_body")
+    message = f"{first['msg']}{shown if len(shown) <= _MAX_SHOWN else ''} - in `{field}`"
+    return ApiError(400, message, param=field or None, code="invalid_body")
 
 
 def _in_body(place: list[Any], body: Any, *, is_missing: bool) -> list[Any]:
-    """A place without the names that pydantic gives to the sides of a union: those that the body itself has."""
-    found: list[Any] = []
+    """The parts of a place that exist in the body, without pydantic's names for the alternatives of a union."""
+    parts: list[Any] = []
     for at, part in enumerate(place):
         try:
             body = body[part]
         except (KeyError, IndexError, TypeError):
             if not (is_missing and at == len(place) - 1):
                 continue
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts

@@ -1,11 +1,11 @@
-"""Whose keys are whose. A tenant is a name, limits, and a tenant of the engine (`quire.scheduler.tenants`).
+"""API keys and their tenants. A tenant has a name, limits, and a tenant of the engine (`quire.scheduler.tenants`).
 
-The engine derives namespaces from its secret and the tenant's name, and enforces quota, floor and priority; here a key
-leads to a name and nothing more. Keys are kept as SHA-256 digests and compared in constant time, all of them each time;
-no key is ever logged, shown or kept in the clear. Requests without keys, and those of --api-key-file, are nobody's in
-the engine's eyes: they share the namespace that the library uses, which a disk cache has after a restart as well.
+The engine derives namespaces from its secret and the tenant's name, and enforces quota, floor and priority; here a
+key only leads to a name. Keys are held as SHA-256 digests; a key is compared with each digest in constant time, and
+never logged, shown or held in the clear. Requests without keys, and those with keys of --api-key-file, have no tenant
+in the engine: they share the library's namespace, which a disk cache still knows after a restart.
 
-Cost: `find` one digest and one comparison for each key.
+Cost: `find` computes one digest and one comparison for each key.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["ADMIN", "ANYBODY", "ApiTenant", "KeyRing", "digest_of_key", "install
 
 @dataclass(frozen=True)
 class ApiTenant:
-    """Who asks.
+    """The tenant of a request.
 
-    priority: smaller is served first; a request's own is added to it, and may not be smaller than 0. quota_bytes,
-    floor_bytes: memory of keys and values it may have, and that others cannot take from it; None: as the server has it.
-    max_requests: of its requests that may wait or run at once. requests_per_minute: None for no limit.
+    priority: smaller is served first; a request's own, at least 0, is added to it. quota_bytes: largest memory of its
+    keys and values; None: the server's. floor_bytes: memory that other tenants cannot take from it. max_requests:
+    largest number of its requests that wait or run. requests_per_minute: None for no limit.
     """
 
     name: str
@@ -44,11 +44,11 @@ class ApiTenant:
 
     @property
     def in_engine(self) -> str | None:
-        """What the engine calls it; None: nobody."""
+        """The engine's name of the tenant; None for the default tenant."""
         return None if self.name == ANYBODY.name else self.name
 
     def key(self, cache_salt: str | None) -> NamespaceKeywords:
-        """Whose content a request of this tenant's is, with the salt that it brings."""
+        """The namespace of a request of this tenant, with the request's salt."""
         return {"tenant": self.in_engine, "cache_salt": cache_salt or None}
 
 
@@ -57,29 +57,31 @@ ADMIN = ApiTenant("admin", is_admin=True)
 
 
 def name_of_owner(owner: str | None) -> str:
-    """A tenant's name from what the engine calls it."""
+    """The tenant's name for a name of the engine."""
     return owner or ANYBODY.name
 
 
-def install(there: LLMTenants, tenants: Sequence[ApiTenant]) -> None:
-    """Makes the engine's tenants these and no others; those that stay as they were keep their content.
+def install(engine_tenants: LLMTenants, tenants: Sequence[ApiTenant]) -> None:
+    """Makes these the engine's tenants. Unchanged tenants keep their content.
 
-    For the engine's thread. *raises:* ArgumentError, CapacityError: limits that cannot be, or a tenant to be removed or
-    changed that has requests.
+    Runs in the engine's thread. *raises:* ArgumentError, CapacityError: impossible limits, or open requests of a
+    tenant that is to be removed or changed.
     """
-    wanted = {tenant.name: tenant for tenant in tenants if tenant.in_engine is not None}
-    for old in there:
-        new = wanted.get(old.name)
+    missing = {tenant.name: tenant for tenant in tenants if tenant.in_engine is not None}
+    for old in engine_tenants:
+        new = missing.get(old.name)
         if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
             old.quota_bytes,
             old.floor_bytes,
             old.priority,
         ):
-            del wanted[old.name]
+            del missing[old.name]
         else:
-            there.remove(old.name)
-    for tenant in wanted.values():
-        there.add(tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority)
+            engine_tenants.remove(old.name)
+    for tenant in missing.values():
+        engine_tenants.add(
+            tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
+        )
 
 
 def digest_of_key(key: str) -> bytes:
@@ -87,24 +89,24 @@ def digest_of_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """The keys there are. None at all: everybody is `ANYBODY`."""
+    """The server's API keys. Without any, every request is of the tenant `ANYBODY`."""
 
     def __init__(self, keys: Sequence[tuple[bytes, ApiTenant]] = ()) -> None:
         digests = [digest for digest, _ in keys]
         if len(set(digests)) != len(digests):
             raise ArgumentError(
-                "expected every API key once, got one that belongs to two tenants or stands twice"
+                "expected every API key once, got one that two tenants have or that is listed twice"
             )
         self._keys = tuple(keys)
 
     @property
     def tenants(self) -> list[ApiTenant]:
-        """Those who have keys, each once."""
+        """The tenants that have keys, each once."""
         return list(dict.fromkeys(tenant for _, tenant in self._keys))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no tenant has a key: then none is asked for."""
+        """Whether no tenant has a key; the server then asks for none."""
         return all(tenant.is_admin for _, tenant in self._keys)
 
     @property
@@ -112,10 +114,10 @@ class KeyRing:
         return any(tenant.is_admin for _, tenant in self._keys)
 
     def find(self, key: str) -> ApiTenant | None:
-        """Whose key it is."""
+        """The key's tenant; None for an unknown key."""
         digest = digest_of_key(key)
-        found = None
-        for known, tenant in self._keys:
+        tenant = None
+        for known, owner in self._keys:  # all of them: the time tells nothing of a match
             if hmac.compare_digest(known, digest):
-                found = tenant
-        return found
+                tenant = owner
+        return tenant

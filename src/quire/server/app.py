@@ -1,4 +1,4 @@
-"""The API as one ASGI application over one engine."""
+"""The API as an ASGI application over one engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["make_app"]
 
 
 def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """The application; it does not own the engine."""
+    """The application; closing the engine is the caller's."""
     app = FastAPI(
         title="Quire",
         summary="The OpenAI API on a paged, shared and persistent KV cache.",
-        docs_url=None,  # it would load scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from other hosts
         redoc_url=None,
     )
     app.state.service = Service(engine, settings)

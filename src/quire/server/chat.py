@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages in, a message out, whole or as events."""
+"""`POST /v1/chat/completions`: answers messages with a message, as one body or as events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import ApiError
 from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
-from quire.server.http.bodies import BodyRoute, beside_if_large
+from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs
 from quire.server.outputs.answer_grammar import answer_grammar
@@ -54,16 +54,16 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
-    asked = await prompt_of_chat(
+    prompt = await prompt_of_chat(
         body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
     )
-    prompt, tools = body.cut(asked.token_ids), asked.tools
-    form = OutputFormat.of(service.tokenizer, asked.text, tools=tools, must_call=_must_call(body))
-    params = await beside_if_large(request, chat_params, body, service, form, tools)
-    one = ChatWriter(body, service, params, form)
+    token_ids, tools = body.cut(prompt.token_ids), prompt.tools
+    output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=_must_call(body))
+    params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
+    writer = ChatWriter(body, service, params, output_format)
     with api_field_names(body):
-        begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
-    return await one.respond(begun, begun.outputs())
+        running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
+    return await writer.respond(running, running.outputs())
 
 
 def _must_call(body: ChatFields) -> bool:
@@ -71,9 +71,9 @@ def _must_call(body: ChatFields) -> bool:
 
 
 def chat_params(
-    body: ChatFields, service: Service, answer_form: OutputFormat, tools: Sequence[Tool] = ()
+    body: ChatFields, service: Service, output_format: OutputFormat, tools: Sequence[Tool] = ()
 ) -> SamplingParams:
-    """answer_form: of the answers to the prompt. tools: those the model is told of."""
+    """output_format: of answers to the prompt. tools: the tools described to the model."""
     limits = service.settings.limits
     top = body.top_logprobs or 0
     if top > limits.max_logprobs:
@@ -82,63 +82,64 @@ def chat_params(
         )
     if top and not body.logprobs:
         raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
-    asked = requested_format(body, service)
-    grammar = _grammar(body, service, answer_form, tools, asked)
-    forms = {} if asked is None else {asked.kind: asked.value}
+    requested = requested_format(body, service)
+    grammar = _grammar(body, service, output_format, tools, requested)
+    constraint = {} if requested is None else {requested.kind: requested.value}
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return service.params(
-        body,
-        max_tokens=max_tokens,
-        logprobs=top if body.logprobs else None,
-        shown_token_ids=answer_form.shown_token_ids(service.tokenizer),
-        **(forms if grammar is None else {"grammar": grammar}),
-    )
+    with api_field_names(body):
+        return service.params(
+            body,
+            max_tokens=max_tokens,
+            logprobs=top if body.logprobs else None,
+            shown_token_ids=output_format.shown_token_ids(service.tokenizer),
+            **(constraint if grammar is None else {"grammar": grammar}),
+        )
 
 
 def _grammar(
     body: ChatFields,
     service: Service,
-    form: OutputFormat,
+    output_format: OutputFormat,
     tools: Sequence[Tool],
-    asked: RequestedFormat | None,
+    requested: RequestedFormat | None,
 ) -> str | None:
-    """Of answers with a call in them or behind thoughts; None where what is asked says all, or nothing is forced."""
+    """The grammar of answers with a call, or with a format after reasoning; None where neither is required."""
     if _must_call(body):
-        if asked is not None:
-            raise ApiError(400, f"expected no {asked.field} with a required call", param=asked.field)
+        if requested is not None:
+            raise ApiError(400, f"expected no {requested.field} with a required call", param=requested.field)
         choice = body.tool_choice
-        wanted = [
+        choices = [
             tool
             for tool in tools
             if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
         ]
-        if not wanted:
-            raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
-        return answer_grammar(service.tokenizer, form, wanted)
-    if asked is None or not (tools or form.in_thoughts):
+        if not choices:
+            raise ApiError(400, "expected tools with tool_choice, got none", param="tool_choice")
+        return answer_grammar(service.tokenizer, output_format, choices)
+    if requested is None or not (tools or output_format.in_thoughts):
         return None
-    if tools and (form.calls is None or not form.calls.begin):
+    if tools and (output_format.calls is None or not output_format.calls.begin):
         raise ApiError(
             400,
-            f"expected no {asked.field} beside tools: this model's chat template has no marker that tells a call "
+            f"expected no {requested.field} with tools: this model's chat template has no marker that tells a call "
             "from such an answer; say tool_choice none, or leave one of both out",
-            param=asked.field,
+            param=requested.field,
         )
-    if asked.kind != "json_schema":
+    if requested.kind != "json_schema":
         raise ApiError(
             400,
-            f"expected a JSON schema as the form of an answer beside tools or behind the model's thoughts, got "
-            f"{asked.field}; leave the tools out, or have the template open no thoughts (enable_thinking: false)",
-            param=asked.field,
+            "expected a JSON schema as the format of an answer with tools or after the model's reasoning, got "
+            f"{requested.field}; leave the tools out, or have the template open no reasoning (enable_thinking: false)",
+            param=requested.field,
         )
-    schema = json.loads(asked.value) if isinstance(asked.value, str) else asked.value
-    return answer_grammar(service.tokenizer, form, tools, schema)
+    schema = json.loads(requested.value) if isinstance(requested.value, str) else requested.value
+    return answer_grammar(service.tokenizer, output_format, tools, schema)
 
 
 class ChatWriter:
-    """The answer to one request, written in this endpoint's shape. form: what to look for in it.
+    """The answer to one request, written in this endpoint's shape.
 
-    more: fields beside OpenAI's, told at the end.
+    output_format: of the model's text. more: returns fields in addition to OpenAI's; called at the end.
     """
 
     def __init__(
@@ -146,14 +147,14 @@ class ChatWriter:
         body: ChatFields,
         service: Service,
         params: SamplingParams,
-        form: OutputFormat,
+        output_format: OutputFormat,
         more: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._more = more
         self._body = body
         self._service = service
         self._params = params
-        self._form = form
+        self._format = output_format
         self._head = {
             "id": id_of_answer("chatcmpl"),
             "object": "chat.completion",
@@ -161,24 +162,24 @@ class ChatWriter:
             "model": service.model_name,
         }
 
-    async def respond(self, begun: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
-        """The answer in the form that the body asks for. outputs: of the one request that has begun."""
+    async def respond(self, running: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
+        """The answer, as one body or as events. outputs: of the one running request."""
         if self._body.stream:
-            return await self.stream(begun, outputs)
-        with begun:
-            return self.whole(await Answer.gather(outputs, self._params.n))
+            return await self.stream(running, outputs)
+        with running:
+            return self.json_response(await Answer.gather(outputs, self._params.n))
 
-    def whole(self, answer: Answer) -> JSONResponse:
+    def json_response(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
         for index, text in enumerate(answer.texts):
-            reader = OutputParser(self._form)
-            message = self._message(reader, text)
+            parser = OutputParser(self._format)
+            message = self._message(parser, text)
             choices.append(
                 ChatChoice(
                     index=index,
                     message=message,
                     logprobs=self._logprobs(answer.token_ids[index], answer.logprobs[index]),
-                    finish_reason=reader.finish_reason(answer.finish_reasons[index]),
+                    finish_reason=parser.finish_reason(answer.finish_reasons[index]),
                     stop_reason=answer.stop_reasons[index],
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
@@ -187,71 +188,71 @@ class ChatWriter:
         if self._body.return_token_ids:
             completion.prompt_token_ids = answer.prompt_token_ids
         more = {} if self._more is None else self._more()
-        shown = completion.model_dump()
-        for choice in shown["choices"]:
-            for field in ("tool_calls", "reasoning_content"):  # not there rather than null, as OpenAI's
+        fields = completion.model_dump()
+        for choice in fields["choices"]:
+            for field in ("tool_calls", "reasoning_content"):  # left out rather than null, as OpenAI's
                 if choice["message"][field] is None:
                     del choice["message"][field]
         if not self._body.return_token_ids:
-            del shown["prompt_token_ids"]
-            for choice in shown["choices"]:
+            del fields["prompt_token_ids"]
+            for choice in fields["choices"]:
                 del choice["token_ids"]
-        return JSONResponse({**shown, **more}, headers=_hit_header(answer))
+        return JSONResponse({**fields, **more}, headers=_hit_header(answer))
 
-    def _message(self, reader: OutputParser, text: str) -> AnswerMessage:
-        """The message of a whole text. A call that was cut is part of its content."""
+    def _message(self, parser: OutputParser, text: str) -> AnswerMessage:
+        """The message of an answer's whole text. A call that was cut becomes content."""
         thoughts: list[str] = []
-        said: list[str] = []
+        texts: list[str] = []
         calls: list[AnsweredCall] = []
-        for part in reader.push(text, final=True):
+        for part in parser.push(text, final=True):
             if isinstance(part, ReasoningSpan):
                 thoughts.append(part.text)
             elif isinstance(part, str):
-                said.append(part)
-            elif self._is_beyond(part):
+                texts.append(part)
+            elif self._is_excess(part):
                 continue
             elif isinstance(part, CutCall):
                 calls.pop()
-                said.append(part.text)
+                texts.append(part.text)
             elif part.name is not None:
                 calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
             else:
                 calls[-1].function["arguments"] += part.arguments
-        content = "".join(said)
+        content = "".join(texts)
         return AnswerMessage(
             content=None if calls and not content.strip() else content,
             tool_calls=calls or None,
             reasoning_content="".join(thoughts) or None,
         )
 
-    def _is_beyond(self, call: CallDelta | CutCall) -> bool:
-        """Whether this call is one more than the client wants."""
+    def _is_excess(self, call: CallDelta | CutCall) -> bool:
+        """Whether the client wants one call only and this is a later one."""
         return self._body.parallel_tool_calls is False and call.index > 0
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, float]]) -> Any:
         if not self._body.logprobs:
             return None
-        shown = token_ids[: len(entries)]
+        token_ids = token_ids[: len(entries)]
         tokenizer = None if self._body.return_tokens_as_token_ids else self._service.tokenizer
-        return chat_logprobs(tokenizer, shown, entries, self._params.logprobs or 0)
+        return chat_logprobs(tokenizer, token_ids, entries, self._params.logprobs or 0)
 
-    async def stream(self, begun: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
+    async def stream(self, running: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
-        events = self._events(begun, outputs, answer)
+        events = self._events(running, outputs, answer)
         return EventStream(await anext(events), events, end=DONE)
 
     async def _events(
-        self, begun: RunningRequests, generated: AsyncGenerator[RequestOutput], answer: Answer
+        self, running: RunningRequests, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
-        readers = [OutputParser(self._form) for _ in range(self._params.n)]
+        parsers = [OutputParser(self._format) for _ in range(self._params.n)]
         opened: set[int] = set()
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        with begun:
-            yield b""  # from here on they end with this generator
+        with running:
+            yield b""  # from here on the requests end with this generator
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     answer.num_prompt_tokens = len(output.prompt_token_ids)
@@ -272,7 +273,7 @@ class ChatWriter:
                         answer.finish_reasons[index] = reason
                         logprobs = self._logprobs(part.token_ids, part.logprobs or [])
                         dumped = None if logprobs is None else logprobs.model_dump()
-                        deltas = self._deltas(readers[index], part.new_text, final=reason is not None)
+                        deltas = self._deltas(parsers[index], part.new_text, final=reason is not None)
                         ids = part.token_ids if with_ids else []
                         if (dumped is not None or ids) and not deltas:
                             deltas = [{"content": ""}]
@@ -284,22 +285,22 @@ class ChatWriter:
                             yield write.choice({**choice, "token_ids": ids} if ids else choice)
                             dumped, ids = None, []
                         if reason is not None:
-                            last = _choice(index, {}, finish_reason=readers[index].finish_reason(reason))
+                            last = _choice(index, {}, finish_reason=parsers[index].finish_reason(reason))
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         more = {} if self._more is None else self._more()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
 
-    def _deltas(self, reader: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
+    def _deltas(self, parser: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for part in reader.push(text, final=final):
+        for part in parser.push(text, final=final):
             if isinstance(part, str):
                 deltas.append({"content": part})
                 continue
             if isinstance(part, ReasoningSpan):
                 deltas.append({"reasoning_content": part.text})
                 continue
-            if isinstance(part, CutCall) or self._is_beyond(part):
+            if isinstance(part, CutCall) or self._is_excess(part):
                 continue
             function = {"arguments": part.arguments}
             call: dict[str, Any] = {"index": part.index, "function": function}
@@ -311,7 +312,7 @@ class ChatWriter:
 
 
 def _call_id() -> str:
-    """As Mistral's templates want it; others take any."""
+    """Nine letters and digits: Mistral's templates require that, others take any id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -326,5 +327,5 @@ def _usage(answer: Answer) -> Usage:
 
 
 def _hit_header(answer: Answer) -> dict[str, str]:
-    """How many prompt tokens came from the cache; ours."""
+    """The number of prompt tokens from the cache, in a header of Quire's own."""
     return {"X-Quire-Cached-Tokens": str(answer.num_cached_tokens)}

@@ -1,4 +1,4 @@
-"""The prompt of a chat, as the chat route asks it and /tokenize counts it: one way from a body to tokens."""
+"""The prompt of a chat: one way from a body to tokens, for the chat route and for /tokenize."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from quire.server.api_errors import ApiError
-from quire.server.http.bodies import beside_if_large
+from quire.server.http.bodies import run_in_thread_if_large
 from quire.server.messages import template_options
 from quire.server.schemas.chat_bodies import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
 from quire.server.service import Service
@@ -18,7 +18,7 @@ __all__ = ["ChatPrompt", "prompt_of_chat"]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """tools: those that the model is told of."""
+    """tools: the tools described to the model."""
 
     text: str
     token_ids: list[int]
@@ -32,12 +32,12 @@ async def prompt_of_chat(
     service: Service,
     *,
     add_special_tokens: bool,
-    is_asked: bool = True,
+    is_counted_only: bool = False,
 ) -> ChatPrompt:
-    """is_asked: false: it is counted, and may be longer than the model's longest sequence. *raises:* ApiError."""
-    tools = await beside_if_large(request, _tools, body, service)
+    """is_counted_only: the prompt may be longer than the model's longest sequence. *raises:* ApiError."""
+    tools = await run_in_thread_if_large(request, _tools, body, service)
     text = await service.render(messages, tools, template_options(service.tokenizer, body))
-    tokens = await service.encode(text, add_special_tokens=add_special_tokens, is_prompt=is_asked)
+    tokens = await service.encode(text, add_special_tokens=add_special_tokens, is_prompt=not is_counted_only)
     return ChatPrompt(text, tokens, tools)
 
 
@@ -49,8 +49,8 @@ def _tools(body: PromptFields, service: Service) -> list[Tool]:
         service.check_schema(tool.function.parameters, "tools")
     if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise ApiError(
-            400, f"expected a choice among the tools, got {choice.function.name!r}", param="tool_choice"
+            400, f"expected the name of one of the tools, got {choice.function.name!r}", param="tool_choice"
         )
     if choice == "required" and not tools:
-        raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
+        raise ApiError(400, "expected tools with tool_choice, got none", param="tool_choice")
     return [] if choice == "none" else tools

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text or token ids in, text out, whole or as events."""
+"""`POST /v1/completions`: continues text or token ids, as one body or as events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
-from quire.server.http.bodies import BodyRoute, beside_if_large
+from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import CompletionTokens
 from quire.server.outputs.requested_format import api_field_names, requested_format
@@ -25,7 +25,7 @@ from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
 __all__ = ["router"]
 
-_MOST_QUEUED = 64  # outputs of several requests together; what is beyond waits in the engine
+_MAX_QUEUED = 64  # outputs of several requests together; the engine holds further ones
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -44,29 +44,30 @@ async def completions(
     """Continues each prompt."""
     service.check_model(body.model)
     given = _prompts(body, service)
-    params = await beside_if_large(request, _params, body, service)
+    params = await run_in_thread_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
     prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
-    one = _Writer(body, service, params, _echoes(body, service, echoed))
+    writer = _CompletionWriter(body, service, params, _echoes(body, service, echoed))
     with api_field_names(body):
-        begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
+        running = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
     if body.stream:
-        return await one.stream(begun)
-    with begun:
-        return one.whole(await begun.answers(params.n))
+        return await writer.stream(running)
+    with running:
+        return writer.json_response(await running.answers(params.n))
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
     limits = service.settings.limits
     prompt = body.prompt
-    one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    prompts: list[Any] = [prompt] if one else list(prompt)  # type: ignore[arg-type]
-    most, n = max(limits.max_prompts, limits.max_n), body.n or 1
-    if len(prompts) > limits.max_prompts or most < len(prompts) * n <= len(prompts) * limits.max_n:
+    is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts: list[Any] = [prompt] if is_single else list(prompt)  # type: ignore[arg-type]
+    max_answers, n = max(limits.max_prompts, limits.max_n), body.n or 1
+    too_many = max_answers < len(prompts) * n <= len(prompts) * limits.max_n
+    if len(prompts) > limits.max_prompts or too_many:
         raise ApiError(
             400,
-            f"expected at most {limits.max_prompts} prompts, and {most} answers to them, got {len(prompts)} prompts "
+            f"expected at most {limits.max_prompts} prompts and {max_answers} answers, got {len(prompts)} prompts "
             f"with n={n}",
             param="prompt",
         )
@@ -85,32 +86,32 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
         )
     if body.max_tokens == 0:
         raise ApiError(400, "expected max_tokens of 1 or more: every request generates", param="max_tokens")
-    form = requested_format(body, service)
-    forms = {} if form is None else {form.kind: form.value}
-    return service.params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, **forms)
+    requested = requested_format(body, service)
+    constraint = {} if requested is None else {requested.kind: requested.value}
+    return service.params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, **constraint)
 
 
 def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> list[str]:
-    """What stands before the answers to each prompt."""
+    """The text before the answers to each prompt."""
     if not body.echo:
         return [""] * len(prompts)
     if service.tokenizer is None:
         raise ApiError(400, "expected no echo: this model has no tokenizer", param="echo")
     vocab_size = service.engine.vocab_size
-    if any(not isinstance(one, str) and max(one) >= vocab_size for one in prompts):
+    if any(not isinstance(prompt, str) and max(prompt) >= vocab_size for prompt in prompts):
         raise ApiError(400, f"expected token ids below {vocab_size} - in `prompt`", param="prompt")
-    return [one if isinstance(one, str) else service.tokenizer.decode(one) for one in prompts]
+    return [prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt) for prompt in prompts]
 
 
 async def _token_ids(service: Service, prompt: Any, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if not prompt:
-        raise ApiError(400, "expected a prompt of some text, got an empty one", param="prompt")
+        raise ApiError(400, "expected a prompt with text, got an empty one", param="prompt")
     return await service.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-class _Writer:
+class _CompletionWriter:
     """The answers of one request, written in this endpoint's shape."""
 
     def __init__(
@@ -131,7 +132,7 @@ class _Writer:
         by_id = bool(self._body.return_tokens_as_token_ids)
         return CompletionTokens(self._service.tokenizer, offset, by_id=by_id)
 
-    def whole(self, answers: list[Answer]) -> JSONResponse:
+    def json_response(self, answers: list[Answer]) -> JSONResponse:
         body, choices = self._body, []
         for place, answer in enumerate(answers):
             for index, text in enumerate(answer.texts):
@@ -155,27 +156,27 @@ class _Writer:
                     choices[-1].token_ids = answer.token_ids[index]
                     choices[-1].prompt_token_ids = answer.prompt_token_ids
         completion = Completion(**self._head, choices=choices, usage=_usage(answers))
-        shown = completion.model_dump()
-        if not body.return_token_ids:  # not there rather than null, as OpenAI's
-            for choice in shown["choices"]:
+        fields = completion.model_dump()
+        if not body.return_token_ids:  # left out rather than null, as OpenAI's
+            for choice in fields["choices"]:
                 del choice["token_ids"], choice["prompt_token_ids"]
-        return JSONResponse(shown, headers=_hit_header(answers))
+        return JSONResponse(fields, headers=_hit_header(answers))
 
-    async def stream(self, begun: RunningRequests) -> EventStream:
-        answers = [Answer.of(self._params.n) for _ in range(len(begun))]
-        events = self._events(begun, answers)
+    async def stream(self, running: RunningRequests) -> EventStream:
+        answers = [Answer.of(self._params.n) for _ in range(len(running))]
+        events = self._events(running, answers)
         return EventStream(await anext(events), events, end=DONE)
 
-    async def _events(self, begun: RunningRequests, answers: list[Answer]) -> AsyncGenerator[bytes]:
+    async def _events(self, running: RunningRequests, answers: list[Answer]) -> AsyncGenerator[bytes]:
         tokens: dict[int, CompletionTokens] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        with begun:
-            yield b""  # from here on they end with this generator
-            async with aclosing(_outputs(begun)) as outputs:
-                async for one in outputs:
-                    place, output = one if isinstance(one, tuple) else (0, one)
+        with running:
+            yield b""  # from here on the requests end with this generator
+            async with aclosing(_outputs(running)) as outputs:
+                async for item in outputs:
+                    place, output = item if isinstance(item, tuple) else (0, item)
                     answer = answers[place]
                     answer.num_prompt_tokens = len(output.prompt_token_ids)
                     answer.num_cached_tokens = output.num_cached_tokens
@@ -209,33 +210,34 @@ class _Writer:
                         if with_ids and is_first:
                             choice["prompt_token_ids"] = output.prompt_token_ids
                         if self._body.logprobs is not None and part.logprobs:
-                            shown = tokens[index].logprobs(part.token_ids, part.logprobs, self._body.logprobs)
-                            choice["logprobs"] = shown.model_dump()
+                            logprobs = tokens[index].logprobs(
+                                part.token_ids, part.logprobs, self._body.logprobs
+                            )
+                            choice["logprobs"] = logprobs.model_dump()
                         yield write.choice(choice)
         if with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
 
 
-def _outputs(begun: RunningRequests) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
-    """The outputs of all requests as they come: of several, each with its place."""
-    return (
-        begun.outputs() if len(begun) == 1 else _outputs_of_several(begun)
-    )  # the common one without a layer more
+def _outputs(running: RunningRequests) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
+    """The outputs of all requests as they come; several requests' outputs each with the request's place."""
+    # A single request, the usual case, needs no queue.
+    return running.outputs() if len(running) == 1 else _outputs_of_several(running)
 
 
-async def _outputs_of_several(begun: RunningRequests) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(_MOST_QUEUED)
+async def _outputs_of_several(running: RunningRequests) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(_MAX_QUEUED)
 
     async def feed(place: int) -> None:
         try:
-            async with aclosing(begun.outputs(place)) as outputs:
+            async with aclosing(running.outputs(place)) as outputs:
                 async for output in outputs:
                     await queue.put((place, output))
             await queue.put((place, None))
         except Exception as error:
             await queue.put((place, error))
 
-    tasks = [asyncio.create_task(feed(place)) for place in range(len(begun))]
+    tasks = [asyncio.create_task(feed(place)) for place in range(len(running))]
     try:
         num_open = len(tasks)
         while num_open:
@@ -261,5 +263,5 @@ def _usage(answers: list[Answer]) -> Usage:
 
 
 def _hit_header(answers: list[Answer]) -> dict[str, str]:
-    """How many prompt tokens came from the cache; ours."""
+    """The number of prompt tokens from the cache, in a header of Quire's own."""
     return {"X-Quire-Cached-Tokens": str(sum(answer.num_cached_tokens for answer in answers))}

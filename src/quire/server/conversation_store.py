@@ -1,8 +1,8 @@
-"""The conversations of a server: whose each is, and how it stands. They hold tokens, and blocks only during a turn.
+"""The conversations of a server, by tenant. They hold tokens; blocks only during a turn.
 
 Invariants
-    C1  a conversation is found by its tenant and by nobody else; a tenant has at most `most`, and begins nothing that
-        would make its conversations larger than `most_bytes` together. What the model adds is counted when it is there.
+    C1  only a conversation's tenant finds it; a tenant has at most `max_count`, and begins nothing that would make
+        its conversations larger than `max_bytes` together. The model's tokens count once they are there.
     C2  one turn at a time; it changes the conversation as a whole at its end, or not at all.
 """
 
@@ -18,16 +18,15 @@ from quire.server.api_keys import ApiTenant
 from quire.server.schemas.accepted import without_accepted
 from quire.server.schemas.chat_bodies import ChatMessage
 
-__all__ = ["ConversationEntry", "Conversations", "kept_bytes"]
+__all__ = ["ConversationEntry", "Conversations", "conversation_bytes"]
 
 _BYTES_OF_TOKEN = 4
-_BYTES_OF_OBJECT = (
-    2048  # a conversation, a message, a part, a call of a tool: what Python takes for one, rounded up
-)
+# Python's memory of a conversation, a message, a part or a tool call, rounded up.
+_BYTES_OF_OBJECT = 2048
 
 
-def kept_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
-    """What a conversation takes that holds these, roughly and not too little."""
+def conversation_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
+    """The memory of a conversation with these messages and tokens, roughly and not too little."""
     num_objects = 1 + len(messages) + sum(len(message.tool_calls or ()) for message in messages)
     num_objects += sum(len(message.content) for message in messages if isinstance(message.content, list))
     num_bytes = sum(len(message.model_dump_json()) for message in messages)
@@ -35,7 +34,7 @@ def kept_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
 
 
 class ConversationEntry:
-    """One of them. first: messages that stand before those of the first turn; starts: where turns begin, in tokens."""
+    """One conversation. first: messages before those of the first turn; starts: where turns begin, in tokens."""
 
     def __init__(
         self,
@@ -48,25 +47,25 @@ class ConversationEntry:
         self.created = int(time.time())
         self.state = state
         self.cache_salt = cache_salt
-        self.first = tuple(map(without_accepted, first))  # what a template is given
-        self._first_bytes = kept_bytes(self.first, 0)
+        self.first = tuple(map(without_accepted, first))  # as the template gets them
+        self._first_bytes = conversation_bytes(self.first, 0)
         self.starts = list(starts)
         self._turn: AsyncConversation | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, roughly."""
+        """Its memory, roughly."""
         return self._first_bytes + _BYTES_OF_TOKEN * len(self.state) + 8 * len(self.starts)
 
     def begin(self, base: AsyncConversation, turn: AsyncConversation) -> None:
-        """`turn`, a fork of `base` with something appended, is being answered. *raises:* ApiError 409."""
-        self.require_rest()
+        """Begins `turn`, a fork of `base` with something appended. *raises:* ApiError 409."""
+        self.require_idle()
         if self.state is not base:
             raise ApiError(409, "the conversation has changed since this turn was asked for", code="conflict")
         self._turn = turn
 
     def end(self, turn: AsyncConversation, is_kept: bool) -> None:
-        """Of that turn; twice does nothing."""
+        """Ends that turn; a second call does nothing."""
         if self._turn is not turn:
             return
         self._turn = None
@@ -74,14 +73,14 @@ class ConversationEntry:
             self.starts.append(len(self.state))
             self.state = turn
 
-    def require_rest(self) -> None:
+    def require_idle(self) -> None:
         if self._turn is not None:
             raise ApiError(
                 409, "the conversation is being answered: wait for the end, or fork it", code="conflict"
             )
 
     def fork(self) -> ConversationEntry:
-        """Another one, the same so far; during a turn, with what there is of the answer."""
+        """A new conversation with the same tokens; during a turn, also those of the answer so far."""
         state, starts = self.state, list(self.starts)
         if self._turn is not None:
             starts.append(len(state))
@@ -90,65 +89,65 @@ class ConversationEntry:
 
     def close(self) -> None:
         """Ends a turn under way."""
-        for one in (self._turn, self.state):
-            if one is not None:
-                one.close()
+        for conversation in (self._turn, self.state):
+            if conversation is not None:
+                conversation.close()
 
 
 class Conversations:
-    """By tenant and id. most, most_bytes: of one tenant."""
+    """The conversations by tenant and id. max_count, max_bytes: of one tenant."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._of: dict[str, dict[str, ConversationEntry]] = {}
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._by_tenant: dict[str, dict[str, ConversationEntry]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        return sum(map(len, self._by_tenant.values()))
 
-    def of(self, tenant: ApiTenant) -> list[ConversationEntry]:
-        return list(self._of.get(tenant.name, {}).values())
+    def entries_of(self, tenant: ApiTenant) -> list[ConversationEntry]:
+        return list(self._by_tenant.get(tenant.name, {}).values())
 
     def check_room(self, tenant: ApiTenant) -> None:
-        if len(self._of.get(tenant.name, ())) >= self._most:
+        if len(self._by_tenant.get(tenant.name, ())) >= self._max_count:
             raise ApiError(
                 429,
-                f"at most {self._most} conversations of one tenant; delete some",
+                f"at most {self._max_count} conversations of one tenant; delete some",
                 code="too_many_conversations",
                 retry_after_s=1,
             )
 
-    def check_bytes(self, tenant: ApiTenant, more: int) -> None:
-        """*raises:* ApiError 429: the tenant's conversations would take more memory than they may."""
-        num_bytes = sum(talk.num_bytes for talk in self._of.get(tenant.name, {}).values())
-        if num_bytes + more > self._most_bytes:
+    def check_bytes(self, tenant: ApiTenant, num_more: int) -> None:
+        """*raises:* ApiError 429: the tenant's conversations would exceed their memory limit."""
+        num_bytes = sum(entry.num_bytes for entry in self._by_tenant.get(tenant.name, {}).values())
+        if num_bytes + num_more > self._max_bytes:
             raise ApiError(
                 429,
-                f"expected conversations of at most {self._most_bytes} bytes of one tenant, got {num_bytes} and {more} "
-                "more; delete some",
+                f"expected conversations of at most {self._max_bytes} bytes of one tenant, got {num_bytes} and "
+                f"{num_more} more; delete some",
                 code="conversations_full",
                 retry_after_s=1,
             )
 
-    def add(self, tenant: ApiTenant, talk: ConversationEntry) -> ConversationEntry:
+    def add(self, tenant: ApiTenant, entry: ConversationEntry) -> ConversationEntry:
         self.check_room(tenant)
-        self.check_bytes(tenant, talk.num_bytes)
-        self._of.setdefault(tenant.name, {})[talk.id] = talk
-        return talk
+        self.check_bytes(tenant, entry.num_bytes)
+        self._by_tenant.setdefault(tenant.name, {})[entry.id] = entry
+        return entry
 
     def get(self, tenant: ApiTenant, name: str) -> ConversationEntry:
-        """*raises:* ApiError 404 for what is not there, or another's."""
-        talk = self._of.get(tenant.name, {}).get(name)
-        if talk is None:
+        """*raises:* ApiError 404: no such conversation, or another tenant's."""
+        entry = self._by_tenant.get(tenant.name, {}).get(name)
+        if entry is None:
             raise ApiError(404, "there is no such conversation", code="conversation_not_found")
-        return talk
+        return entry
 
     def remove(self, tenant: ApiTenant, name: str) -> None:
         self.get(tenant, name).close()
-        del self._of[tenant.name][name]
+        del self._by_tenant[tenant.name][name]
 
     def close(self) -> None:
-        for talks in self._of.values():
-            for talk in talks.values():
-                talk.close()
-        self._of.clear()
+        for entries in self._by_tenant.values():
+            for entry in entries.values():
+                entry.close()
+        self._by_tenant.clear()

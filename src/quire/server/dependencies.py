@@ -1,7 +1,7 @@
-"""What endpoints are given: the service, and who asks.
+"""The arguments of endpoints: the service, and the tenant of the request.
 
-All of it is `async`, though nothing is waited for: FastAPI calls plain functions in threads. Each request would wait
-for one, and a flood of one client's would take all that there are.
+All functions are `async`, though they await nothing: FastAPI calls plain functions in threads. Each request would
+wait for a thread, and many requests of one client would occupy all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TheService = Annotated[Service, Depends(service_of)]
 
 
 async def tenant_of(request: Request, service: TheService) -> ApiTenant:
-    """Whose key the request brings; anybody where the server has no keys."""
+    """The tenant of the request's key; `ANYBODY` where the server has no keys."""
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
@@ -36,9 +36,9 @@ async def tenant_of(request: Request, service: TheService) -> ApiTenant:
     if tenant is not None:
         current_request().tenant = tenant.name
         return tenant
-    what = "none" if key is None else "one that is unknown here"
+    got = "none" if key is None else "an unknown one"
     raise ApiError(
-        401, f"expected an API key as `Authorization: Bearer KEY`, got {what}", code="invalid_api_key"
+        401, f"expected an API key as `Authorization: Bearer KEY`, got {got}", code="invalid_api_key"
     )
 
 
@@ -46,10 +46,9 @@ TheTenant = Annotated[ApiTenant, Depends(tenant_of)]
 
 
 async def administrator(request: Request, service: TheService) -> ApiTenant:
-    """The administrator: by the admin key or, where there is no key at all and `trust_loopback` holds, from this
-    machine, through no proxy, under a name of this machine and from no other site's page: another site's name may point
-    here, and its page may post here. `allowed_origins` are for the API: their pages are no administrator without the
-    key."""
+    """The administrator: a request with the admin key or, if the server has no keys and `trust_loopback`, a request
+    from this machine, through no proxy, under a name of this machine and from no other site's page (another site's
+    name may point here, and its page may post here). Pages of `allowed_origins` need the admin key."""
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)

@@ -1,5 +1,4 @@
-"""How deep and how large a JSON value is: looked at no further than its limits, so that what is beyond them costs no
-more than what is within."""
+"""Depth and size of a JSON value, measured no further than a limit: a value beyond it costs no more than one within."""
 
 from __future__ import annotations
 
@@ -9,32 +8,33 @@ from typing import Any
 __all__ = ["is_deeper", "is_longer"]
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether objects and arrays stand in each other more than `most` levels deep; empty ones are no level."""
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Whether objects and arrays are nested more than `max_depth` levels deep; an empty one is no level."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(max_depth + 1):
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for entry in level
+            if isinstance(entry, (dict, list))
+            for inner in (entry.values() if isinstance(entry, dict) else entry)
         ]
         if not level:
             return False
     return True
 
 
-def is_longer(value: Any, most: int) -> bool:
-    """Whether it takes more than `most` bytes of JSON. Of a value that is not too deep for `json` (`is_deeper`)."""
-    left, rest = most, [value]
-    while rest and left >= 0:  # first by what it takes at least, which bounds what writing it costs
-        one = rest.pop()
+def is_longer(value: Any, max_bytes: int) -> bool:
+    """Whether the value takes more than `max_bytes` bytes of JSON. It must not be too deep for `json`
+    (`is_deeper`)."""
+    left, rest = max_bytes, [value]
+    while rest and left >= 0:  # a lower bound of the size first, which bounds the cost of writing it
+        entry = rest.pop()
         left -= 1
-        if isinstance(one, str):
-            left -= len(one)
-        elif isinstance(one, dict):
-            left -= sum(len(name) + 3 for name in one)
-            rest.extend(one.values())
-        elif isinstance(one, list):
-            rest.extend(one)
-    return left < 0 or len(json.dumps(value)) > most
+        if isinstance(entry, str):
+            left -= len(entry)
+        elif isinstance(entry, dict):
+            left -= sum(len(name) + 3 for name in entry)
+            rest.extend(entry.values())
+        elif isinstance(entry, list):
+            rest.extend(entry)
+    return left < 0 or len(json.dumps(value)) > max_bytes

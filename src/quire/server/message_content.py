@@ -1,8 +1,8 @@
-"""The content of a message: of its parts, the text, and the thoughts, in the form that the chat template takes.
+"""The content of a message: the text and the reasoning of its parts, in the format that the chat template takes.
 
-Most templates take a text, and get the texts of all parts with a line break between them, as vLLM and llama.cpp write
-them. A template that goes through a list of parts gets the list, if every part comes out of it; one that takes nothing
-but lists gets texts as lists too. Which form it is is learnt: messages are rendered, and looked for in what comes out.
+Most templates take a string, and get the texts of all parts joined by line breaks, as vLLM and llama.cpp do. A
+template that iterates over a list of parts gets the list, if every part appears in its output; a template that takes
+only lists gets single texts as lists too. The format is learnt: messages are rendered and looked for in the output.
 """
 
 from __future__ import annotations
@@ -15,53 +15,54 @@ from typing import Any
 from quire.server.api_errors import ApiError
 from quire.server.schemas.chat_bodies import ChatMessage, ContentPart
 
-__all__ = ["ContentFormat", "content_form_of", "content_of"]
+__all__ = ["ContentFormat", "content_format_of", "content_of"]
 
-_ONE, _OTHER = "qpart_one", "qpart_other"
-_LEARNT = ("user", "system", "assistant")
+_FIRST, _SECOND = "qpart_one", "qpart_other"
+_LEARNT_ROLES = ("user", "system", "assistant")
 _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-# The field that a part's type stands for.
+# The field of a part's text, by the part's type.
 _FIELDS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking", "reasoning": "text", "redacted_thinking": "data",
 }  # fmt: skip
 _THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
-_OF_ANSWERS = ("refusal", *_THOUGHTS)
+_ASSISTANT_TYPES = ("refusal", *_THOUGHTS)
 
 
 @dataclass(frozen=True)
 class ContentFormat:
-    """The roles whose content may be a list of texts, those whose content has to be one, and whether an assistant's
-    list takes thoughts."""
+    """lists: roles whose content may be a list of texts. lists_alone: roles whose content has to be a list.
+    takes_thoughts: an assistant's list may hold reasoning."""
 
     lists: frozenset[str] = frozenset()
     lists_alone: frozenset[str] = frozenset()
     takes_thoughts: bool = False
 
-    def of(self, role: str, content: Any) -> Any:
-        """A text as a list where the template takes nothing else."""
+    def convert(self, role: str, content: Any) -> Any:
+        """The content; a string becomes a list where the template takes only lists."""
         return _texts([content]) if role in self.lists_alone and isinstance(content, str) else content
 
 
-def content_of(message: ChatMessage, index: int, form: ContentFormat) -> tuple[Any, str | None]:
-    """(content, thoughts that are not in it) of the message at this place. *raises:* ApiError: a part of no text."""
-    texts, thoughts = _said(message, index)
+def content_of(message: ChatMessage, index: int, content_format: ContentFormat) -> tuple[Any, str | None]:
+    """(content, reasoning that is not in it) of the message at place `index`. *raises:* ApiError: a part without
+    text."""
+    texts, thoughts = _texts_and_thoughts(message, index)
     thought = "\n".join(dict.fromkeys(filter(None, thoughts))) if thoughts else None
-    if thought and form.takes_thoughts:
+    if thought and content_format.takes_thoughts:
         return [{"type": "thinking", "thinking": thought}, *_texts(texts)], None
     role = "system" if message.role == "developer" else message.role
-    if len(texts) > 1 and role in form.lists:
+    if len(texts) > 1 and role in content_format.lists:
         return _texts(texts), thought
     return "\n".join(texts), thought
 
 
-def _said(message: ChatMessage, index: int) -> tuple[list[str], list[str]]:
-    """The texts that are not empty, and the thoughts."""
+def _texts_and_thoughts(message: ChatMessage, index: int) -> tuple[list[str], list[str]]:
+    """The texts that are not empty, and the reasoning."""
     thoughts = [
-        one for one in (message.reasoning_content, message.reasoning, message.thinking) if one is not None
+        text for text in (message.reasoning_content, message.reasoning, message.thinking) if text is not None
     ]
     is_answer = message.role == "assistant"
     if isinstance(message.content, list):
@@ -84,9 +85,9 @@ def _said(message: ChatMessage, index: int) -> tuple[list[str], list[str]]:
 
 def _text_of(part: ContentPart, place: str, number: int, *, is_answer: bool) -> str:
     field = _FIELDS.get(part.type)
-    if field is None or (part.type in _OF_ANSWERS and not is_answer):
-        where = "" if field is None else ", which belongs to a message of the assistant's"
-        raise ApiError(400, f"expected text parts, got {part.type[:64]!r}{where}", param=place)
+    if field is None or (part.type in _ASSISTANT_TYPES and not is_answer):
+        role = "" if field is None else ", which only an assistant's message may have"
+        raise ApiError(400, f"expected text parts, got {part.type[:64]!r}{role}", param=place)
     for other in {*_FIELDS.values()} - {field}:
         if getattr(part, other) is not None:
             raise ApiError(
@@ -97,7 +98,7 @@ def _text_of(part: ContentPart, place: str, number: int, *, is_answer: bool) -> 
     value = getattr(part, field)
     if field == "data":
         return ""
-    return "".join(one.text for one in value) if isinstance(value, list) else value or ""
+    return "".join(item.text for item in value) if isinstance(value, list) else value or ""
 
 
 def _texts(texts: Sequence[str]) -> list[dict[str, str]]:
@@ -105,8 +106,8 @@ def _texts(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 @functools.lru_cache(maxsize=32)
-def content_form_of(tokenizer: Any, template: str, *, with_tools: bool) -> ContentFormat:
-    """The form of contents that the template takes; with_tools: beside tools, for which there may be another one."""
+def content_format_of(tokenizer: Any, template: str, *, with_tools: bool) -> ContentFormat:
+    """The content format of a template. with_tools: the format with tools, which may differ."""
     if not template:
         return ContentFormat()
     question: Any = "q"
@@ -125,21 +126,21 @@ def content_form_of(tokenizer: Any, template: str, *, with_tools: bool) -> Conte
             return ""
 
     def shows(role: str, content: Any) -> bool:
-        """Whether both texts come out, and not as a list that is written down."""
-        _, found, behind = rendered(role, content).partition(_ONE)
-        between, other, _ = behind.partition(_OTHER)
-        return bool(found and other) and "text" not in between
+        """Whether both texts appear, and not as the text of a written list."""
+        _, first, behind = rendered(role, content).partition(_FIRST)
+        between, second, _ = behind.partition(_SECOND)
+        return bool(first and second) and "text" not in between
 
     lists: set[str] = set()
     alone: set[str] = set()
-    for role in _LEARNT:
-        if shows(role, _texts([_ONE, _OTHER])):
+    for role in _LEARNT_ROLES:
+        if shows(role, _texts([_FIRST, _SECOND])):
             lists.add(role)
-        if not shows(role, _ONE + _OTHER) and shows(role, _texts([_ONE + _OTHER])):
+        if not shows(role, _FIRST + _SECOND) and shows(role, _texts([_FIRST + _SECOND])):
             alone.add(role)
             question = _texts(["q"]) if role == "user" else question
-    named = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _ONE)
-    takes_thoughts = _ONE not in rendered("assistant", _OTHER, **named) and shows(
-        "assistant", [{"type": "thinking", "thinking": _ONE}, *_texts([_OTHER])]
+    named = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _FIRST)
+    takes_thoughts = _FIRST not in rendered("assistant", _SECOND, **named) and shows(
+        "assistant", [{"type": "thinking", "thinking": _FIRST}, *_texts([_SECOND])]
     )
     return ContentFormat(frozenset(lists), frozenset(alone), takes_thoughts)

@@ -1,6 +1,6 @@
-"""From chat messages to the prompt's text: by the tokenizer's own template, or a plain one where it has none.
+"""Renders chat messages as a prompt's text: with the tokenizer's chat template, or plainly where it has none.
 
-The plain form, for models that were never taught one:
+The plain format, for models that were trained on no chat format:
 
     user: How are you?
     assistant:
@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.server.api_errors import ApiError
-from quire.server.message_content import ContentFormat, content_form_of, content_of
+from quire.server.message_content import ContentFormat, content_format_of, content_of
 from quire.server.outputs.tagged_call_format import TaggedCallFormat
 from quire.server.outputs.tool_call_format import (
-    form_of,
+    call_format_of,
     system_message,
-    template_tells_tools,
+    template_describes_tools,
     template_text,
     template_writes_calls,
     written_call,
@@ -32,25 +32,25 @@ from quire.server.settings import ServerLimits
 
 __all__ = ["render", "render_next", "template_options"]
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what templates call a message's thoughts
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # templates' names of a message's reasoning
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def template_options(tokenizer: Any, body: PromptFields) -> dict[str, Any]:
-    """What the body has the chat template know beside the messages, by name. *raises:* ApiError: it cannot."""
+    """The body's options of the chat template, by name. *raises:* ApiError: the template cannot take one."""
     options, template = dict(body.chat_template_kwargs or {}), template_text(tokenizer)
     if options and not template:
         raise ApiError(
             400,
-            "expected none, as this model has no chat template to pass them to",
+            "expected no chat_template_kwargs: this model has no chat template",
             param="chat_template_kwargs",
         )
     if options:
-        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & options.keys()
-        if own:
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if taken := reserved & options.keys():
             raise ApiError(
                 400,
-                f"expected names of the template's, got {min(own)!r}, which the server sets",
+                f"expected names of the template's own options, got {min(taken)!r}, which the server sets",
                 param="chat_template_kwargs",
             )
     effort = body.reasoning_effort
@@ -63,7 +63,7 @@ def template_options(tokenizer: Any, body: PromptFields) -> dict[str, Any]:
         if not known and effort != "none":
             raise ApiError(
                 400,
-                "expected none, as the model's chat template knows no reasoning_effort and no enable_thinking",
+                "expected none: the model's chat template knows neither reasoning_effort nor enable_thinking",
                 param="reasoning_effort",
             )
         options = known | options
@@ -73,37 +73,38 @@ def template_options(tokenizer: Any, body: PromptFields) -> dict[str, Any]:
         elif body.enable_thinking:
             raise ApiError(
                 400,
-                "expected false or none, as the model's chat template knows no enable_thinking",
+                "expected false or none: the model's chat template knows no enable_thinking",
                 param="enable_thinking",
             )
     return options | (_options_of_chats(template, body) if isinstance(body, WholePromptFields) else {})
 
 
 def _options_of_chats(template: str, body: WholePromptFields) -> dict[str, Any]:
-    """Those that transformers takes beside the messages. *raises:* ApiError: they say two things, or nothing to it."""
-    asked: dict[str, Any] = {}
+    """The options that transformers takes in addition to the messages. *raises:* ApiError: they contradict each
+    other, or the template does not know one."""
+    options: dict[str, Any] = {}
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise ApiError(
                 400,
-                "expected no add_generation_prompt beside continue_final_message",
+                "expected no add_generation_prompt with continue_final_message",
                 param="add_generation_prompt",
             )
-        asked = {"continue_final_message": True, "add_generation_prompt": False}
+        options = {"continue_final_message": True, "add_generation_prompt": False}
     elif body.add_generation_prompt is False:
-        asked = {"add_generation_prompt": False}
+        options = {"add_generation_prompt": False}
     if body.documents:
         if "documents" not in template:
             raise ApiError(
                 400,
-                "expected none, as the model's chat template knows no documents; put them in a message",
+                "expected none: the model's chat template knows no documents; put them in a message",
                 param="documents",
             )
-        asked["documents"] = body.documents
-    if asked and not template:
-        name = next(iter(asked))
-        raise ApiError(400, f"expected no {name}, as this model has no chat template", param=name)
-    return asked
+        options["documents"] = body.documents
+    if options and not template:
+        name = next(iter(options))
+        raise ApiError(400, f"expected no {name}: this model has no chat template", param=name)
+    return options
 
 
 def render(
@@ -115,8 +116,8 @@ def render(
 ) -> str:
     """The prompt that asks for the next message. *raises:* ApiError: the template refuses these messages.
 
-    tools: those the model may call, told by the template or, where it knows none, by a system message. options: what
-    else the template gets, as `template_options` has it.
+    tools: the tools that the model may call, described by the template or, where it knows none, by a system message.
+    options: further arguments of the template, of `template_options`.
     """
     if len(messages) > limits.max_messages:
         raise ApiError(
@@ -124,52 +125,52 @@ def render(
         )
     template = template_text(tokenizer)
     for index, message in enumerate(messages):
-        if message.role not in _ROLES and not _tells(template, message.role):
+        if message.role not in _ROLES and not _names_role(template, message.role):
             raise ApiError(
                 400,
                 f"expected one of the roles {', '.join(_ROLES)}, got {message.role!r}, which the model's chat "
                 "template does not know either",
                 param=f"messages.{index}.role",
             )
-    told = [tool.told() for tool in tools] if template_tells_tools(tokenizer) else []
-    form = content_form_of(tokenizer, template, with_tools=bool(told))
-    plain = [_plain(message, index, form) for index, message in enumerate(messages)]
-    if not _tells(template, "developer"):  # OpenAI's newer name for the system
-        for one in plain:
-            one["role"] = "system" if one["role"] == "developer" else one["role"]
-    calls = form_of(tokenizer)
-    if isinstance(calls, TaggedCallFormat) and calls.whole_id:
-        _write_ids(plain, calls.whole_id)
+    descriptions = [tool.description() for tool in tools] if template_describes_tools(tokenizer) else []
+    content_format = content_format_of(tokenizer, template, with_tools=bool(descriptions))
+    plain = [_plain(message, index, content_format) for index, message in enumerate(messages)]
+    if not _names_role(template, "developer"):  # OpenAI's newer name for the system
+        for message in plain:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    call_format = call_format_of(tokenizer)
+    if isinstance(call_format, TaggedCallFormat) and call_format.whole_id:
+        _write_ids(plain, call_format.whole_id)
     if not template_writes_calls(tokenizer):
-        for one in plain:
-            _write_calls(one)
-    if tools and not told:
-        plain.insert(0, system_message(tools, calls))
-    for one in plain:
-        one["content"] = form.of(one["role"], one["content"])
+        for message in plain:
+            _write_calls(message)
+    if tools and not descriptions:
+        plain.insert(0, system_message(tools, call_format))
+    for message in plain:
+        message["content"] = content_format.convert(message["role"], message["content"])
     if not template:
         return "".join(map(_line, plain)) + "assistant:"
-    asked: dict[str, Any] = {
-        "tools": told or None,
+    arguments: dict[str, Any] = {
+        "tools": descriptions or None,
         "tokenize": False,
         "add_generation_prompt": True,
         **(options or {}),
     }
     try:
-        return tokenizer.apply_chat_template(plain, **asked)
-    except Exception as error:  # templates raise what they like
-        for plainer in _plainer_ones(plain):
+        return tokenizer.apply_chat_template(plain, **arguments)
+    except Exception as error:  # templates raise any exception
+        for plainer in _plainer_variants(plain):
             try:
-                return tokenizer.apply_chat_template(plainer, **asked)
+                return tokenizer.apply_chat_template(plainer, **arguments)
             except Exception:
-                continue  # nor these: the first reason is what the client can do something about
+                continue  # the first error is the one that the client can act on
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
 
 
 def _line(plain: dict[str, Any]) -> str:
-    """A message in the plain form. An answer that begins with a blank, as a model writes it, gets no second one."""
+    """A message in the plain format. An answer that begins with a blank, as a model writes it, gets no second one."""
     role, content = plain["role"], plain["content"] or ""
     return f"{role}:{content}\n" if role == "assistant" and content[:1].isspace() else f"{role}: {content}\n"
 
@@ -180,8 +181,9 @@ def render_next(
     limits: ServerLimits,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """What the template puts behind an answer to go on with these messages: the answer's end, them, the next one's
-    beginning. *raises:* ApiError: as `render`, or the template does not repeat answers as they are.
+    """The text that the template puts behind an answer to continue with these messages: the answer's end, the
+    messages, the beginning of the next answer. *raises:* ApiError: as `render`, or the template does not repeat
+    answers unchanged.
     """
     answer = f"answer-{secrets.token_hex(8)}"
     before = [ChatMessage(role="user", content="-"), ChatMessage(role="assistant", content=answer)]
@@ -195,14 +197,14 @@ def render_next(
     return text
 
 
-def _tells(template: str, role: str) -> bool:
-    """Whether a template names this role: of one that it does not, it might drop the message."""
+def _names_role(template: str, role: str) -> bool:
+    """Whether a template names this role; it may drop a message of a role that it does not name."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _plain(message: ChatMessage, index: int, form: ContentFormat) -> dict[str, Any]:
-    """A message as templates read it: content in their form, arguments of calls as objects where they are JSON."""
-    content, thoughts = content_of(message, index, form)
+def _plain(message: ChatMessage, index: int, content_format: ContentFormat) -> dict[str, Any]:
+    """A message as templates read it: content in their format, arguments of calls as objects if they are JSON."""
+    content, thoughts = content_of(message, index, content_format)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
@@ -223,7 +225,7 @@ def _plain(message: ChatMessage, index: int, form: ContentFormat) -> dict[str, A
 
 
 def _arguments(text: str) -> Any:
-    """The value of a call's arguments; the text itself where it is no JSON, as of an answer that was cut short."""
+    """The value of a call's arguments; the text itself if it is not JSON, as in an answer that was cut short."""
     try:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()
@@ -233,7 +235,7 @@ def _arguments(text: str) -> Any:
 
 
 def _write_calls(plain: dict[str, Any]) -> None:
-    """A message's calls as part of its text, in our form, for a template that knows none."""
+    """Writes a message's calls into its text, in our format, for a template without calls."""
     for call in plain.pop("tool_calls", ()):
         text = written_call(call["function"]["name"], _text_of(call["function"]["arguments"]))
         content = plain["content"]
@@ -243,39 +245,39 @@ def _write_calls(plain: dict[str, Any]) -> None:
             plain["content"] = f"{content}\n{text}" if content else text
 
 
-def _plainer_ones(plain: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with less in them each time: what some template insists on, and without thoughts beside content."""
-    for without, written in itertools.product(
-        (_as_it_is, _without_thoughts), (_as_it_is, _plainer, _with_text)
+def _plainer_variants(plain: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages in the variants that some templates insist on, with and without reasoning."""
+    for strip, rewrite in itertools.product(
+        (_unchanged, _without_thoughts), (_unchanged, _plainer, _with_text)
     ):
-        if without is not written:
-            yield [without(written(one)) for one in plain]
+        if strip is not rewrite:
+            yield [strip(rewrite(message)) for message in plain]
 
 
-def _as_it_is(plain: dict[str, Any]) -> dict[str, Any]:
+def _unchanged(plain: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
 def _without_thoughts(plain: dict[str, Any]) -> dict[str, Any]:
-    """A message as gpt-oss's template wants it beside calls: with no thoughts where there is content."""
+    """A message as gpt-oss's template wants it with calls: no reasoning where there is content."""
     return {name: value for name, value in plain.items() if name not in _THOUGHTS or not plain["content"]}
 
 
-def _write_ids(messages: Sequence[dict[str, Any]], whole_id: str) -> None:
-    """Ids of calls as the model writes them, numbered through the conversation, in the tools' answers too."""
-    written: dict[str | None, str] = {}
+def _write_ids(messages: Sequence[dict[str, Any]], id_template: str) -> None:
+    """Writes ids of calls as the model does, numbered through the conversation, also in the tools' answers."""
+    new_ids: dict[str | None, str] = {}
     number = 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            own = whole_id.format(name=call["function"]["name"], number=number)
-            written[call["id"]] = call["id"] = own
+            new_id = id_template.format(name=call["function"]["name"], number=number)
+            new_ids[call["id"]] = call["id"] = new_id
             number += 1
         if "tool_call_id" in message:
-            message["tool_call_id"] = written.get(message["tool_call_id"], message["tool_call_id"])
+            message["tool_call_id"] = new_ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _plainer(plain: dict[str, Any]) -> dict[str, Any]:
-    """A message with what some templates insist on: arguments that are objects, ids of nine letters and digits."""
+    """A message as some templates insist on: arguments that are objects, ids of nine letters and digits."""
     plain = dict(plain)
     if "tool_call_id" in plain:
         plain["tool_call_id"] = _short_id(plain["tool_call_id"])
@@ -293,7 +295,7 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text(plain: dict[str, Any]) -> dict[str, Any]:
-    """A message with what DeepSeek's templates insist on: arguments that are text."""
+    """A message as DeepSeek's templates insist on: arguments that are text."""
     plain = dict(plain)
     if "tool_calls" in plain:
         plain["tool_calls"] = [

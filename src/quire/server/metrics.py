@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the names that vLLM's users know, with `quire:` for what is ours.
+"""Prometheus metrics: vLLM's names where vLLM has them, `quire:` for Quire's own.
 
     vllm:num_requests_running, _waiting      gauges, now
     vllm:kv_cache_usage_perc                 share of the blocks in use, 0 to 1
@@ -7,20 +7,19 @@
     vllm:num_preemptions_total
     vllm:request_success_total{finished_reason}
     vllm:time_to_first_token_seconds, vllm:e2e_request_latency_seconds, vllm:request_time_per_output_token_seconds
-    vllm:inter_token_latency_seconds         of every token but a sequence's first; of the engine
+    vllm:inter_token_latency_seconds         of every token except a sequence's first; the engine's
     vllm:request_queue_time_seconds, vllm:request_prefill_time_seconds, vllm:request_decode_time_seconds
     vllm:request_prompt_tokens, vllm:request_generation_tokens, vllm:request_max_num_generation_tokens
     quire:...                                the cache's and the engine's other counts
-    quire:tier_...{tier}                     what each tier holds and has done, as
-    `quire.tiers.tier_worker.TierCounts` says
-    quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
-    quire:evicted_blocks_total{reason}       full blocks whose content memory gave up, why: `LOSS_REASONS`
+    quire:tier_...{tier}                     each tier's content and calls: `quire.tiers.tier_worker.TierCounts`
+    quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
+    quire:evicted_blocks_total{reason}       full blocks whose content memory evicted, by reason: `LOSS_REASONS`
     quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks
     quire:reuse_gap_seconds                  histogram
 
-Each server has a registry of its own, and each of several tenants one of what its requests were: what it may see is
-the requests' figures, tokens and times, none of the cache's or the engine's, which tell of others. Counts of the engine
-are read when scraped. Cost: some 20 us for a request, nothing for a token.
+Each server has one registry. With several tenants, each tenant has a registry of its own requests as well; a tenant
+sees those figures, and none of the cache's or the engine's, which would tell of other tenants. The engine's counts
+are read at a scrape. Cost: about 20 us for a request, nothing for a token.
 """
 
 from __future__ import annotations
@@ -40,20 +39,23 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-# Ours -> (name, help) of counts since the start and of figures now.
+# Key of `LLM.stats` -> (metric, help).
 _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Preemptions."),
     "copied_blocks": ("quire:copied_blocks", "Blocks copied on write."),
-    "deduplicated_blocks": ("quire:deduplicated_blocks", "Blocks found to be there already at commit."),
-    "evicted_checkpoints": ("quire:evicted_checkpoints", "Checkpoints of states that were given up."),
-    "slots_from_blocks": ("quire:slots_from_blocks", "Places for states that were made of blocks."),
-    "slots_to_blocks": ("quire:slots_to_blocks", "Places for states whose memory became blocks."),
+    "deduplicated_blocks": (
+        "quire:deduplicated_blocks",
+        "Blocks whose content was already cached at commit.",
+    ),
+    "evicted_checkpoints": ("quire:evicted_checkpoints", "Evicted checkpoints of states."),
+    "slots_from_blocks": ("quire:slots_from_blocks", "State slots made of blocks."),
+    "slots_to_blocks": ("quire:slots_to_blocks", "State slots whose memory became blocks."),
     "short_hits": (
         "quire:short_hits",
-        "Prompts whose hit ended before their K and V did, for lack of a state.",
+        "Prompts whose hit ended before their keys and values did, for lack of a state.",
     ),
     "num_steps": ("quire:steps", "Steps of the engine."),
-    "num_prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts that were begun."),
+    "num_prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts whose prefill began."),
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_cached_tokens": ("quire:cached_prompt_tokens", "Tokens of prompts found in the cache."),
     "num_computed_tokens": ("quire:computed_tokens", "Tokens whose keys and values were computed."),
@@ -65,42 +67,42 @@ _COUNTERS = {
 }
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences in the running batch."),
-    "num_waiting": ("vllm:num_requests_waiting", "Sequences that wait."),
+    "num_waiting": ("vllm:num_requests_waiting", "Waiting sequences."),
     "free": ("quire:free_blocks", "Blocks without known content."),
-    "cached": ("quire:cached_blocks", "Blocks with known content that nobody refers to."),
+    "cached": ("quire:cached_blocks", "Unreferenced blocks with known content."),
     "held": ("quire:held_blocks", "Blocks that sequences refer to."),
     "pinned": ("quire:pinned_blocks", "Blocks that pins refer to."),
-    "state_slots": ("quire:state_slots", "Places for states of recurrent layers."),
-    "free_state_slots": ("quire:free_state_slots", "Those of them that hold nothing."),
-    "checkpoints": ("quire:checkpoints", "Those of them that hold a state for whoever begins alike."),
+    "state_slots": ("quire:state_slots", "Slots for states of recurrent layers."),
+    "free_state_slots": ("quire:free_state_slots", "Free state slots."),
+    "checkpoints": ("quire:checkpoints", "State slots with a checkpoint that a later prompt may start from."),
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),
     "swapped_bytes": ("quire:swapped_bytes", "Host memory that swapped out sequences take."),
     "num_loading": ("quire:num_requests_loading", "Sequences whose prefix comes from a tier."),
 }
-# Of each tier, under `quire:tier_...`.
+# Each tier's, under `quire:tier_...`.
 _TIER_COUNTERS = {
-    "hits": "Segments it gave.",
-    "misses": "Segments it was asked for and had not, or not whole.",
-    "loaded_bytes": "Bytes of keys and values it gave.",
-    "stored": "Segments it took.",
-    "stored_bytes": "Bytes it took.",
-    "promoted": "Segments it took that a lower tier gave.",
-    "evicted": "Segments it gave up for want of room.",
-    "refused": "Segments it had no room for.",
-    "dropped": "Segments that found its queue full.",
+    "hits": "Segments loaded from it.",
+    "misses": "Segments looked up that it had not, or not whole.",
+    "loaded_bytes": "Bytes of keys and values loaded from it.",
+    "stored": "Segments stored in it.",
+    "stored_bytes": "Bytes stored in it.",
+    "promoted": "Segments stored in it that came from a lower tier.",
+    "evicted": "Segments evicted for want of room.",
+    "refused": "Segments that it had no room for.",
+    "dropped": "Segments dropped because its queue was full.",
     "damaged": "Segments that failed their check.",
-    "failures": "Calls that failed.",
-    "skipped": "Calls not made, as it was given a rest after a failure.",
+    "failures": "Failed calls.",
+    "skipped": "Calls not made while it rested after a failure.",
 }
 _TIER_GAUGES = {
     "segments": "Segments it holds.",
     "bytes": "Bytes it holds.",
-    "waiting_bytes": "Bytes that wait to be stored in it.",
+    "waiting_bytes": "Bytes queued to be stored in it.",
 }
 _EVICTION_SPANS = {
-    "idle": "How long blocks had been unused when their content was given up.",
-    "age": "How long blocks had been there when their content was given up.",
+    "idle": "Time since the last use of blocks at their eviction.",
+    "age": "Age of blocks at their eviction.",
 }
 
 
@@ -122,7 +124,7 @@ class Metrics:
             "quire:refused_requests", "Answers of 429.", ["reason"], registry=self.registry
         )
         self.not_kept = Counter(
-            "quire:not_kept", "Prompts with keep_for for which there was no room.", registry=self.registry
+            "quire:not_kept", "Prompts with keep_for that found no room.", registry=self.registry
         )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
@@ -130,7 +132,7 @@ class Metrics:
         self.request_latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
         self.time_per_output_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
-            "Of each request, from its first token to its end, by tokens after the first.",
+            "Time of each request from its first token to its end, divided by the tokens after the first.",
             _TOKEN_SECONDS,
         )
         self._queue_time = self._histogram(
@@ -140,7 +142,7 @@ class Metrics:
             "vllm:request_prefill_time_seconds", "From the first step to the first token."
         )
         self._decode_time = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last; of requests that finished."
+            "vllm:request_decode_time_seconds", "From the first token to the last, of finished requests."
         )
         self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._generation_tokens = self._histogram(
@@ -151,11 +153,11 @@ class Metrics:
         )
         self.registry.register(self)  # type: ignore[arg-type]
 
-    def ended(
+    def record_end(
         self, reason: str, seconds: float, output: RequestOutput | None, num_generated: Collection[int]
     ) -> None:
-        """A request has, so long after it arrived. output: its latest, None where there was none; num_generated: tokens
-        of each answer."""
+        """Counts a request that ended `seconds` after its arrival. output: its last one, None without any;
+        num_generated: tokens of each answer."""
         self.finished.labels(self._label, reason).inc()
         self.request_latency.observe(seconds)
         if output is None:
@@ -176,8 +178,7 @@ class Metrics:
             self._decode_time.observe(times.total_s - times.time_to_first_token_s)
 
     def render(self, engine_stats: Mapping[str, Any] | None = None) -> bytes:
-        """The page, with the engine's counts as given (`LLM.stats`); None: with those of `ended`, of a
-        tenant's own requests."""
+        """The metrics page, with the engine's counts (`LLM.stats`); None: with a tenant's counts of `record_end`."""
         self._engine_stats = self._num_tokens if engine_stats is None else engine_stats
         return generate_latest(self.registry)
 
@@ -190,7 +191,7 @@ class Metrics:
         return values["sum"], values["count"]
 
     def collect(self) -> Iterator[Any]:
-        """The engine's part, for the registry."""
+        """The engine's metrics, for the registry."""
         stats = self._engine_stats
         for kind, families in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for key, (name, text) in families.items():
@@ -206,8 +207,8 @@ class Metrics:
                 yield self._family(
                     CounterMetricFamily, name, "Tokens looked up, and found.", stats.get(key, 0)
                 )
-        yield from self._of_tiers(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
-        yield from self._of_evictions(stats)
+        yield from self._tier_families(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
+        yield from self._eviction_families(stats)
         if "num_token_gaps" in stats:
             text = "Between two tokens of a sequence."
             family = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=["model_name"])
@@ -219,38 +220,38 @@ class Metrics:
             self._add_spans(family, [], stats, "reuse_gap", stats["num_reuses"])
             yield family
 
-    def _of_evictions(self, stats: Mapping[str, Any]) -> Iterator[Any]:
-        """Counts of blocks that memory gave up, and histograms of the same blocks, by reason."""
+    def _eviction_families(self, stats: Mapping[str, Any]) -> Iterator[Any]:
+        """Counts of evicted blocks, and histograms of the same blocks, by reason."""
         labels = ["model_name", "reason"]
         by_reason = stats.get("evictions_by_reason", {})
         if "evicted_blocks" in stats:
-            text = "Full blocks whose content was given up."
+            text = "Full blocks whose content was evicted."
             family = CounterMetricFamily("quire:evicted_blocks", text, labels=labels)
-            counts = {reason: one["count"] for reason, one in by_reason.items()}
+            counts = {reason: figures["count"] for reason, figures in by_reason.items()}
             for reason, count in (counts or {"space": stats["evicted_blocks"]}).items():
                 family.add_metric([self._label, reason], count)
             yield family
         for name, text in _EVICTION_SPANS.items():
             family = HistogramMetricFamily(f"quire:eviction_{name}_seconds", text, labels=labels)
-            for reason, one in by_reason.items():
-                self._add_spans(family, [reason], one, name, one["count"])
+            for reason, figures in by_reason.items():
+                self._add_spans(family, [reason], figures, name, figures["count"])
             if by_reason:
                 yield family
 
     def _add_spans(
         self, family: Any, labels: list[str], stats: Mapping[str, Any], key: str, count: int
     ) -> None:
-        """To a histogram the lengths of time that the stats tell of under `key`."""
+        """Adds the lengths of time under `key` in the stats to a histogram."""
         buckets = [(str(bound), below) for bound, below in stats[f"{key}_below_s"].items()]
         family.add_metric([self._label, *labels], [*buckets, ("+Inf", count)], stats[f"{key}_s"] * count)
 
-    def _of_tiers(self, tiers: Mapping[str, Any], hit_tokens: Mapping[str, int]) -> Iterator[Any]:
+    def _tier_families(self, tiers: Mapping[str, Any], hit_tokens: Mapping[str, int]) -> Iterator[Any]:
         labels = ["model_name", "tier"]
-        found = CounterMetricFamily("quire:hit_tokens", "Tokens of prompts found, by where.", labels=labels)
+        hits = CounterMetricFamily("quire:hit_tokens", "Tokens of prompts found, by tier.", labels=labels)
         for tier, count in hit_tokens.items():
-            found.add_metric([self._label, tier], count)
+            hits.add_metric([self._label, tier], count)
         if hit_tokens:
-            yield found
+            yield hits
         for kind, texts in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
             for name, text in texts.items():
                 known = {tier: counts[name] for tier, counts in tiers.items() if counts[name] >= 0}

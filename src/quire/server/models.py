@@ -1,4 +1,4 @@
-"""Models, tokens and health: everything that generates nothing."""
+"""Routes that generate nothing: models, tokens, metrics and health."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ health_router = APIRouter(tags=["Health"])
 
 
 class TokenizeRequest(WholePromptFields):
-    """A prompt, or messages with what a chat completion's prompt is made of beside them."""
+    """A prompt, or messages with the fields of a chat completion that decide its prompt."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Default: prompts do get them, messages do not, as where they are answered."
+        None, description="Default: prompts get them and messages do not, as in completions and chats."
     )
     return_token_strs: Annotated[Any, OneOf("ask POST /detokenize", False)] = None
 
@@ -60,7 +60,7 @@ def _card(service: Service) -> ModelCard:
 
 @router.get("/v1/models", tags=["OpenAI"])
 async def models(service: TheService) -> ModelList:
-    """The one model that is served."""
+    """The served model."""
     return ModelList(data=[_card(service)])
 
 
@@ -72,20 +72,20 @@ async def model(name: str, service: TheService) -> ModelCard:
 
 @router.post("/tokenize", tags=["Tokens"])
 async def tokenize(body: TokenizeRequest, request: Request, service: TheService) -> TokenizeAnswer:
-    """The tokens of a text, or of messages as a chat completion of the same fields asks them."""
+    """The tokens of a text, or of the prompt of a chat completion with the same fields."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either a prompt or messages")
     if body.messages is not None:
-        asked = await prompt_of_chat(
+        prompt = await prompt_of_chat(
             body,
             body.messages,
             request,
             service,
             add_special_tokens=bool(body.add_special_tokens),
-            is_asked=False,
+            is_counted_only=True,
         )
-        tokens = asked.token_ids
+        tokens = prompt.token_ids
     else:
         for name, field in WholePromptFields.model_fields.items():
             if getattr(body, name) not in (None, field.default):
@@ -104,13 +104,13 @@ async def detokenize(body: DetokenizeRequest, service: TheService) -> Detokenize
     if any(token >= vocab_size for token in body.tokens):
         raise ApiError(400, f"expected token ids below {vocab_size}, got {max(body.tokens)}", param="tokens")
     if service.tokenizer is None:
-        raise ApiError(400, "expected a model with a tokenizer, this one has none")
+        raise ApiError(400, "expected a model with a tokenizer, this one has none", param="tokens")
     return DetokenizeAnswer(prompt=await service.decode(body.tokens))
 
 
 @router.get("/metrics", tags=["Health"], response_class=Response)
 async def metrics(service: TheService, tenant: TheTenant) -> Response:
-    """What Prometheus scrapes: of the whole server, or of a tenant its own requests."""
+    """Prometheus metrics: the whole server's or, for a tenant, its own requests'."""
     return Response(await service.metrics_page(tenant), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,7 +1,7 @@
 """The server as a process: uvicorn around the application, and an orderly end.
 
-The first SIGTERM or SIGINT stops taking requests and lets those under way finish, for `drain_seconds` at most; a
-second one stops at once. The socket is bound before the model is loaded, so that a busy port is said at once.
+The first SIGTERM or SIGINT stops taking requests and lets open ones finish, for at most `drain_seconds`; a second
+signal stops at once. The socket is bound before the model is loaded, so that a busy port is reported at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import uvicorn
@@ -31,11 +31,11 @@ __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
-_BACKLOG = 2048  # connections that the system keeps until they are accepted
+_BACKLOG = 2048  # connections that the system queues before they are accepted
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. *raises:* ArgumentError in one line: the port is taken, the address is not ours."""
+    """A listening socket. *raises:* ArgumentError in one line: the port is taken, or no address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,18 +44,17 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        where = url_of(host, port).removeprefix("http://")
+        address = url_of(host, port).removeprefix("http://")
         raise ArgumentError(
-            f"cannot listen on {where}: {error.strerror or error} - in `host`, `port`"
+            f"cannot listen on {address}: {error.strerror or error}; give another --host or --port"
         ) from error
     listener.setblocking(False)
     return listener
 
 
 class _Server(uvicorn.Server):
-    """Draining is ours: uvicorn would end the loop's own signals differently. So is accepting: see `acceptor`.
-
-    limits: as of the configuration.
+    """Drains and accepts by our own code: uvicorn would end the loop's own signals differently, and `Acceptor`
+    replaces asyncio's accepting.
     """
 
     def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
@@ -63,7 +62,7 @@ class _Server(uvicorn.Server):
         self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # it would have asyncio accept
+        await super().startup([])  # no sockets: asyncio accepts nothing
         config, state, loop = self.config, self.server_state, asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
@@ -72,32 +71,27 @@ class _Server(uvicorn.Server):
 
         for listener in sockets or ():
             listener.listen(_BACKLOG)
-            most = self._limits.max_connections
             acceptor: Any = Acceptor(
-                loop, listener, protocol, most=most, num_open=lambda: len(state.connections)
+                loop,
+                listener,
+                protocol,
+                max_connections=self._limits.max_connections,
+                num_open=lambda: len(state.connections),
             )
             self.servers.append(acceptor)
 
     def install_signal_handlers(self) -> None:
         pass
 
-    def capture_signals(self) -> Any:  # what newer versions call it
-        return _NoLock()
-
-
-class _NoLock:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    def capture_signals(self) -> Any:  # the name in newer versions
+        return nullcontext()
 
 
 def uvicorn_config(app: Any, limits: ServerLimits, proxies: TrustedProxies | None = None) -> uvicorn.Config:
-    """How uvicorn serves the application: behind the bounds of `connections`."""
+    """The configuration that serves the application within the limits of `connections`."""
     return uvicorn.Config(
         app,
-        http=Connections(limits, proxies=proxies).protocol,  # type: ignore[arg-type]  # called as the class would be
+        http=Connections(limits, proxies=proxies).protocol,  # type: ignore[arg-type]  # called like the class
         ws="none",
         log_level="warning",
         access_log=False,
@@ -109,35 +103,34 @@ def uvicorn_config(app: Any, limits: ServerLimits, proxies: TrustedProxies | Non
 
 
 def url_of(host: str, port: int) -> str:
-    """An address as a URL has it."""
+    """The URL of an address."""
     return f"http://[{host.replace('%', '%25')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serves until it is told to stop. Closes the engine, not the LLM.
+    """Serves until a signal stops it. Closes the engine, not the LLM.
 
-    when_ready: called once nothing in the settings can end the start any more.
-    *changes:* the process's garbage collector, see `_collect_requests_only`; its soft limit of open files; the
-    logger of requests, if they are logged."""
+    when_ready: called once no setting can end the start any more. *changes:* the process's garbage collector, see
+    `_freeze_startup_objects`; its soft limit of open files; the logger of requests, if they are logged."""
     asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
-def _collect_requests_only() -> None:
-    """What is there before the first request is not looked at again for garbage.
+def _freeze_startup_objects() -> None:
+    """Exempts the objects that exist before the first request from garbage collection.
 
-    Requests leave cycles behind (a connection and its protocol, an error and its frames). Python looks for those among
-    the old objects only once they are a quarter as many as all old ones, which the modules' half a million objects put
-    off: 80 MiB of them were seen in a busy server, and a collection stopped it for as long as it takes to look at all.
+    Requests leave cycles behind (a connection and its protocol, an error and its frames). Python collects old objects
+    only once new ones are a quarter of all; half a million objects of modules delay that: 80 MiB of cycles were seen
+    in a busy server, and a collection stopped it while it looked at all objects.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # what counts as old is now nothing
+    gc.collect()  # resets Python's count of old objects
 
 
 def _log_requests_to_stderr() -> None:
-    """One line for each, and nothing else around it."""
+    """Writes one line for each request, without a prefix."""
     logger = logging.getLogger(LOGGER)
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler())
@@ -151,25 +144,25 @@ async def _serve(
     engine = AsyncEngine(llm)
     try:
         app = make_app(engine, settings)
-    except BaseException:  # limits of tenants that cannot be
+    except BaseException:  # such as impossible limits of tenants
         await asyncio.to_thread(engine.close)
         raise
     if settings.log_requests:
         _log_requests_to_stderr()
-    _collect_requests_only()
+    _freeze_startup_objects()
     when_ready()
     service = app.state.service
     limits = raise_file_limit(settings.limits)
     server = _Server(uvicorn_config(app, limits, settings.proxies), limits)
     loop = asyncio.get_running_loop()
     num_signals = 0
-    told = asyncio.Event()
+    is_stopping = asyncio.Event()
 
     def stop() -> None:
         nonlocal num_signals
         num_signals += 1
         service.draining = True
-        told.set()
+        is_stopping.set()
         if num_signals > 1:
             server.force_exit = True
             server.should_exit = True
@@ -178,15 +171,15 @@ async def _serve(
         loop.add_signal_handler(number, stop)
 
     async def drain() -> None:
-        await told.wait()
-        _log.info("stopping: %d requests under way", service.num_open)
+        await is_stopping.wait()
+        _log.info("stopping: %d open requests", service.num_open)
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_seconds):
                 while service.num_open and num_signals < 2:
                     await asyncio.sleep(0.02)
-                server.should_exit = True  # and uvicorn waits for those who read what is finished
+                server.should_exit = True  # uvicorn then waits until clients have read their answers
                 await asyncio.Event().wait()
-        server.force_exit = server.should_exit = True  # else it would wait without end
+        server.force_exit = server.should_exit = True  # uvicorn would wait without a limit
 
     draining = asyncio.create_task(drain())
     try:
@@ -195,4 +188,4 @@ async def _serve(
         draining.cancel()
         service.conversations.close()
         await asyncio.to_thread(engine.close)
-        gc.unfreeze()  # what is left at the end is let go as ever
+        gc.unfreeze()

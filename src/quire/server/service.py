@@ -1,7 +1,7 @@
-"""Requests into the engine and outputs back: what every endpoint that generates goes through.
+"""Requests into the engine and outputs back: the way of every endpoint that generates.
 
-It bounds what waits, says whose each request is, and sees to it that a request whose client has gone ends within a
-step. It knows no HTTP but the statuses of `ApiError`. Quotas, floors and priorities are the engine's to enforce.
+It bounds the waiting requests, gives each its tenant, and ends a request within a step once its client has gone. Of
+HTTP it knows only the statuses of `ApiError`. The engine enforces quotas, floors and priorities.
 
 Invariants
     V1  an answer that is not read to its end is aborted.
@@ -41,18 +41,20 @@ from quire.server.threads import Threads
 __all__ = ["Answer", "RunningRequests", "Service", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
-_MOST_TOKENIZED_BYTES = 256 << 10
-_MAX_UNREAD = 64  # outputs of a request, beside what the connection takes, before the engine pauses it
+_MAX_TOKENIZED_BYTES = 256 << 10
+_MAX_UNREAD = (
+    64  # outputs of a request that the connection has not taken, before the engine pauses the request
+)
 
 
 def id_of_answer(kind: str) -> str:
-    """The `id` in the body of an answer: its request's behind the kind."""
+    """The `id` in the body of an answer: the kind and the request's id."""
     return f"{kind}-{current_request().id}"
 
 
 @dataclass
 class Answer:
-    """What one prompt of a request has come to: gathered from outputs of deltas."""
+    """The answer to one prompt of a request, gathered from outputs of deltas."""
 
     num_prompt_tokens: int = 0
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Answer:
 
 
 class Service:
-    """One engine's requests; the engine's tenants become those of the settings. *raises:* what `install` raises."""
+    """One engine's requests. Makes the settings' tenants the engine's. *raises:* as `install`."""
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -106,17 +108,17 @@ class Service:
         self.model_name = settings.served_model_name or engine.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
-        named = {one.name for one in settings.keys.tenants if not one.is_admin} - {ANYBODY.name}
-        whose = named | {ANYBODY.name} if named else ()
-        self._metrics_of = {name: Metrics(self.model_name) for name in whose}
+        named = {tenant.name for tenant in settings.keys.tenants if not tenant.is_admin} - {ANYBODY.name}
+        names = named | {ANYBODY.name} if named else ()
+        self._tenant_metrics = {name: Metrics(self.model_name) for name in names}
         self._admission = ApiAdmission(
             settings.limits.max_waiting + engine.max_num_seqs,
             self.metrics,
             is_shared=len(settings.keys.tenants) > 1,
             per_minute_of_address=settings.limits.requests_per_minute_per_address,
         )
-        self._names: set[str] = set()  # of the engine's requests under way
-        self.off_loop = Threads()
+        self._names: set[str] = set()  # the engine's names of open requests
+        self.threads = Threads()
         tokenizer = engine.tokenizer
         self._longest_token_bytes = (
             0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
@@ -126,11 +128,11 @@ class Service:
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
         )
         tenants = [*settings.tenants, *settings.keys.tenants]
-        # Clients of chat seldom say how long an answer may be, and mean: to its end.
+        # Chat clients seldom give a length; without one, an answer may run to its natural end.
         engine.submit_between_steps(lambda: self._prepare(tenants)).result()
 
     def _prepare(self, tenants: Sequence[ApiTenant]) -> None:
-        """In the engine's thread."""
+        """Runs in the engine's thread."""
         self.engine.core.engine.use_default_max_tokens(self.engine.max_model_len)
         install(self.engine.tenants, tenants)
 
@@ -146,23 +148,23 @@ class Service:
         return self._admission.num_open
 
     def require_place(self, tenant: ApiTenant) -> None:
-        """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
+        """*raises:* ApiError 429: no place is free, for whatever request."""
         with self._refusals_of(tenant):
             self._admission.require(tenant, 1, current_request().address)
 
     async def begin(
         self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
     ) -> RunningRequests:
-        """A place for each request, and all of them begun, once the engine has found all of them right.
+        """Takes a place for each request and begins all of them, once the engine has accepted all.
 
-        Places come first: what would wait beyond the bound, or exceed what its tenant may do, is refused at once,
-        however long the engine's step takes, and no more than the bound wait for the engine's answer.
-        *raises:* what the engine does of requests that can never be served; nothing has begun then.
+        Places come first: a request beyond the server's or its tenant's bound is refused at once, however long the
+        engine's step takes, and never more requests than the bound wait for the engine. *raises:* as the engine, of
+        requests that can never be served; none has begun then.
         """
         try:
             return await self._begin(tenant, body, requests)
         except BaseException:
-            self.give_back_names(options.request_id for _, options in requests)
+            self.release_names(options.request_id for _, options in requests)
             raise
 
     async def _begin(
@@ -179,15 +181,15 @@ class Service:
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
-            leaves = [admitted.of_one_prompt() for _ in requests]
-            streams = await self.engine.begin(requests, leaves, max_unread=_MAX_UNREAD)
-        except asyncio.CancelledError:  # its client has gone: it counts in its minute as others do
-            admitted.leave()
+            releases = [admitted.release_of_one_prompt() for _ in requests]
+            streams = await self.engine.begin(requests, releases, max_unread=_MAX_UNREAD)
+        except asyncio.CancelledError:  # the client has gone; the request still counts in its rate limit
+            admitted.release()
             raise
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, leaves, began)
+        return RunningRequests(self, body, admitted, streams, releases, began)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Service:
             )
 
     def params(self, body: SamplingBody, **others: Any) -> SamplingParams:
-        """The body's sampling fields, within the server's limits. others: as SamplingParams has them."""
+        """The body's sampling parameters, within the server's limits. others: further ones of SamplingParams."""
         limits = self.settings.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "expected stream: true with stream_options", param="stream_options")
@@ -219,12 +221,12 @@ class Service:
             raise ApiError(
                 400, f"expected at most {self.engine.vocab_size} token ids", param="allowed_token_ids"
             )
-        for name, most in (
+        for name, limit in (
             ("stop_token_ids", limits.max_stop_token_ids),
             ("logit_bias", limits.max_logit_bias),
         ):
-            if (num_given := len(getattr(body, name) or ())) > most:
-                raise ApiError(400, f"expected at most {most} of {name}, got {num_given}", param=name)
+            if (num_given := len(getattr(body, name) or ())) > limit:
+                raise ApiError(400, f"expected at most {limit} of {name}, got {num_given}", param=name)
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError as error:
@@ -244,7 +246,7 @@ class Service:
             bad_words=body.bad_words,
             allowed_token_ids=body.allowed_token_ids,
             n=n,
-            seed=None if body.seed is None else body.seed % 2**63,  # a negative one is as good as any
+            seed=None if body.seed is None else body.seed % 2**63,  # a negative seed is valid
             ignore_eos=bool(body.ignore_eos),
             logit_bias=bias,
             **others,
@@ -268,11 +270,11 @@ class Service:
         return [(Prompt(None, prompt), replace(options, request_id=self.take_name())) for prompt in prompts]
 
     def take_name(self) -> str:
-        """What the engine is to call a prompt's request: as its client does, with a number where that one is under way.
-        `begin`, if it fails, and the end of what it began give it back."""
+        """Reserves the engine's name of a prompt's request: the client's id, with a number if that is in use. A
+        failed `begin` and the end of the request release it."""
         name = first = current_request().id
         number = 1
-        # Those of the library beside us are looked into, not walked.
+        # The library's own requests are looked up, not iterated over: another thread changes them.
         others = self.engine.core.engine.scheduler.requests
         while name in self._names or name in others:
             number += 1
@@ -280,31 +282,31 @@ class Service:
         self._names.add(name)
         return name
 
-    def give_back_names(self, names: Iterable[str | None]) -> None:
-        """Those of requests that have ended."""
+    def release_names(self, names: Iterable[str | None]) -> None:
+        """Releases the names of requests that have ended."""
         self._names.difference_update(names)
 
     def count_unread(self, tenant: ApiTenant, began: float) -> None:
-        """The end of a request of which no output was asked for: its client had gone by then."""
+        """Counts the end of a request whose client had gone before it read an output."""
         current_request().finish_reasons.append("abort")
-        for one in self._told(tenant):
-            one.ended("abort", time.monotonic() - began, None, ())
+        for metrics in self._metrics_for(tenant):
+            metrics.record_end("abort", time.monotonic() - began, None, ())
 
-    async def counted(
+    async def with_metrics(
         self,
         tenant: ApiTenant,
-        leave: Callable[[], None],
+        release: Callable[[], None],
         body: SamplingBody,
         generated: Outputs,
         began: float,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured from `began` and told to its record. Its place is left (`leave`) at the
-        end, or before by the engine: whoever reads slowly holds none. Its prompt is kept, where the body says so, from
-        the first output on."""
-        record, told = current_request(), self._told(tenant)
+        """The outputs of a request, measured from `began` and added to its record. Calls `release` at the end; the
+        engine may call it before, so that a slow reader holds no place. Pins the prompt at the first output, if the
+        body has keep_for."""
+        record, all_metrics = current_request(), self._metrics_for(tenant)
         num_generated: defaultdict[int, int] = defaultdict(int)  # tokens, by answer
         first_s: float | None = None
-        num_behind_first = 0  # tokens, of an answer that is one
+        num_after_first = 0  # tokens, counted if there is a single answer
         output: RequestOutput | None = None
         try:
             async with aclosing(generated):
@@ -313,16 +315,16 @@ class Service:
                         num_generated[part.index] += len(part.token_ids)
                     if first_s is not None:
                         if len(output.outputs) == 1:
-                            num_behind_first += len(output.outputs[0].token_ids)
+                            num_after_first += len(output.outputs[0].token_ids)
                     else:
                         first_s = time.monotonic() - began
-                        for one in told:
-                            one.time_to_first_token.observe(first_s)
+                        for metrics in all_metrics:
+                            metrics.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
         finally:
-            leave()
+            release()
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
@@ -332,42 +334,42 @@ class Service:
             if output is not None:
                 record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
                 record.num_cached_tokens += output.num_cached_tokens
-            for one in told:
-                one.ended(reason, seconds, output, num_generated.values())
-                if first_s is not None and num_behind_first:
-                    one.time_per_output_token.observe((seconds - first_s) / num_behind_first)
+            for metrics in all_metrics:
+                metrics.record_end(reason, seconds, output, num_generated.values())
+                if first_s is not None and num_after_first:
+                    metrics.time_per_output_token.observe((seconds - first_s) / num_after_first)
 
-    # -- what is told of them --------------------------------------------------------------------------
+    # -- metrics and pins ------------------------------------------------------------------------------
 
     async def metrics_page(self, tenant: ApiTenant) -> bytes:
-        """What Prometheus gets: all there is for the administrator, and for whoever is let in where no tenant has a
-        name; else the tenant's own requests."""
-        own = None if tenant.is_admin else self._metrics_of.get(tenant.name)
+        """The metrics page: the whole server's for the administrator, and for every client if no tenant has a name;
+        else the tenant's own requests'."""
+        own = None if tenant.is_admin else self._tenant_metrics.get(tenant.name)
         return self.metrics.render(await self.engine.stats()) if own is None else own.render()
 
-    def _told(self, tenant: ApiTenant) -> list[Metrics]:
-        own = self._metrics_of.get(tenant.name)
+    def _metrics_for(self, tenant: ApiTenant) -> list[Metrics]:
+        own = self._tenant_metrics.get(tenant.name)
         return [self.metrics] if own is None else [self.metrics, own]
 
     @contextmanager
     def _refusals_of(self, tenant: ApiTenant) -> Iterator[None]:
-        """Counts an answer of 429 among the tenant's own as well."""
+        """Counts an answer of 429 in the tenant's own metrics as well."""
         try:
             yield
         except ApiError as error:
-            if error.status == 429 and tenant.name in self._metrics_of:
-                self._metrics_of[tenant.name].refused.labels(str(error.code)).inc()
+            if error.status == 429 and tenant.name in self._tenant_metrics:
+                self._tenant_metrics[tenant.name].refused.labels(str(error.code)).inc()
             raise
 
     async def _check_kept(self, tenant: ApiTenant, body: SamplingBody, prompts: Sequence[Any]) -> None:
-        """Refuses at once what could not be kept."""
-        pins, most = self.engine.pins, self.settings.limits.max_kept
+        """*raises:* ApiError, ArgumentError, CapacityError: the prompts cannot be pinned."""
+        pins, max_kept = self.engine.pins, self.settings.limits.max_kept
 
         def check() -> None:
-            kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in pins)
-            if kept + len(prompts) > most:
+            num_kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in pins)
+            if num_kept + len(prompts) > max_kept:
                 self._admission.refuse(
-                    "too_many_kept", f"{kept} of your prompts are kept, at most {most} may be"
+                    "too_many_kept", f"{num_kept} of your prompts are kept, at most {max_kept} may be"
                 )
             for prompt in prompts:
                 pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
@@ -376,25 +378,25 @@ class Service:
             await self.engine.between_steps(check)
 
     async def _keep(self, tenant: ApiTenant, body: SamplingBody, prompt: list[int]) -> None:
-        """Room that was there before may be gone by now: the answer comes all the same."""
+        """Pins a prompt. If the room for it has gone since `_check_kept`, the answer comes all the same."""
         pins, seconds = self.engine.pins, body.keep_for or 0.0
         try:
             await self.engine.between_steps(
                 lambda: pins.keep_for(prompt, seconds, **tenant.key(body.cache_salt))
             )
         except (ArgumentError, CapacityError):
-            for one in self._told(tenant):
-                one.not_kept.inc()
+            for metrics in self._metrics_for(tenant):
+                metrics.not_kept.inc()
 
     # -- text and tokens -------------------------------------------------------------------------------
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = True
     ) -> list[int]:
-        """The tokens of a text; a long one does not keep the others waiting.
+        """The tokens of a text; a long one is tokenized in a thread.
 
-        What is longer than `max_model_len` of the longest tokens is refused before it is looked at: ApiError. Not a
-        prompt: up to 256 KiB at least.
+        A text longer than `max_model_len` of the longest tokens is refused before it is read: ApiError. If
+        `is_prompt` is false, at least 256 KiB are accepted.
         """
         if self.tokenizer is None:
             raise ArgumentError("expected token ids, got text; this model has no tokenizer")
@@ -402,7 +404,7 @@ class Service:
             self._require_short(len(text.encode("utf-8", "replace")), is_prompt)
             return self._encode(text, add_special_tokens)
         self._require_short(len(text), is_prompt)  # characters: not fewer bytes
-        return await self.off_loop.run_here(self._encode, text, add_special_tokens)
+        return await self.threads.run(self._encode, text, add_special_tokens)
 
     async def render(
         self,
@@ -410,44 +412,45 @@ class Service:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
         *,
-        goes_on: bool = False,
+        is_continuation: bool = False,
     ) -> str:
-        """The text of messages by the chat template, within its time. options: of the template, see `template_options`;
-        goes_on: behind an answer, see `render_next`."""
+        """The text of messages by the chat template, within its time limit. options: of `template_options`;
+        is_continuation: the text goes behind an answer, see `render_next`."""
         limits = self.settings.limits
         seconds = limits.max_template_seconds
         try:
-            if goes_on:
-                return await self.off_loop.within(
+            if is_continuation:
+                return await self.threads.run_with_timeout(
                     seconds, render_next, self.tokenizer, messages, limits, options
                 )
-            return await self.off_loop.within(
+            return await self.threads.run_with_timeout(
                 seconds, render, self.tokenizer, messages, limits, tools, options
             )
         except TimeoutError:
             raise ApiError(
                 400,
-                f"expected messages that the model's chat template writes within {seconds} s, got {len(messages)} "
-                "that take it longer; the setting is max_template_seconds",
+                f"expected messages that the model's chat template renders within {seconds} s, got {len(messages)} "
+                "that take longer; the setting is max_template_seconds",
                 param="messages",
             ) from None
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; many do not keep the others waiting."""
+        """The text of tokens; many are decoded in a thread."""
         if len(token_ids) > _LONG_TEXT:
-            return await self.off_loop.run_here(self.tokenizer.decode, token_ids)
+            return await self.threads.run(self.tokenizer.decode, token_ids)
         return self.tokenizer.decode(token_ids)
 
     def _require_short(self, num_bytes: int, is_prompt: bool) -> None:
-        """A tokenizer that drops text (blanks in a row) could make fewer tokens of it; no prompt is like that."""
-        most = self.engine.max_model_len * self._longest_token_bytes
+        """*raises:* ApiError. A tokenizer that drops text (repeated blanks) could make fewer tokens of it; prompts
+        are not like that."""
+        max_bytes = self.engine.max_model_len * self._longest_token_bytes
         if not is_prompt:
-            most = max(most, _MOST_TOKENIZED_BYTES)
-        if num_bytes > most:
+            max_bytes = max(max_bytes, _MAX_TOKENIZED_BYTES)
+        if num_bytes > max_bytes:
             raise ApiError(
                 400,
-                f"expected a text of at most {most} bytes, which is more than {self.engine.max_model_len} tokens, the "
-                f"model's longest sequence, can be, got {num_bytes} or more",
+                f"expected a text of at most {max_bytes} bytes, got {num_bytes} or more: it has more than "
+                f"{self.engine.max_model_len} tokens, the longest sequence (quire serve --max-model-len)",
                 code="context_length_exceeded",
             )
 
@@ -455,7 +458,7 @@ class Service:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def check_schema(self, schema: Any, param: str) -> None:
-        """Refuses a JSON schema beyond the limits."""
+        """*raises:* ApiError: the JSON schema is beyond the limits."""
         limits = self.settings.limits
         if schema is None:
             return
@@ -468,9 +471,9 @@ class Service:
 
 
 class RunningRequests:
-    """The requests of one body, which the engine has begun: where they come out, each `outputs` read once.
+    """The running requests of one body. The outputs of each are read once.
 
-    The end of a `with` ends those that have not ended, leaves their places, and calls `when_over`.
+    The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
 
     def __init__(
@@ -479,14 +482,14 @@ class RunningRequests:
         body: SamplingBody,
         admitted: Admitted,
         streams: Sequence[RequestStream],
-        leaves: Sequence[Callable[[], None]],
+        releases: Sequence[Callable[[], None]],
         began: float,
     ) -> None:
         self._service = service
         self._body = body
         self._admitted = admitted
         self._streams = streams
-        self._leaves = leaves
+        self._releases = releases
         self._began = began
         self._uncounted = set(range(len(streams)))  # places of requests whose end is not counted yet
         self.when_over: Callable[[], None] | None = None
@@ -497,23 +500,24 @@ class RunningRequests:
     def outputs(
         self, place: int = 0, through: Callable[[RequestStream], Outputs] | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Of the request in that place as it grows, each with what is new. through: who is to see them before."""
+        """The outputs of the request at `place` as it grows, each with its new part. through: wraps the engine's
+        stream."""
         stream = self._streams[place]
 
-        def leave() -> None:
-            self._leaves[place]()
+        def release() -> None:
+            self._releases[place]()
             self._uncounted.discard(place)
 
-        return self._service.counted(
+        return self._service.with_metrics(
             self._admitted.tenant,
-            leave,
+            release,
             self._body,
             stream if through is None else through(stream),
             self._began,
         )
 
     async def answers(self, n: int) -> list[Answer]:
-        """The whole answers to all of them, side by side; the first error ends them all."""
+        """The whole answers to all requests, generated concurrently; the first error ends all."""
         if len(self) == 1:
             return [await Answer.gather(self.outputs(), n)]
         try:
@@ -521,7 +525,7 @@ class RunningRequests:
                 tasks = [
                     group.create_task(Answer.gather(self.outputs(place), n)) for place in range(len(self))
                 ]
-        except BaseExceptionGroup as errors:  # in the order in which they came
+        except BaseExceptionGroup as errors:  # in the order of the errors
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -535,7 +539,7 @@ class RunningRequests:
             stream.close()
         for _ in self._uncounted:
             self._service.count_unread(self._admitted.tenant, self._began)
-        self._service.give_back_names(stream.request_id for stream in self._streams)
-        self._admitted.leave()
+        self._service.release_names(stream.request_id for stream in self._streams)
+        self._admitted.release()
         if self.when_over is not None:
             self.when_over()

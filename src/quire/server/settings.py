@@ -1,4 +1,4 @@
-"""What a server is told: flags and a TOML file, checked before a model is loaded. Flags win over the file.
+"""Settings of a server: flags and a TOML file, checked before a model is loaded. Flags win over the file.
 
     [model]                    # any option of quire.config.EngineConfig
     model = "./my-model"
@@ -12,18 +12,18 @@
 
     [[tenants]]
     name = "alice"
-    keys = ["env:ALICE_KEY", "sha256:9f86d0..."]   # a key in the clear works too
+    keys = ["env:ALICE_KEY", "sha256:9f86d0..."]   # a key in the clear is accepted too
     priority = 0
     quota = "1GiB"
     floor = "128MiB"
     max_requests = 64
     requests_per_minute = 600
 
-`tenant_secret` of [server], 16 bytes or more, is what tenants' namespaces are made from: with the same one they find
-after a restart what a disk cache has of them. `remote_secret`, as long, is what the values of `remote_cache` are signed
-with. Both may be "env:NAME".
+Tenants' namespaces are derived from `tenant_secret` of [server], at least 16 bytes: with the same secret, tenants
+find their content in a disk cache after a restart. `remote_secret`, as long, signs the values of `remote_cache`. Both
+may be "env:NAME".
 
-A file that says something unknown is refused: a limit with a wrong name is no limit.
+A file with an unknown name is refused: a misspelt limit would limit nothing.
 """
 
 from __future__ import annotations
@@ -49,21 +49,20 @@ __all__ = ["ServerLimits", "ServerSettings", "StoredAs", "is_loopback", "load_co
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one request, and all together, may ask for.
+    """Limits of one request, and of all together.
 
-    max_waiting: requests that wait for the engine; one more gets 429. requests_per_minute_per_address: of one client's
-    address, where it is no tenant of a name; None for no limit. max_body_bytes: of a request. max_body_values:
-    of its JSON, see `bodies.weight_of`. max_bodies_bytes: of all bodies under way that are large.
+    max_waiting: requests that wait for the engine; a further one gets 429. requests_per_minute_per_address: of one
+    client address without a tenant name; None for no limit. max_body_bytes: of a request. max_body_values: of its
+    JSON, see `bodies.weight_of`. max_bodies_bytes: of all large bodies in progress.
 
-    max_body_seconds, max_header_bytes, max_header_seconds: of a request as it comes; max_send_seconds: that an answer
-    may wait for its client to read on. max_connections: at once; max_connections_per_address: of one client's address.
+    max_body_seconds, max_header_bytes, max_header_seconds: of a request's arrival. max_send_seconds: longest wait for
+    a client to read on. max_connections: open at once; max_connections_per_address: of one client address.
 
-    The others are counts within one request. max_prompts: a prompt counts `n`
-    times where several are asked for. max_template_seconds: what the model's chat template may take. max_schema_depth:
-    of nested objects and arrays of a JSON schema. max_kept: prompts of one tenant that `keep_for` keeps at once;
-    max_conversations, max_conversation_bytes: that one tenant may have, and the memory of all of them.
-    max_snapshots, max_snapshot_bytes: that one tenant may keep, and the disk that all of them may take, keys and values
-    included; None for half of the disk cache.
+    The others are counts within one request. max_prompts: a prompt counts `n` times if there are several.
+    max_template_seconds: time of the model's chat template. max_schema_depth: nested objects and arrays of a JSON
+    schema. max_kept: prompts of one tenant that `keep_for` pins at once. max_conversations, max_conversation_bytes:
+    of one tenant, and the memory of all its conversations. max_snapshots, max_snapshot_bytes: of one tenant, and the
+    disk of all its snapshots, keys and values included; None for half of the disk cache.
     """
 
     max_waiting: int = 512
@@ -105,13 +104,13 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """See the module's text. host: of an address of IPv6, with brackets or without. insecure: let others than this
-    machine in without keys.
+    """See the module's docstring. host: an IPv6 address with or without brackets. insecure: accepts other machines
+    without keys.
 
-    keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
-    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". trusted_proxies:
-    addresses and networks of proxies whose X-Forwarded-For says who asks. warnings: what is to be told at the start, a
-    line each.
+    keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, clients on this machine are
+    the administrator. allowed_origins: sites whose pages may use the API, such as "https://app.example".
+    trusted_proxies: addresses and networks of proxies whose X-Forwarded-For names the client. warnings: lines to
+    print at the start.
     """
 
     host: str = "127.0.0.1"
@@ -142,7 +141,7 @@ class ServerSettings:
         object.__setattr__(self, "host", self.host.removeprefix("[").removesuffix("]"))
         for name in _LISTS:
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        _ = self.proxies  # what is wrong in it is said now
+        _ = self.proxies  # reports a wrong address now
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ArgumentError(
@@ -151,7 +150,7 @@ class ServerSettings:
                 )
         if not self.is_loopback and self.keys.is_empty and not self.insecure:
             raise ArgumentError(
-                f"expected API keys for a server that others can reach, got none with host {self.host!r}; give "
+                f"expected API keys for a server that other machines can reach, got none with host {self.host!r}; give "
                 "--api-key-file or [[tenants]] in --config, listen on 127.0.0.1, or say --insecure"
             )
 
@@ -161,7 +160,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without brackets, is this machine's own and nobody else's."""
+    """Whether a host name or an address, without brackets, is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -171,7 +170,7 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-# A scheme and a host, with a port where it is not the scheme's own. Extensions of browsers and desktop programs have
+# A scheme and a host, with a port unless it is the scheme's default. Browser extensions and desktop programs have
 # schemes of their own.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:*A-Z]+)(:[0-9]+)?")
 
@@ -187,7 +186,7 @@ _SERVER_FIELDS = {
     "drain_seconds": (int, float),
 }
 _LISTS = ("allowed_origins", "trusted_proxies")
-# Of the file alone, and of --api-key-file: the settings have what they lead to.
+# Read from the file (and --api-key-file) only; the settings hold the keys and secrets themselves.
 _KEYS_AND_SECRETS = ("api_key_file", "admin_key", "tenant_secret", "remote_secret")
 _LIMITS = tuple(entry.name for entry in fields(ServerLimits))
 _TENANT_FIELDS = {
@@ -207,9 +206,9 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     *raises:* ArgumentError naming file and field.
     """
     document = _read_toml(path) if path is not None else {}
-    _known(document, {"model", "server", "tenants"}, f"{path}")
+    _check_names(document, {"model", "server", "tenants"}, f"{path}")
     server = _table(document, "server", path)
-    _known(server, {*_SERVER_FIELDS, *_KEYS_AND_SECRETS, *_LIMITS}, f"[server] of {path}")
+    _check_names(server, {*_SERVER_FIELDS, *_KEYS_AND_SECRETS, *_LIMITS}, f"[server] of {path}")
     for name, value in server.items():
         _check(name, value, f"{name} in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
@@ -217,9 +216,9 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
     warnings = []
     if path is not None and is_readable_by_all(path) and _has_secrets(document):
-        warnings.append(_open_to_all(path))
+        warnings.append(_readable_warning(path))
     if (key_file := server.get("api_key_file")) is not None and is_readable_by_all(key_file):
-        warnings.append(_open_to_all(key_file))
+        warnings.append(_readable_warning(key_file))
     keys = [pair for _, pairs in tenants for pair in pairs]
     if (key_file := server.pop("api_key_file", None)) is not None:
         keys += [(digest_of_key(key), ANYBODY) for key in key_lines(key_file)]
@@ -245,24 +244,24 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     return settings, _model_table(document, path)
 
 
-def _open_to_all(path: str) -> str:
+def _readable_warning(path: str) -> str:
     return f"every user of this machine can read {path}, which has secrets in it; chmod o-r {path}"
 
 
 def _has_secrets(document: Mapping[str, Any]) -> bool:
     """Whether a file, whose [server] and [[tenants]] have been checked, has a secret in the clear."""
     server, model = document.get("server", {}), document.get("model")
-    found = [server.get(name) for name in ("admin_key", "tenant_secret", "remote_secret")]
+    values = [server.get(name) for name in ("admin_key", "tenant_secret", "remote_secret")]
     for entry in document.get("tenants", []):
-        found += entry["keys"]
+        values += entry["keys"]
     url = model.get("remote_cache") if isinstance(model, dict) else None
-    found.append(url if isinstance(url, str) and ("@" in url or "password=" in url) else None)
-    return any(isinstance(one, str) and one.partition(":")[0] not in ("env", "sha256") for one in found)
+    values.append(url if isinstance(url, str) and ("@" in url or "password=" in url) else None)
+    return any(isinstance(text, str) and text.partition(":")[0] not in ("env", "sha256") for text in values)
 
 
 @dataclass(frozen=True)
 class StoredAs:
-    """What decides under which names a server stores, and how: its [model] table, its secrets, who its tenants are."""
+    """The settings that decide a server's stored names and formats: [model], secrets, tenants."""
 
     model: dict[str, Any]
     tenant_secret: bytes | None = field(repr=False)
@@ -271,20 +270,20 @@ class StoredAs:
 
 
 def load_stored_as(path: str) -> StoredAs:
-    """Of a server's file, for who looks at its disk cache; the keys that let clients in are not read.
+    """Reads a server's file for a command that opens its disk cache; API keys are not read.
 
     *raises:* ArgumentError naming file and field.
     """
     document = _read_toml(path)
-    _known(document, {"model", "server", "tenants"}, path)
+    _check_names(document, {"model", "server", "tenants"}, path)
     server = _table(document, "server", path)
     tenant_secret, remote_secret = (
         _secret(name, server.get(name), path) for name in ("tenant_secret", "remote_secret")
     )
     names = []
     for entry in document.get("tenants", []):
-        _typed(entry, dict, f"[[tenants]] of {path}")
-        _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
+        _check_type(entry, dict, f"[[tenants]] of {path}")
+        _check_type(entry.get("name"), str, f"name in [[tenants]] of {path}")
         names.append(entry["name"])
     return StoredAs(_model_table(document, path), tenant_secret, remote_secret, tuple(names))
 
@@ -294,7 +293,7 @@ def _secret(name: str, text: Any, path: str | None) -> bytes | None:
     if text is None:
         return None
     where = f"{name} in [server] of {path}"
-    _typed(text, str, where)
+    _check_type(text, str, where)
     secret = named(text, where).encode()
     check_secret(secret, name)
     return secret
@@ -304,15 +303,15 @@ def _read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in `config`") from error
+        raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in --config") from error
 
 
 def _tenant(entry: Any, path: str | None) -> tuple[ApiTenant, list[tuple[bytes, ApiTenant]]]:
     where = f"[[tenants]] of {path}"
-    _typed(entry, dict, where)
-    _known(entry, _TENANT_FIELDS.keys(), where)
+    _check_type(entry, dict, where)
+    _check_names(entry, _TENANT_FIELDS.keys(), where)
     for name, value in entry.items():
-        _typed(value, _TENANT_FIELDS[name], f"{name} in {where}")
+        _check_type(value, _TENANT_FIELDS[name], f"{name} in {where}")
     if not entry.get("name") or not entry.get("keys"):
         raise ArgumentError(f"expected a name and keys, got {sorted(entry)} - in {where}")
     for name in ("priority", "max_requests", "requests_per_minute"):
@@ -331,8 +330,8 @@ def _tenant(entry: Any, path: str | None) -> tuple[ApiTenant, list[tuple[bytes, 
 
 
 def _digest(key: Any, where: str) -> bytes:
-    """A key as a file names it: in the clear, `env:NAME` or `sha256:HEX`. Messages never show it."""
-    _typed(key, str, where)
+    """The digest of a key in a file: in the clear, `env:NAME` or `sha256:HEX`. Errors never show the key."""
+    _check_type(key, str, where)
     kind, _, rest = key.partition(":")
     if kind == "env":
         return digest_of_key(check_key(named(key, where), where))
@@ -349,19 +348,19 @@ def _digest(key: Any, where: str) -> bytes:
 
 def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str, Any]:
     table = document.get(name, {})
-    _typed(table, dict, f"[{name}] of {path}")
+    _check_type(table, dict, f"[{name}] of {path}")
     return dict(table)
 
 
 def _model_table(document: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Options of `EngineConfig`, their values unchecked: flags may win over them. The secrets are [server]'s."""
+    """Options of `EngineConfig`, their values unchecked: flags may override them. Secrets belong to [server]."""
     table = _table(document, "model", path)
     options = EngineConfig.options()
-    _known(table, [name for name in options if not options[name].is_secret], f"[model] of {path}")
+    _check_names(table, [name for name in options if not options[name].is_secret], f"[model] of {path}")
     return table
 
 
-def _known(table: Mapping[str, Any], known: Any, where: str) -> None:
+def _check_names(table: Mapping[str, Any], known: Any, where: str) -> None:
     if unknown := sorted(set(table) - set(known)):
         raise ArgumentError(
             f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)} - in {where}"
@@ -369,10 +368,10 @@ def _known(table: Mapping[str, Any], known: Any, where: str) -> None:
 
 
 def _check(name: str, value: Any, where: str | None = None) -> None:
-    """A setting of the server, wherever it comes from. *raises:* ArgumentError."""
+    """Checks a setting of the server from any source. *raises:* ArgumentError."""
     where = where or f"`{name}`"
     if name in _LIMITS:
-        _typed(value, int, where)
+        _check_type(value, int, where)
         if value < 1:
             raise ArgumentError(f"expected 1 or more, got {value} - as {where}")
         return
@@ -380,15 +379,15 @@ def _check(name: str, value: Any, where: str | None = None) -> None:
         if type(value) is not int or not 0 <= value <= 65535:
             raise ArgumentError(f"expected a port of 0 to 65535, got {value!r} - as {where}")
         return
-    _typed(value, _SERVER_FIELDS.get(name, str), where)
+    _check_type(value, _SERVER_FIELDS.get(name, str), where)
     if name == "drain_seconds" and not 0 <= value < math.inf:
         raise ArgumentError(f"expected seconds, 0 or more, got {value} - as {where}")
     for entry in value if name in _LISTS else ():
-        _typed(entry, str, where)
+        _check_type(entry, str, where)
 
 
-def _typed(value: Any, kind: Any, where: str) -> None:
-    wanted = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        names = " or ".join(one.__name__ for one in wanted)
+def _check_type(value: Any, kind: Any, where: str) -> None:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
         raise ArgumentError(f"expected {names}, got {type(value).__name__} - as {where}")

@@ -1,10 +1,10 @@
-"""Work that the event loop does not wait for: in a thread, and where it is not ours, for so many seconds only.
+"""Work outside the event loop, in threads.
 
-Two kinds. `run_here`: our own work, of which much may come at once; few threads take it one after the other. `within`:
-somebody else's program, a chat template, which may never end; each run has a thread of its own, so that it can be ended
-without harm to what another one does.
+`run` is for our own work, which may come in large numbers: few threads run it one after the other. `run_with_timeout`
+is for foreign code, a chat template, which may never end: each call has a thread of its own, so that it can be ended
+without harm to another call.
 
-Cost: some 0.1 ms a call.
+Cost: about 0.1 ms a call.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ __all__ = ["Threads"]
 Result = TypeVar("Result")
 
 
-class _Ended(BaseException):
-    """Raised in the thread of a function that has had its time; no `except Exception` of its own holds it up."""
+class _TimeIsUpError(BaseException):
+    """Raised in the thread of a function whose time is up; an `except Exception` in it does not catch this."""
 
 
 class Threads:
-    """num_threads: of `run_here`; num_guests: functions that run `within` a time at once, others wait."""
+    """num_threads: of `run`; num_timed: calls of `run_with_timeout` at once, further ones wait."""
 
-    def __init__(self, num_threads: int = 2, num_guests: int = 4) -> None:
+    def __init__(self, num_threads: int = 2, num_timed: int = 4) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-texts")
-        self._guests = asyncio.Semaphore(num_guests)
+        self._timed = asyncio.Semaphore(num_timed)
 
-    async def run_here(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What it returns or raises."""
+    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """The function's result or error."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    async def within(self, seconds: float, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What it returns or raises. *raises:* TimeoutError: it has not ended by then, and is made to."""
-        async with self._guests:
+    async def run_with_timeout(
+        self, seconds: float, function: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        """The function's result or error. *raises:* TimeoutError: the time was up, and the function was ended."""
+        async with self._timed:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[Result] = loop.create_future()
 
-            def tell(result: Any, error: BaseException | None) -> None:
+            def set_outcome(result: Any, error: BaseException | None) -> None:
                 if done.done():
                     return
                 if error is None:
@@ -51,18 +53,18 @@ class Threads:
                 else:
                     done.set_exception(error)
 
-            def run() -> None:
+            def call() -> None:
                 result: Any = None
                 failure: BaseException | None = None
-                with suppress(_Ended):
+                with suppress(_TimeIsUpError):
                     try:
                         result = function(*arguments)
                     except Exception as error:
                         failure = error
-                    with suppress(RuntimeError):  # the loop is closed, nobody waits any more
-                        loop.call_soon_threadsafe(tell, result, failure)
+                    with suppress(RuntimeError):  # the loop is closed: there is no waiter
+                        loop.call_soon_threadsafe(set_outcome, result, failure)
 
-            thread = threading.Thread(target=run, name="quire-guest", daemon=True)
+            thread = threading.Thread(target=call, name="quire-timed", daemon=True)
             thread.start()
             try:
                 return await asyncio.wait_for(done, seconds)
@@ -72,6 +74,8 @@ class Threads:
 
 
 def _end(thread: threading.Thread) -> None:
-    """Has the interpreter raise in it at its next instruction; one that has ended already is left alone."""
+    """Raises an error in the thread at its next instruction; does nothing to a thread that has ended."""
     if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Ended))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsUpError)
+        )

@@ -1,13 +1,15 @@
-"""What HTTP asks for, before and behind the endpoints; nothing here generates anything.
+"""HTTP in front of and behind the endpoints; nothing here generates anything.
 
-connections         how many there are, how long each may take for what it sends and reads
-turns               whose data is handled next
-client_address      whose requests are whose, by address
-front_door          who is let in without a key: hosts, origins, proxies
-requests            the id of a request, and its line in the log
-body_limit          how large a body may be, and all together
-content_encoding    packed bodies
-bodies              how a body is read: who asks, then its bytes, then JSON, then its fields
+acceptor            accepts connections round-robin by client address
+connections         bounds connections: their number, the time of a request, the time of reading an answer
+fair_queue          the order in which the connections' data is handled
+client_address      identifies clients by address
+origin_check        hosts, origins and proxies of requests without a key
+request_log         a request's id, and its line in the log
+unless_gone         cancels a request whose client has gone
+body_limit          the size of a body, and of all together
+content_encoding    compressed bodies
+bodies              reads a body: authorisation, bytes, JSON, fields
 http_versions       HEAD, and answers to HTTP/1.0
 sse                 an answer as events
 """

@@ -1,11 +1,10 @@
-"""How the body of a request is read: first who asks, by the headers alone, and whether there is a place for what it
-asks for; then its bytes; then JSON; then its fields.
+"""Reads the body of a request: first authorisation and a free place, by the headers alone; then bytes, JSON, fields.
 
-What is large is parsed and checked in a thread of its own, one body at a time: the event loop goes on meanwhile. Python
-parses JSON without letting other threads in between, so what a body may hold is counted before (`weight_of`), at the
-speed of a search. FastAPI is handed what was checked here, and has nothing left to do.
+A large body is parsed and checked in a thread, one body at a time, while the event loop goes on. Python's JSON parser
+lets no other thread run, so the size of a body's content is counted before (`weight_of`), at the speed of a search.
+FastAPI gets the checked value and parses nothing.
 
-Cost: of a body below 64 KiB what FastAPI's own reading costs; of others a pass over the bytes, and a thread's turn.
+Cost: FastAPI's own reading for a body below 64 KiB; for others a pass over the bytes, and a turn of the thread.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import administrator, service_of, tenant_of
 from quire.server.schemas.common import SamplingBody
 
-__all__ = ["LARGE_BODY", "BodyRoute", "beside_if_large", "parsed", "weight_of"]
+__all__ = ["LARGE_BODY", "BodyRoute", "parse_body", "run_in_thread_if_large", "weight_of"]
 
 LARGE_BODY = 64 << 10  # bytes: a few milliseconds of parsing
 
-# Texts, and what stands between them. Neither goes back over what it has seen: the time is linear in the bytes.
+# Strings, and the text between them. Neither backtracks: the time is linear in the bytes.
 _PARTS = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 
 Result = TypeVar("Result")
@@ -40,7 +39,7 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="quire-bodies")
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read as the module says: `APIRouter(route_class=BodyRoute)`."""
+    """A route whose body is read as described above: `APIRouter(route_class=BodyRoute)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -49,7 +48,7 @@ class BodyRoute(APIRoute):
         kind: Any = self.body_field.field_info.annotation
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
         generates = isinstance(kind, type) and issubclass(kind, SamplingBody)
-        checks = list(_who_may_ask(self.dependant))
+        checks = list(_authorisations(self.dependant))
 
         async def read_and_handle(request: Request) -> Response:
             service = await service_of(request)
@@ -61,21 +60,21 @@ class BodyRoute(APIRoute):
             try:
                 body = await request.body()
             except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has gone
             if body and _is_json(request):
-                most = service.settings.limits.max_body_values
+                max_values = service.settings.limits.max_body_values
                 if len(body) > LARGE_BODY:
                     run = asyncio.get_running_loop().run_in_executor
-                    request.value = await run(_thread, parsed, body, adapter, most)
+                    request.value = await run(_thread, parse_body, body, adapter, max_values)
                 else:
-                    request.value = parsed(body, adapter, most)
+                    request.value = parse_body(body, adapter, max_values)
             return await handle(request)
 
         return read_and_handle
 
 
 class _ReadRequest(Request):
-    """One whose body has been read: `value` is what it says, checked, if it is of JSON."""
+    """A request whose body has been read. value: the checked content of a JSON body."""
 
     value: Any = _NOT_READ
 
@@ -83,15 +82,17 @@ class _ReadRequest(Request):
         return await super().json() if self.value is _NOT_READ else self.value
 
 
-async def beside_if_large(request: Request, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What a function returns or raises that looks at all of the request's body: in the thread, if that is large."""
+async def run_in_thread_if_large(
+    request: Request, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    """The result or error of a function that reads the whole body; it runs in the thread if the body is large."""
     if len(await request.body()) <= LARGE_BODY:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
 
 
-def parsed(body: bytes, adapter: TypeAdapter[Any], max_values: int) -> Any:
-    """What a body of JSON says, as the type of `adapter`. *raises:* ApiError, RequestValidationError: status 400."""
+def parse_body(body: bytes, adapter: TypeAdapter[Any], max_values: int) -> Any:
+    """A JSON body as the type of `adapter`. *raises:* ApiError, RequestValidationError: status 400."""
     if 16 * len(body) > max_values and (weight := weight_of(body, max_values)) > max_values:
         raise ApiError(
             400,
@@ -107,35 +108,37 @@ def parsed(body: bytes, adapter: TypeAdapter[Any], max_values: int) -> Any:
         raise RequestValidationError(
             [{"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}]
         ) from error
-    except UnicodeEncodeError as error:  # JSON can say one, but no tokenizer or answer can
+    except UnicodeEncodeError as error:  # valid in JSON, but not for a tokenizer or an answer
         raise ApiError(
             400, "expected text, got half a surrogate pair (\\ud800 to \\udfff alone)", code="invalid_body"
         ) from error
     except RecursionError:
         raise ApiError(
-            400, "expected a body of JSON, got one that is nested too deep to be read", code="invalid_body"
+            400, "expected a body of JSON, got one that is nested too deeply", code="invalid_body"
         ) from None
     except ValueError as error:  # not UTF-8, or a number of thousands of digits
         raise ApiError(
-            400, f"expected a body of JSON, got one that is none: {error}", code="invalid_body"
+            400, f"expected a body of JSON, got other content: {error}", code="invalid_body"
         ) from error
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+        errors = [
+            {**details, "loc": ("body", *details["loc"])} for details in error.errors(include_url=False)
+        ]
         raise RequestValidationError(errors, body=value) from None
 
 
-def weight_of(body: bytes, most: int) -> int:
-    """What a body of JSON takes to be read, counted in plain values: an array or object is 8, a name in one 16. No
-    further than `most`, once beyond it."""
+def weight_of(body: bytes, max_weight: int) -> int:
+    """The cost of parsing a JSON body, in plain values: an array or object is 8, a name in one 16. Counting stops
+    beyond `max_weight`."""
     weight = _weight(body)
-    if weight <= most:  # the most that it can be: signs within texts were counted too
+    if weight <= max_weight:  # an upper bound: it counts signs within strings, too
         return weight
     weight = 0
     for part in _PARTS.finditer(body):
         weight += 1 if body[part.start()] == 0x22 else _weight(part[0])
-        if weight > most:
+        if weight > max_weight:
             break
     return weight
 
@@ -145,14 +148,15 @@ def _weight(body: bytes) -> int:
     return body.count(b",") + 8 * (body.count(b"[") + body.count(b"{")) + 16 * num_names
 
 
-def _who_may_ask(dependant: Any) -> Iterator[Callable[..., Any]]:
-    """Of what a route depends on, those that need nothing but headers to refuse a request."""
+def _authorisations(dependant: Any) -> Iterator[Callable[..., Any]]:
+    """The dependencies of a route that may refuse a request by its headers alone."""
     if dependant.call in (tenant_of, administrator):
         yield dependant.call
     for inner in dependant.dependencies:
-        yield from _who_may_ask(inner)
+        yield from _authorisations(inner)
 
 
 def _is_json(request: Request) -> bool:
-    kind, _, what = request.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
-    return kind == "application" and (what == "json" or what.endswith("+json"))
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind, _, subtype = media_type.partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

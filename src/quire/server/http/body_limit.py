@@ -1,8 +1,8 @@
-"""Refuses bodies beyond a number of bytes before they are read into memory, one by one and all together. An ASGI layer.
+"""Refuses bodies that are too large, each and all together, before they are read into memory. An ASGI layer.
 
-Small bodies do not count in what all may have: whoever fills that with large ones keeps nobody from asking.
+Small bodies do not count in the limit of all: a client that fills it with large bodies blocks no small request.
 
-Cost: none to speak of.
+Cost: negligible.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SMALL = 64 << 10  # bytes
 
 
 class BodyLimit:
-    """`app` behind a limit of `max_bytes` a request, whether it says its length or not, and of `max_bytes_of_all` that
-    the large ones of the requests under way may have."""
+    """`app` behind two limits: `max_bytes` of one body, with or without a declared length, and `max_bytes_of_all` of
+    the large bodies of all open requests."""
 
     def __init__(self, app: Any, max_bytes: int, max_bytes_of_all: int) -> None:
         self._app = app
@@ -36,23 +36,23 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._max_bytes:
             await _answer(self._too_large(), scope, receive, send)
             return
-        num_read = num_taken = 0
+        num_read = num_counted = 0
         refusal: ApiError | None = None
         is_refused = False
 
-        async def counted() -> Any:
-            nonlocal num_read, num_taken, refusal
+        async def counting_receive() -> Any:
+            nonlocal num_read, num_counted, refusal
             message = await receive()
             num_read += len(message.get("body", b""))
             if num_read > self._max_bytes:
                 refusal = self._too_large()
             elif num_read > _SMALL:
-                more = num_read - num_taken
-                if self._num_bytes_of_all + more > self._max_bytes_of_all:
+                num_new = num_read - num_counted
+                if self._num_bytes_of_all + num_new > self._max_bytes_of_all:
                     refusal = self._too_many()
                 else:
-                    num_taken += more
-                    self._num_bytes_of_all += more
+                    num_counted += num_new
+                    self._num_bytes_of_all += num_new
             if refusal is not None:
                 raise refusal
             return message
@@ -61,14 +61,14 @@ class BodyLimit:
             nonlocal is_refused
             if refusal is None:
                 await send(message)
-            elif not is_refused:  # whatever the application makes of the error above
+            elif not is_refused:  # replaces the application's answer to the error above
                 is_refused = True
                 await _answer(refusal, scope, receive, send)
 
         try:
-            await self._app(scope, counted, send_unless_refused)
+            await self._app(scope, counting_receive, send_unless_refused)
         finally:
-            self._num_bytes_of_all -= num_taken
+            self._num_bytes_of_all -= num_counted
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"expected a body of at most {self._max_bytes} bytes, got a larger one")
@@ -76,8 +76,8 @@ class BodyLimit:
     def _too_many(self) -> ApiError:
         return ApiError(
             429,
-            f"too many requests: their bodies take {self._num_bytes_of_all} bytes, at most {self._max_bytes_of_all} "
-            "may",
+            f"too many requests: their bodies take {self._num_bytes_of_all} bytes, the limit is "
+            f"{self._max_bytes_of_all}",
             code="bodies_full",
             retry_after_s=1,
         )

@@ -1,21 +1,22 @@
-"""Connections within bounds: how many, whose, how long a request may take to come, how long an answer to be read.
+"""Bounds connections: their number, their number by address, the time of a request, the time of reading an answer.
 
-A connection is *waited for* while no whole request has come over it: nothing yet, half of the headers or of the body,
-or nothing after an answer. Where there are too many, the one that has been waited for longest goes, so that requests
-that come at once find a place whoever holds the others. One that is being answered never goes for that; if all are, a
-new one is refused.
+A connection is *idle* while no whole request has come over it: nothing yet, a part of the headers or of the body, or
+nothing after an answer. If there are too many connections, the one that has been idle for longest is closed, so that
+complete requests find a place. A connection that is being answered is never closed for that; if all are, a new one is
+refused.
 
-While a request is answered its connection is read on, so that its end is seen at once: one more request may come
-meanwhile, then reading stops until the answer is written. A client that closes its sending side is gone.
+While a request is answered its connection is still read, so that its end is seen at once: one more request may come
+meanwhile, then reading stops until the answer is written. A client that closes its sending side has gone.
 
-What is too large or too late is answered with 414, 431 or 408, if nothing else is being written, and closed.
+A request that is too large or too late is answered with 414, 431 or 408, unless another answer is being written, and
+its connection is closed.
 
 Invariants
-    H1  what a connection holds of a request that has not come whole is bounded: headers here, bodies by `BodyLimit`.
-    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address that is no
+    H1  the memory of an incomplete request is bounded: headers here, bodies by `BodyLimit`.
+    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address that is not a
         trusted proxy's.
 
-Cost: O(1) a connection, request and piece of data; once a second a look at each connection.
+Cost: O(1) for each connection, request and piece of data; once a second a look at each connection.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ __all__ = ["Connections", "GuardedProtocol", "raise_file_limit"]
 _log = logging.getLogger("quire.server")
 
 _SWEEP_S = 1.0
-_FRAMING = 16  # bytes of headers of chunks, for each byte of a body, that are taken for no attack
-_OTHER_FILES = 256  # descriptors for everything that is no connection
+_FRAMING = 16  # bytes of chunk headers for each byte of a body, beyond which they count as an attack
+_OTHER_FILES = 256  # file descriptors for other purposes than connections
 
 
 class Connections:
-    """Those of one server, for its event loop. `protocol` is what uvicorn makes for each. What comes over
-    them is handled in `turns`."""
+    """The connections of one server, in its event loop. `protocol` makes each for uvicorn. Their data is handled
+    through `queue`."""
 
     def __init__(
         self,
@@ -58,11 +59,11 @@ class Connections:
         self.limits = limits
         self.clock = clock
         self._proxies = proxies or TrustedProxies()
-        self._of: dict[str, dict[GuardedProtocol, None]] = {}  # by address
-        self._waited_for: dict[GuardedProtocol, None] = {}  # the longest first
+        self._by_address: dict[str, dict[GuardedProtocol, None]] = {}
+        self._idle: dict[GuardedProtocol, None] = {}  # the longest idle first
         self._num_open = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.turns = FairQueue()
+        self.queue = FairQueue()
 
     def __len__(self) -> int:
         return self._num_open
@@ -71,55 +72,56 @@ class Connections:
         """For `uvicorn.Config(http=...)`."""
         return GuardedProtocol(self, *arguments, **options)
 
-    def admit(self, one: GuardedProtocol) -> bool:
-        """Whether it has a place; for that another one may have to go."""
-        mine = self._of.get(one.address, {})
-        is_full = len(mine) >= self.limits.max_connections_per_address and not self._proxies.has(one.address)
-        if is_full and not self._make_room(mine):
+    def admit(self, connection: GuardedProtocol) -> bool:
+        """Whether the connection has a place; an idle one may be closed for it."""
+        address = connection.address
+        same_address = self._by_address.get(address, {})
+        is_full = len(same_address) >= self.limits.max_connections_per_address
+        if is_full and not self._proxies.has(address) and not self._make_room(same_address):
             return False
-        if self._num_open >= self.limits.max_connections and not self._make_room(self._waited_for):
+        if self._num_open >= self.limits.max_connections and not self._make_room(self._idle):
             return False
-        self._of.setdefault(one.address, {})[one] = None
+        self._by_address.setdefault(address, {})[connection] = None
         self._num_open += 1
         if self._timer is None:
-            self._timer = one.loop.call_later(_SWEEP_S, self._tick, one.loop)
+            self._timer = connection.loop.call_later(_SWEEP_S, self._tick, connection.loop)
         return True
 
-    def leave(self, one: GuardedProtocol) -> None:
-        """Twice does nothing."""
-        mine = self._of.get(one.address, {})
-        if one not in mine:
+    def remove(self, connection: GuardedProtocol) -> None:
+        """A second call does nothing."""
+        same_address = self._by_address.get(connection.address, {})
+        if connection not in same_address:
             return
-        del mine[one]
-        if not mine:
-            del self._of[one.address]
-        self._waited_for.pop(one, None)
+        del same_address[connection]
+        if not same_address:
+            del self._by_address[connection.address]
+        self._idle.pop(connection, None)
         self._num_open -= 1
 
-    def wait_for(self, one: GuardedProtocol) -> None:
-        """From now on."""
-        self._waited_for.pop(one, None)
-        self._waited_for[one] = None
-        mine = self._of[one.address]
-        mine.pop(one, None)
-        mine[one] = None
+    def mark_idle(self, connection: GuardedProtocol) -> None:
+        """The connection is idle from now on."""
+        self._idle.pop(connection, None)
+        self._idle[connection] = None
+        same_address = self._by_address[connection.address]
+        same_address.pop(connection, None)
+        same_address[connection] = None
 
-    def answer(self, one: GuardedProtocol) -> None:
-        """A whole request has come."""
-        self._waited_for.pop(one, None)
+    def mark_busy(self, connection: GuardedProtocol) -> None:
+        """A whole request has come over the connection."""
+        self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Ends what is overdue."""
+        """Ends overdue connections."""
         now = self.clock()
-        for mine in list(self._of.values()):
-            for one in list(mine):
-                one.end_if_overdue(now)
+        for same_address in list(self._by_address.values()):
+            for connection in list(same_address):
+                connection.end_if_overdue(now)
 
-    def _make_room(self, among: dict[GuardedProtocol, None]) -> bool:
-        for one in among:
-            if one in self._waited_for:
-                self.leave(one)
-                one.give_way()
+    def _make_room(self, candidates: dict[GuardedProtocol, None]) -> bool:
+        for connection in candidates:
+            if connection in self._idle:
+                self.remove(connection)
+                connection.abort()
                 return True
         return False
 
@@ -138,14 +140,14 @@ class GuardedProtocol(Protocol):
         self._limits = guard.limits
         self._is_over = False  # refused, or closed
         self._is_next = False  # an answer has ended just now
-        self._next: Any = None  # the request behind it, which waits for its turn
+        self._next: Any = None  # the following request, until the queue hands it back
         self._answered: Any = None  # uvicorn's cycle of the newest request that has begun
-        self._num_whole = 0  # requests that have come and are not answered
-        self._coming: str | None = "headers"  # what comes of the next one, since when: "headers", "body"
-        self._since = guard.clock()
+        self._num_whole = 0  # complete requests that are not answered
+        self._coming: str | None = "headers"  # the incomplete part of the next request: "headers", "body"
+        self._since = guard.clock()  # start of that part
         self._write_paused_at: float | None = None
         self._closing_at: float | None = None
-        self._num_bytes = self._num_body_bytes = self._num_discarded = 0  # of the request that comes
+        self._num_bytes = self._num_body_bytes = self._num_discarded = 0  # of the incomplete request
 
     # -- the transport's calls -------------------------------------------------------------------------
 
@@ -153,27 +155,27 @@ class GuardedProtocol(Protocol):
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         if self._guard.admit(self):
-            self._guard.wait_for(self)
+            self._guard.mark_idle(self)
         else:
             self._refuse(503, "too many connections; try again", retry_after_s=1)
 
     def eof_received(self) -> None:
-        self._tell_gone()  # the connection is lost only once all is written, which may take a slow reader long
+        self._end_cycles()  # `connection_lost` comes only once all is written, which a slow reader delays
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        self._tell_gone()
-        self._guard.leave(self)
-        self._guard.turns.leave(self)
+        self._end_cycles()
+        self._guard.remove(self)
+        self._guard.queue.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_over and self._guard.turns.take(self, data):
+        if not self._is_over and self._guard.queue.put(self, data):
             self.transport.pause_reading()
 
     def handle(self, data: bytes, *, is_last: bool) -> None:
-        """A piece in its turn, an empty one for the next request that has come already; after the last one the
-        connection is read again."""
+        """Handles a piece of data; an empty one begins the following request, which has come already. After the last
+        queued piece the connection is read again."""
         if self._is_over:
             return
         if is_last and not self.flow.read_paused:
@@ -222,7 +224,7 @@ class GuardedProtocol(Protocol):
             self._num_discarded += len(body)
             if (
                 self._num_discarded > self._limits.max_body_bytes
-            ):  # a right one is taken: its client reads then
+            ):  # an accepted request's body is consumed: its client reads the answer afterwards
                 self._close()
                 return
         super().on_body(body)
@@ -234,28 +236,28 @@ class GuardedProtocol(Protocol):
         self._num_bytes = self._num_body_bytes = self._num_discarded = 0
         if not self.cycle.response_complete:
             self._num_whole += 1
-            self._guard.answer(self)
+            self._guard.mark_busy(self)
         self._expect(None)
 
     def on_response_complete(self) -> None:
-        self._num_whole = max(0, self._num_whole - 1)  # 0 already: answered before it had come whole
+        self._num_whole = max(0, self._num_whole - 1)  # already 0 if it was answered before it was complete
         self._is_next = True
         super().on_response_complete()
         self._is_next = False
         self._expect(self._coming)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """uvicorn's. A request that came before the one before it was answered waits for its turn like others."""
+        """Overrides uvicorn's. A request that came before the previous one was answered goes through the queue."""
         if not self._is_next:
             self._begin(cycle, app)
             return
         self._next = cycle, app
-        self._guard.turns.take(self, b"")
+        self._guard.queue.put(self, b"")
 
     # -- the guard's -----------------------------------------------------------------------------------
 
     def end_if_overdue(self, now: float) -> None:
-        """Refuses a request that takes too long to come, drops an answer that nobody reads."""
+        """Refuses a request that takes too long to arrive; drops an answer that the client does not read."""
         limits = self._limits
         if self.transport.is_closing():
             self._closing_at = now if self._closing_at is None else self._closing_at
@@ -263,42 +265,42 @@ class GuardedProtocol(Protocol):
             since is not None and now - since > limits.max_send_seconds
             for since in (self._write_paused_at, self._closing_at)
         ):
-            self.give_way()
+            self.abort()
         elif self._num_whole or self._is_over:
-            pass  # while it is answered, nothing more is read
+            pass  # while a request is answered, none is incomplete
         elif self._coming == "headers" and now - self._since > limits.max_header_seconds:
             self._refuse(408, f"expected a request's headers within {limits.max_header_seconds} s")
         elif self._coming == "body" and now - self._since > limits.max_body_seconds:
             self._refuse(408, f"expected a request's body within {limits.max_body_seconds} s")
 
-    def give_way(self) -> None:
-        """Ends it at once, whatever is under way."""
+    def abort(self) -> None:
+        """Closes the connection at once."""
         self._is_over = True
         self.transport.abort()
 
     def _expect(self, part: str | None) -> None:
-        """That comes from now on; None: nothing until the client begins again, for which uvicorn has a time."""
+        """The next part of a request; None: none until the client begins one, for which uvicorn has a timeout."""
         self._coming, self._since = part, self._guard.clock()
         if not self._num_whole and not self._is_over:
-            self._guard.wait_for(self)
+            self._guard.mark_idle(self)
 
     def _begin(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _tell_gone(self) -> None:
-        """The requests under way. uvicorn tells the one that came last, which may wait behind the one it answers."""
+    def _end_cycles(self) -> None:
+        """Ends the open requests. uvicorn ends only the last one, which may wait behind the one being answered."""
         for cycle in (self._answered, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
 
     def _refuse_headers(self) -> None:
-        most = self._limits.max_header_bytes
+        limit = self._limits.max_header_bytes
         if self.headers:
-            self._refuse(431, f"expected headers of at most {most} bytes, got larger ones")
+            self._refuse(431, f"expected headers of at most {limit} bytes, got larger ones")
         else:
-            self._refuse(414, f"expected an address of at most {most} bytes, got a longer one")
+            self._refuse(414, f"expected an address of at most {limit} bytes, got a longer one")
 
     def _refuse(self, status: int, message: str, retry_after_s: int | None = None) -> None:
         is_free = self.cycle is None or self.cycle.response_complete
@@ -318,8 +320,8 @@ class GuardedProtocol(Protocol):
 
 
 def raise_file_limit(limits: ServerLimits) -> ServerLimits:
-    """Has this process open as many files as its connections may take; where the system allows fewer, the limits with
-    as many connections as it allows, and a warning.
+    """Raises this process's limit of open files to that of its connections. If the system allows fewer files, returns
+    limits with fewer connections and logs a warning.
 
     *changes:* the process's soft limit of open files.
     """
@@ -331,12 +333,12 @@ def raise_file_limit(limits: ServerLimits) -> ServerLimits:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed == wanted:
         return limits
-    most = max(allowed // 2, allowed - _OTHER_FILES)
+    max_connections = max(allowed // 2, allowed - _OTHER_FILES)
     _log.warning(
-        "the system allows %d open files: at most %d connections are taken instead of max_connections=%d; a higher "
-        "hard limit (ulimit -Hn) allows more",
+        "the system allows %d open files: at most %d connections are accepted instead of max_connections=%d; a "
+        "higher hard limit (ulimit -Hn) allows more",
         allowed,
-        most,
+        max_connections,
         limits.max_connections,
     )
-    return replace(limits, max_connections=most)
+    return replace(limits, max_connections=max_connections)

@@ -1,17 +1,17 @@
-"""Whose data is handled next, where more comes at once than one turn of the event loop should take.
+"""Handles the connections' data round-robin by client address.
 
-A piece of data may begin a request, which is the dearest that one piece can do. Whoever sends on a thousand connections
-at once would make turns of the loop that take a thousand of those, and everybody's requests need several turns. So one
-turn handles `_PIECES` of them; what is beyond waits, and goes on in the order of addresses: one piece of each that
-waits, and again. Behind a proxy all have its address, and go on in the order in which they came.
+A piece of data may begin a request, the most expensive work that one piece can cause. Data of a thousand connections
+at once would make turns of the event loop with a thousand requests each, while every client's requests need several
+turns. So one turn handles `_PIECES` pieces; the others wait and follow in turns of the addresses: one piece of each
+address. Behind a proxy all connections have its address; their order is that of arrival.
 
-Not here: what is done with a piece, and when a connection is read (`connections`).
+Not here: the handling of a piece, and when a connection is read (`connections`).
 
 Invariants
-    T1  the pieces of one connection are handled in the order in which they came.
-    T2  where `most_bytes` wait, what comes of a connection of which nothing waits is handled at once.
+    T1  the pieces of one connection are handled in the order of their arrival.
+    T2  once `max_bytes` wait, a piece of a connection without waiting pieces is handled at once.
 
-Cost: O(1) a piece; one more turn of the loop behind each in which something came.
+Cost: O(1) for each piece; one more turn of the loop after each turn with data.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Protocol
 __all__ = ["FairQueue"]
 
 _PIECES = 8  # some milliseconds, if each begins a request
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 class Connection(Protocol):
-    """A connection, and its client's address. `handle` takes a piece; is_last: nothing of it waits then."""
+    """A connection with its client's address. `handle` gets a piece; is_last: no further piece of it waits."""
 
     address: str
     loop: asyncio.AbstractEventLoop
@@ -36,41 +36,40 @@ class Connection(Protocol):
 
 
 class FairQueue:
-    """Of one event loop's connections. num_pieces: that one turn handles; most_bytes: see T2."""
+    """The queue of one event loop. num_pieces: pieces that one turn handles; max_bytes: see T2."""
 
-    def __init__(self, num_pieces: int = _PIECES, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, num_pieces: int = _PIECES, max_bytes: int = _MAX_BYTES) -> None:
         self._num_pieces = num_pieces
-        self._most_bytes = most_bytes
-        self._waiting: dict[str, dict[Connection, deque[bytes]]] = {}  # by address, the next one first
+        self._max_bytes = max_bytes
+        self._waiting: dict[str, dict[Connection, deque[bytes]]] = {}  # by address, the next address first
         self._num_bytes = 0
         self._num_handled = 0  # in this turn
         self._is_called = False
 
-    def take(self, one: Connection, data: bytes) -> bool:
+    def put(self, connection: Connection, data: bytes) -> bool:
         """Handles a piece now or later; whether it waits."""
-        mine = self._waiting.get(one.address, {}).get(one)
-        if mine is None and (
-            self._num_bytes >= self._most_bytes
-            or (not self._waiting and self._num_handled < self._num_pieces)
+        pieces = self._waiting.get(connection.address, {}).get(connection)
+        if pieces is None and (
+            self._num_bytes >= self._max_bytes or (not self._waiting and self._num_handled < self._num_pieces)
         ):
             self._num_handled += 1
-            self._call_next(one.loop)
-            one.handle(data, is_last=True)
+            self._call_next(connection.loop)
+            connection.handle(data, is_last=True)
             return False
-        if mine is None:
-            mine = self._waiting.setdefault(one.address, {}).setdefault(one, deque())
-        mine.append(data)
+        if pieces is None:
+            pieces = self._waiting.setdefault(connection.address, {}).setdefault(connection, deque())
+        pieces.append(data)
         self._num_bytes += len(data)
-        self._call_next(one.loop)
+        self._call_next(connection.loop)
         return True
 
-    def leave(self, one: Connection) -> None:
-        """Forgets what waits of a connection that has ended."""
-        mine = self._waiting.get(one.address, {})
-        for data in mine.pop(one, ()):
+    def remove(self, connection: Connection) -> None:
+        """Drops the waiting pieces of a connection that has ended."""
+        same_address = self._waiting.get(connection.address, {})
+        for data in same_address.pop(connection, ()):
             self._num_bytes -= len(data)
-        if not mine:
-            self._waiting.pop(one.address, None)
+        if not same_address:
+            self._waiting.pop(connection.address, None)
 
     def _call_next(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_called:
@@ -80,16 +79,16 @@ class FairQueue:
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_called, self._num_handled = False, 0
         while self._waiting and self._num_handled < self._num_pieces:
-            address, mine = next(iter(self._waiting.items()))
-            one, pieces = next(iter(mine.items()))
+            address, same_address = next(iter(self._waiting.items()))
+            connection, pieces = next(iter(same_address.items()))
             data = pieces.popleft()
             self._num_bytes -= len(data)
             del self._waiting[address]
             if not pieces:
-                del mine[one]
-            if mine:
-                self._waiting[address] = mine
+                del same_address[connection]
+            if same_address:
+                self._waiting[address] = same_address
             self._num_handled += 1
-            one.handle(data, is_last=not pieces)
+            connection.handle(data, is_last=not pieces)
         if self._waiting or self._num_handled:  # the next turn counts from 0
             self._call_next(loop)

@@ -1,7 +1,7 @@
-"""What old and small parts of HTTP want: HEAD where GET is, and answers to HTTP/1.0.
+"""HEAD where GET is served, and answers to HTTP/1.0.
 
-HTTP/1.0 has no chunks: an answer without a length ends where its connection does, so that a stream is a stream there
-too. (nginx asks in HTTP/1.0 unless it is told otherwise.) uvicorn would send chunks.
+HTTP/1.0 has no chunks: an answer without a length ends with its connection, so that a stream is a stream there too.
+(nginx sends HTTP/1.0 by default.) uvicorn alone would send chunks.
 
 Cost: none for HTTP/1.1.
 """
@@ -16,7 +16,7 @@ __all__ = ["HeadAsGet", "Protocol"]
 
 
 class HeadAsGet:
-    """`app`, an ASGI application: HEAD is answered as GET is, without the body. A stream ends before it begins."""
+    """`app`, an ASGI application, with HEAD answered like GET, without the body. A stream ends before it begins."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -42,26 +42,26 @@ class HeadAsGet:
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, whose answers to HTTP/1.0 have a length or end with the connection."""
+    """uvicorn's protocol; its answers to HTTP/1.0 have a length or end with the connection."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if self.scope.get("http_version") == "1.0" and self.cycle is not None:
-            self.cycle.send = _until_the_end(self.cycle)  # pyright: ignore[reportAttributeAccessIssue]
+            self.cycle.send = _without_chunks(self.cycle)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _until_the_end(cycle: RequestResponseCycle) -> Any:
-    """A cycle's `send` that never asks for chunks."""
+def _without_chunks(cycle: RequestResponseCycle) -> Any:
+    """A `send` of the cycle that never uses chunks."""
     send, has_length = cycle.send, True
 
-    async def without_chunks(message: Any) -> None:
+    async def send_without_chunks(message: Any) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
             has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not has_length:
                 cycle.chunked_encoding = False
         elif not has_length and cycle.scope["method"] != "HEAD":
-            cycle.expected_content_length = len(message.get("body", b""))  # all there is so far
+            cycle.expected_content_length = len(message.get("body", b""))  # the length so far
         await send(message)
 
-    return without_chunks
+    return send_without_chunks

@@ -1,16 +1,16 @@
-"""Where requests come from: what a server that asks nobody for a key lets in, and who counts as this machine.
+"""Checks the origin of requests to a server without keys, and recognises clients on this machine.
 
-A web page anywhere can have its reader's browser ask a server on the reader's machine. Two headers tell: `Origin` is
-the page's site, and `Host` the name under which the browser found the server, which is a name of the page's own choice
-where that name was made to lead here (DNS rebinding). So without keys
+A web page anywhere can make its reader's browser send a request to a server on the reader's machine. Two headers show
+it: `Origin` is the page's site, and `Host` the name by which the browser found the server, which may be any name that
+its owner made lead here (DNS rebinding). So without keys
 
-    Host    is a loopback name or address, or the one that is listened on; not asked of a server that says `insecure`
-    Origin  is this server itself, or one of `allowed_origins`
+    Host    has to be a loopback name or address, or the one that is listened on; unchecked with `insecure`
+    Origin  has to be this server itself, or one of `allowed_origins`
 
-for every path. With keys neither is asked for: a page cannot know one. A request that a proxy has passed on comes from
-this machine and is nobody of this machine: any header of `_FORWARDED` says so.
+for every path. With keys neither is checked: a page cannot know a key. A request that a proxy has passed on comes
+from this machine's address without being this machine's: any header of `_FORWARDED` shows that.
 
-Browsers read answers from pages of `allowed_origins` only; that is CORS, which Starlette's middleware speaks.
+Browsers let pages of `allowed_origins` read the answers; that is CORS, by Starlette's middleware.
 
 Cost: a pass over the headers of each request.
 """
@@ -29,7 +29,7 @@ from quire.server.settings import ServerSettings, is_loopback
 
 __all__ = ["OriginCheck", "foreign_host", "foreign_origin", "is_this_machine", "name_of_proxy", "with_cors"]
 
-# What proxies, balancers and tunnels add. Any that begins with x-forwarded counts too.
+# Headers of proxies, balancers and tunnels. Any header that begins with x-forwarded counts, too.
 _FORWARDED = frozenset(
     (
         "forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip", "client-ip",
@@ -43,12 +43,12 @@ _EXPOSED = ("X-Request-Id", "X-Quire-Cached-Tokens", "Retry-After")
 
 
 def name_of_proxy(names: Iterable[str]) -> str | None:
-    """The first header, of lower-case `names`, that only a proxy sends."""
+    """The first of the lower-case header `names` that only a proxy sends."""
     return next((name for name in names if name in _FORWARDED or name.startswith("x-forwarded")), None)
 
 
 def is_this_machine(request: HTTPConnection) -> bool:
-    """Whether a connection comes from a loopback address, through no proxy that says so."""
+    """Whether a connection comes from a loopback address, without a proxy's header."""
     return (
         request.client is not None
         and is_loopback(request.client.host)
@@ -57,7 +57,7 @@ def is_this_machine(request: HTTPConnection) -> bool:
 
 
 def foreign_host(request: HTTPConnection, listened_on: str) -> str | None:
-    """The Host, where it is no name of this machine; no browser leaves it out."""
+    """The Host header, if it is no name of this machine; None without one, which browsers always send."""
     host = request.headers.get("host")
     if host is None:
         return None
@@ -66,7 +66,7 @@ def foreign_host(request: HTTPConnection, listened_on: str) -> str | None:
 
 
 def foreign_origin(request: HTTPConnection, allowed: Iterable[str] = ()) -> str | None:
-    """The Origin, where it is neither this server under the name that it was asked by, nor allowed."""
+    """The Origin header, if it is neither allowed nor this server by the name in Host."""
     origin = request.headers.get("origin")
     if origin is None or origin.lower() in allowed:
         return None
@@ -75,15 +75,15 @@ def foreign_origin(request: HTTPConnection, allowed: Iterable[str] = ()) -> str 
 
 
 class OriginCheck:
-    """`app`, an ASGI application, behind the rules of the module's text."""
+    """`app`, an ASGI application, behind the checks described above."""
 
     def __init__(self, app: Any, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        refused = self._refusal(HTTPConnection(scope)) if scope["type"] == "http" else None
-        await (self._app if refused is None else json_answer(refused))(scope, receive, send)
+        refusal = self._refusal(HTTPConnection(scope)) if scope["type"] == "http" else None
+        await (self._app if refusal is None else json_answer(refusal))(scope, receive, send)
 
     def _refusal(self, request: HTTPConnection) -> ApiError | None:
         settings = self._settings
@@ -95,21 +95,22 @@ class OriginCheck:
                 return ApiError(
                     403,
                     f"expected this machine's own name or address as Host, got {host[:64]!r}: without keys this server "
-                    "answers this machine only; give it keys, or say --insecure where it shall answer others",
+                    "answers this machine only; give it keys, or say --insecure to answer other machines",
                     code="foreign_host",
                 )
         origin = foreign_origin(request, settings.allowed_origins)
         if origin is not None:
             return ApiError(
                 403,
-                f"expected a request of no other site's page, got one of {origin[:64]!r}; allowed_origins lets some in",
+                f"expected a request from no other site's page, got one from {origin[:64]!r}; --allowed-origins lets "
+                "a site in",
                 code="foreign_origin",
             )
         return None
 
 
 def with_cors(app: Any, origins: Iterable[str]) -> Any:
-    """`app`, which tells browsers that pages of these origins may ask it, with any header, and read its answers."""
+    """`app` with the CORS headers that let pages of these origins send any header and read the answers."""
     return CORSMiddleware(
         app,
         allow_origins=list(origins),

@@ -1,13 +1,13 @@
-"""One request as its answer, its log line and the engine know it: by its id.
+"""A request's id, which its answer, its log line and the engine share.
 
-The id is the client's `X-Request-Id`, if that is 1 to 128 visible ASCII characters, else one of ours. Every answer has
-it in that header; a completion's own `id` ends with it; the page, `quire top` and the engine's messages call the
-sequences so. Two requests under way with one id are told apart by a number behind the second's (`Service`).
+The id is the client's `X-Request-Id`, if that is 1 to 128 visible ASCII characters, else a generated one. Every
+answer has it in that header; a completion's own `id` ends with it; the live page, `quire top` and the engine's
+messages use it for the sequences. If two open requests have one id, the second gets a number behind it (`Service`).
 
-With `log_requests` each request is one line of the logger `LOGGER` at its end. A line has no content: no text,
-no token, no query, and of a path only its route.
+With `log_requests` each request is one line of the logger `LOGGER` at its end. A line has no content: no text, no
+token, no query; a path only as its route.
 
-Cost: an object for each request; a call more for each event of a stream.
+Cost: an object for each request; one more call for each event of a stream.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = ["LOGGER", "RequestLog", "RequestRecord", "current_request"]
 LOGGER = "quire.requests"
 _log = logging.getLogger(LOGGER)
 _ID = re.compile(rb"[!-~]{1,128}")
-_BARE = re.compile(r"[!#-<>-\[\]-~]+")  # a value of a line that needs no quotes
-_MOST_SHOWN = 80  # characters of a path that leads nowhere
+_BARE = re.compile(r"[!#-<>-\[\]-~]+")  # a value that needs no quotes
+_MAX_SHOWN = 80  # characters of an unknown path
 
 
 @dataclass
 class RequestRecord:
-    """What is told of a request. Counts are tokens, of all its prompts and answers together."""
+    """The figures of a request. Counts are tokens of all its prompts and answers together."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     address: str = ""  # the client's, see `client_address`
     tenant: str | None = None
     status: int | None = None  # None: no answer has begun
-    num_prompt_tokens: int | None = None  # None: nothing was generated for it
+    num_prompt_tokens: int | None = None  # None: the request generated nothing
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
 
     def line(self, route: str, seconds: float) -> str:
-        """Words as NAME=VALUE, in quotes where a space or a quote is in the value."""
+        """NAME=VALUE words; a value with a space or a quote in it is quoted."""
         words: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": self.id,
@@ -64,10 +64,10 @@ class RequestRecord:
         words["seconds"] = f"{seconds:.3f}"
         if self.finish_reasons:
             words["finish"] = ",".join(sorted(set(self.finish_reasons)))
-        return " ".join(f"{name}={_shown(str(value))}" for name, value in words.items())
+        return " ".join(f"{name}={_quoted(str(value))}" for name, value in words.items())
 
 
-def _shown(value: str) -> str:
+def _quoted(value: str) -> str:
     return value if _BARE.fullmatch(value) else json.dumps(value)
 
 
@@ -75,12 +75,12 @@ _current: ContextVar[RequestRecord] = ContextVar("quire_request")
 
 
 def current_request() -> RequestRecord:
-    """That of the request that is being answered; a new one where none is."""
+    """The record of the request that is being answered; outside of one, a new record."""
     return _current.get(None) or RequestRecord()
 
 
 class RequestLog:
-    """`app`, an ASGI application, each of whose requests has an id and, if `is_logged`, a line."""
+    """`app`, an ASGI application, with an id for each request and, if `is_logged`, a log line."""
 
     def __init__(self, app: Any, is_logged: bool, proxies: TrustedProxies) -> None:
         self._app = app
@@ -105,7 +105,7 @@ class RequestLog:
         token = _current.set(record)
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:  # else it would be answered outside of here, without the id
+        except Exception as error:  # outside of this layer the answer would lack the id
             if record.status is not None:
                 raise
             await json_answer(answer_of(error))(scope, receive, send_with_id)
@@ -120,5 +120,5 @@ def _route(scope: Any) -> str:
     path = getattr(scope.get("route"), "path", None)
     if path is None:
         path = scope["path"]
-        path = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
+        path = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}..."
     return f"{method} {path}"

@@ -1,6 +1,6 @@
 """Server-sent events: one JSON object an event, as OpenAI's clients read them.
 
-Cost: a `send` for each event; a task for each stream, which wakes once in `_BEAT_S`.
+Cost: a `send` for each event; a task for each stream, which wakes once in `_HEARTBEAT_S`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quire.server.api_errors import answer_of, error_body
 __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
-_BEAT_S = 15.0  # proxies give up after 30 to 60 s without a byte, Node's fetch after 300
-_COMMENT = b": still working\n\n"  # which readers of events skip
+_HEARTBEAT_S = 15.0  # proxies give up after 30 to 60 s without a byte, Node's fetch after 300
+_COMMENT = b": still working\n\n"  # readers of events skip it
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _quoted = json.encoder.encode_basestring
-# What ends a line for some readers (Python's splitlines among them) and is no control character of JSON's.
+# Characters that end a line for some readers (Python's splitlines) and that JSON need not escape.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 def _one_line(text: str) -> bytes:
-    """JSON as a line that every reader takes for one. It has such characters in strings alone."""
+    """JSON text without characters that some reader takes for a line's end; they occur in its strings only."""
     if not text.isascii() and ("\u2028" in text or "\u2029" in text or "\x85" in text):
         text = text.translate(_LINE_ENDS)
     return text.encode("utf-8", "replace")
@@ -37,9 +37,9 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 class ChoiceEvents:
-    """Events of one answer: what they have in common is written once.
+    """Events of one answer: their common beginning is written once.
 
-    with_usage: the answer ends with an event of its usage, so that the others say they have none, as OpenAI's do.
+    with_usage: the answer ends with an event of its usage; the other events then have a null usage, as OpenAI's do.
     """
 
     def __init__(self, head: Mapping[str, Any], *, with_usage: bool = False) -> None:
@@ -47,14 +47,14 @@ class ChoiceEvents:
         self._end = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def text(self, index: int, text: str) -> bytes:
-        """`choice` of a plain piece of a completion's text, the event there are most of, in a third of the time."""
+        """`choice` for a plain piece of a completion's text, the most frequent event, in a third of the time."""
         return (
             b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b'
             % (self._front, index, _one_line(_quoted(text)), self._end)
         )  # fmt: skip
 
     def content(self, index: int, text: str) -> bytes:
-        """Likewise of a chat message's content."""
+        """Likewise for a chat message's content."""
         return (
             b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b'
             % (self._front, index, _one_line(_quoted(text)), self._end)
@@ -65,10 +65,10 @@ class ChoiceEvents:
 
 
 class EventStream(Response):
-    """A response of events. Its headers go out at once, and a comment after each `_BEAT_S` without an event: clients
-    and proxies that give up a silent answer wait on. An error is an event, the last one, as the status is sent.
+    """A response of events. Its headers are sent at once, and a comment after each `_HEARTBEAT_S` without an event:
+    clients and proxies close a silent connection. An error is the last event, as the status has been sent.
 
-    first: what goes out with the headers, empty where there is nothing yet. end: behind all events, an error's too.
+    first: data sent right behind the headers, may be empty. end: sent behind all events, also behind an error.
     """
 
     media_type = "text/event-stream"
@@ -92,12 +92,12 @@ class EventStream(Response):
         self._sent_at = self._loop.time()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        beating: asyncio.Task[None] | None = None
+        heartbeat: asyncio.Task[None] | None = None
         try:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            beating = asyncio.create_task(self._beat(send))
+            heartbeat = asyncio.create_task(self._send_comments(send))
             try:
                 if self._first:
                     await self._send(send, self._first)
@@ -106,8 +106,8 @@ class EventStream(Response):
             except Exception as error:
                 await self._send(send, event(error_body(answer_of(error))))
         finally:
-            if beating is not None:
-                beating.cancel()
+            if heartbeat is not None:
+                heartbeat.cancel()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
@@ -115,9 +115,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._sent_at = self._loop.time()
 
-    async def _beat(self, send: Any) -> None:
+    async def _send_comments(self, send: Any) -> None:
         while True:
-            wait_s = self._sent_at + _BEAT_S - self._loop.time()
+            wait_s = self._sent_at + _HEARTBEAT_S - self._loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:

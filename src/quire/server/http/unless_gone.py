@@ -1,8 +1,8 @@
-"""The end of what a client asked for, once that client has gone. An ASGI layer, the same for every route.
+"""Cancels the work on a request once its client has gone. An ASGI layer, the same for every route.
 
-From the moment a request's body has come whole, the connection is watched while the application works: on its texts,
-in the engine's queue, in a prompt, in an answer, whole or streamed. When it closes, the application's task is cancelled
-where it waits. Whatever it has begun in the engine is then aborted by its own `finally`, before the next step.
+As soon as a request's body has come whole, the connection is watched while the application works: on texts, in the
+engine's queue, on a prompt, on an answer, whole or streamed. When the connection closes, the application's task is
+cancelled where it waits; its own `finally` blocks then abort its requests in the engine before the next step.
 
 A client that closes only its sending side counts as gone.
 
@@ -20,11 +20,11 @@ from quire.server.http.request_log import current_request
 
 __all__ = ["UnlessGone"]
 
-_GONE = 499  # for the log: nobody reads it
+_GONE = 499  # for the log: the client does not read it
 
 
 class UnlessGone:
-    """`app`, an ASGI application whose task is cancelled once the client has gone."""
+    """`app`, an ASGI application; its task is cancelled once the client has gone."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -46,7 +46,7 @@ class UnlessGone:
             is_gone = True
             answering.cancel()
 
-        async def heard() -> Any:
+        async def receive_and_watch() -> Any:
             nonlocal first, watching
             message, first = first or await receive(), None
             if watching is None and not message.get("more_body", False):
@@ -54,11 +54,11 @@ class UnlessGone:
             return message
 
         try:
-            if not _says_a_body(scope):  # nobody may ever ask for it
-                first = await heard()
-            await self._app(scope, heard, send)
+            if not _has_body(scope):  # the application may never call `receive` then
+                first = await receive_and_watch()
+            await self._app(scope, receive_and_watch, send)
         except asyncio.CancelledError:
-            if not is_gone or answering.uncancel():  # it is we who are cancelled
+            if not is_gone or answering.uncancel():  # this task itself is cancelled
                 raise
             if current_request().status is None:
                 await Response(status_code=_GONE)(scope, receive, send)
@@ -67,7 +67,7 @@ class UnlessGone:
                 watching.cancel()
 
 
-def _says_a_body(scope: Any) -> bool:
+def _has_body(scope: Any) -> bool:
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         for name, value in scope["headers"]

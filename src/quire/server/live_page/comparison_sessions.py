@@ -1,13 +1,14 @@
-"""The comparison's sessions: one small simulation each, made, stepped and looked at with JSON.
+"""The comparison's sessions: one small simulation each, made, stepped and read with JSON.
 
-    POST   /window/storages                {"id", ...state}; block size and reservation may be given
-    POST   /window/storages/ID/requests    add some
-    POST   /window/storages/ID/step        go on; the new state
-    POST   /window/storages/ID/finish      end one request, or all
+    POST   /window/storages                {"id", ...state}; takes a block size and a reservation
+    POST   /window/storages/ID/requests    adds requests
+    POST   /window/storages/ID/step        does steps; the new state
+    POST   /window/storages/ID/finish      ends one request, or all
     DELETE /window/storages/ID
 
-At most `_MAX_SESSIONS`: a new one takes the place of the one unused longest, and of any unused for `_IDLE_S`. One
-simulation is computed by one thread at a time, outside of the event loop; a call does at most `_MAX_STEPS` steps.
+There are at most `_MAX_SESSIONS`: a new session replaces the one unused longest, and all that are unused for
+`_IDLE_S`. One thread at a time computes a simulation, outside of the event loop; a call does at most `_MAX_STEPS`
+steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["router"]
 
 router = APIRouter(
     prefix="/window/storages",
-    tags=["Window"],
+    tags=["Live page"],
     dependencies=[Depends(tenant_of)],
     route_class=BodyRoute,
     responses=ERRORS,
@@ -45,8 +46,8 @@ _MAX_OPEN = 256  # requests of one simulation
 
 
 class Start(StrictBody):
-    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512] = Field(16, description="Of paged.")
-    reservation: Literal["max", "pow2", "exact"] = Field("max", description="Of contiguous.")
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512] = Field(16, description="Of paged storage.")
+    reservation: Literal["max", "pow2", "exact"] = Field("max", description="Of contiguous storage.")
 
 
 class AddRequests(StrictBody):
@@ -61,11 +62,11 @@ class StepBody(StrictBody):
 
 
 class Finish(StrictBody):
-    request: int | None = Field(None, ge=0, lt=2**31, description="Its number; all of them if there is none.")
+    request: int | None = Field(None, ge=0, lt=2**31, description="The request's number; null for all.")
 
 
 class StorageState(BaseModel):
-    """One storage; bytes, and for each cell of its map who has it and percents that are computed."""
+    """One storage, in bytes; owners, fills: for each cell of its map its request and computed percents."""
 
     name: str
     missing: str | None
@@ -116,11 +117,11 @@ class _Sessions:
         self._making = asyncio.Lock()
 
     async def make(self, start: Start) -> StoragesState:
-        async with self._making:  # else many at once would be more than there may be
+        async with self._making:  # keeps simultaneous calls within the limit
             now = time.monotonic()
-            for one in sorted(self._by_id.values(), key=lambda one: one.used):
-                if len(self._by_id) >= _MAX_SESSIONS or one.used < now - _IDLE_S:
-                    await self.close(one.id)
+            for session in sorted(self._by_id.values(), key=lambda session: session.used):
+                if len(self._by_id) >= _MAX_SESSIONS or session.used < now - _IDLE_S:
+                    await self.close(session.id)
             simulation = await asyncio.to_thread(
                 lambda: SideBySide(block_size=start.block_size, reservation=start.reservation)
             )
@@ -129,11 +130,11 @@ class _Sessions:
         return await self.use(session.id, lambda simulation: None)
 
     async def use(self, session_id: str, change: Any) -> StoragesState:
-        """The state after `change` of the simulation."""
+        """Calls `change` with the simulation; returns the state behind it."""
         session = self._by_id.get(session_id)
         if session is None:
             raise ApiError(
-                404, "expected a comparison that is going on, got none of this id", code="no_session"
+                404, "expected the id of an open comparison, got an unknown one", code="no_session"
             )
         session.used = time.monotonic()
 
@@ -144,7 +145,7 @@ class _Sessions:
         async with session.lock:
             if session.closed:
                 raise ApiError(
-                    404, "expected a comparison that is going on, got one that ended", code="no_session"
+                    404, "expected the id of an open comparison, got that of a closed one", code="no_session"
                 )
             state = await asyncio.to_thread(call)
         return StoragesState(id=session_id, **state)
@@ -159,40 +160,40 @@ class _Sessions:
 
 def _sessions(request: Request) -> _Sessions:
     state = request.app.state
-    if getattr(state, "window_storages", None) is None:
-        state.window_storages = _Sessions()
-    return state.window_storages
+    if getattr(state, "comparison_sessions", None) is None:
+        state.comparison_sessions = _Sessions()
+    return state.comparison_sessions
 
 
 @router.post("")
 async def make(request: Request, body: Start | None = None) -> StoragesState:
-    """A comparison of its own, with nothing in it."""
+    """Makes a new comparison without requests."""
     return await _sessions(request).make(Start.model_validate({}) if body is None else body)
 
 
 @router.post("/{session_id}/requests")
 async def add(session_id: str, body: AddRequests, request: Request) -> StoragesState:
     """Gives every storage the same requests."""
-    asked = ComparedRequest(body.prompt_tokens, body.output_tokens, body.shared_tokens)
+    added = ComparedRequest(body.prompt_tokens, body.output_tokens, body.shared_tokens)
 
     def change(simulation: SideBySide) -> None:
         if simulation.num_open + body.count > _MAX_OPEN:
             raise ApiError(429, f"at most {_MAX_OPEN} requests may be open", code="too_many", retry_after_s=1)
         for _ in range(body.count):
-            simulation.add(asked)
+            simulation.add(added)
 
     return await _sessions(request).use(session_id, change)
 
 
 @router.post("/{session_id}/step")
 async def step(session_id: str, body: StepBody, request: Request) -> StoragesState:
-    """Some steps of every storage's engine."""
+    """Does some steps of every storage's engine."""
     return await _sessions(request).use(session_id, lambda simulation: simulation.step(body.steps))
 
 
 @router.post("/{session_id}/finish")
 async def finish(session_id: str, body: Finish, request: Request) -> StoragesState:
-    """Ends a request, or all, wherever they run or wait."""
+    """Ends a request, or all, running or waiting."""
 
     def change(simulation: SideBySide) -> None:
         if body.request is not None:
@@ -205,5 +206,5 @@ async def finish(session_id: str, body: Finish, request: Request) -> StoragesSta
 
 @router.delete("/{session_id}", status_code=204)
 async def close(session_id: str, request: Request) -> None:
-    """Forgets a comparison; one that is not there is no error."""
+    """Removes a comparison; an unknown id is no error."""
     await _sessions(request).close(session_id)

@@ -1,9 +1,9 @@
-"""One block, one sequence: what the administrator sees after a click; and the words that name a branch.
+"""Details of one block or one sequence, for the administrator's click; and the words that name a branch.
 
-Of storages that keep a sequence in one piece, whose blocks are tokens or pages, a range of blocks is told at once.
+A storage that keeps a sequence in one piece has tokens or pages as blocks; a range of them is described together.
 
-`block_details` and `sequence_details` run in the engine's thread and copy; `readable` makes text of tokens elsewhere.
-Cost: `block_details` O(blocks + tokens before the block), once a click.
+`block_details` and `sequence_details` run in the engine's thread and copy; `readable` decodes tokens in another
+thread. Cost: `block_details` O(blocks + tokens before the block), once for each click.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.server.live_page.page_snapshot import runs_of, table_of
 __all__ = ["block_details", "first_words", "fork_words", "readable", "sequence_details"]
 
 _STATES = ("free", "cached", "held", "in flight", "given up", "pinned")
-_MAX_TOKENS = 2048  # of those before the block
+_MAX_TOKENS = 2048  # before the block
 _MAX_HOLDERS = 64
 _MAX_WORDS = 48  # characters
 _MAX_WORD = 16  # characters of the word within which a branch begins
-_NUM_WORD_TOKENS = 8  # in which that word is looked for
+_NUM_WORD_TOKENS = 8  # searched for that word
 
 
 def block_details(core: EngineCore, block_id: int, last: int | None = None) -> dict[str, Any]:
-    """State, holders and tokens of a block, or of all up to `last`, where the storage has rows. *raises:* ApiError
-    where there is none of that number."""
+    """State, holders and tokens of a block; of all blocks up to `last`, if the storage has rows. *raises:* ApiError:
+    no block has that number."""
     cache = core.cache
     blocks = cache.block_map()
     last = block_id if last is None else last
@@ -43,7 +43,7 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
             code="no_such_block",
         )
     if isinstance(cache, RowCache):
-        return _of_rows(core, cache, block_id, last)
+        return _row_details(core, cache, block_id, last)
     if last != block_id:
         raise ApiError(400, f"expected one {cache.block_name}, got {block_id} to {last}", param="last")
     running = [sequence for sequence in core.engine.scheduler.running if sequence.cache_sequence is not None]
@@ -65,7 +65,7 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
     if content is not None:
         tokens, num_own = content.tokens, content.num_own
         details["tenant"] = name_of_owner(core.engine.tenants.owner_of(content.namespace))
-    elif holders:  # computed just now, or to be
+    elif holders:  # just computed, or about to be
         tokens, num_own = _tokens_at(core, holders[0], block_id)
         details["tenant"] = name_of_owner(holders[0].request.tenant)
     else:
@@ -77,33 +77,33 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
     return details
 
 
-def _of_rows(core: EngineCore, cache: RowCache, block_id: int, last: int) -> dict[str, Any]:
-    """Likewise of a range of tokens or pages: the tokens are those of the first sequence that has some of it. A page
-    has one layer's part of many tokens, so all of its sequence's are told."""
+def _row_details(core: EngineCore, cache: RowCache, block_id: int, last: int) -> dict[str, Any]:
+    """Likewise for a range of tokens or pages, with the tokens of the first sequence in it. A page has one layer's
+    part of many tokens, so all tokens of its sequence are given."""
     running = {s.cache_sequence.id: s for s in core.engine.scheduler.running if s.cache_sequence is not None}
     spans = [
         (row, first, count)
         for row, first, count in cache.spans()
         if first <= last and block_id < first + count
     ]
-    mine = [(running[row], first, count) for row, first, count in spans if row in running]
+    held = [(running[row], first, count) for row, first, count in spans if row in running]
     details: dict[str, Any] = {
         "block": block_id,
         "last": last,
         "kind": cache.block_name,
         "state": "held" if any(row >= 0 for row, _, _ in spans) else "in_flight" if spans else "free",
         "bytes": cache.block_bytes * (last - block_id + 1),
-        "num_holders": len(mine),
-        "holders": [_holder(sequence) for sequence, _, _ in mine[:_MAX_HOLDERS]],
+        "num_holders": len(held),
+        "holders": [_holder(sequence) for sequence, _, _ in held[:_MAX_HOLDERS]],
         "tenant": None,
         "tokens": [],
         "before": [],
         "first_position": None,
         "place": None,
     }
-    if not mine:
+    if not held:
         return details
-    sequence, first, count = mine[0]
+    sequence, first, count = held[0]
     tokens = sequence.cache_sequence.tokens
     begin, end = 0, len(tokens)
     if cache.block_name == "token":  # the range lies in the order of its tokens
@@ -118,7 +118,7 @@ def _of_rows(core: EngineCore, cache: RowCache, block_id: int, last: int) -> dic
 
 
 def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tuple[Any, int]:
-    """The sample's tokens up to the block's last, and how many of them are the block's."""
+    """The sequence's tokens up to the block's last, and the number of those in the block."""
     groups = core.cache.spec.groups
     for group in range(core.cache.num_groups):
         size = groups[group].tokens_per_block(core.cache.block_size)
@@ -131,7 +131,7 @@ def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tu
 
 
 def sequence_details(core: EngineCore, request_id: str, index: int) -> dict[str, Any]:
-    """A sample with blocks, its whole block table and its tokens. *raises:* ApiError where it has ended."""
+    """A sequence with blocks: its whole block table and its tokens. *raises:* ApiError: it has ended."""
     scheduler = core.engine.scheduler
     for sequence in (*scheduler.running, *scheduler.loading):
         if (
@@ -158,22 +158,22 @@ def _holder(sequence: RequestSequence) -> dict[str, Any]:
 
 
 def first_words(tokens: list[int], tokenizer: Any) -> str | None:
-    """The text of some tokens on one line, with what would move or hide text replaced; None without a tokenizer."""
+    """The text of some tokens on one line, unprintable characters replaced; None without a tokenizer."""
     if tokenizer is None:
         return None
     return _one_line(tokenizer.decode(tokens))[:_MAX_WORDS] or None
 
 
 def fork_words(shared: SequenceOf[int], own: SequenceOf[int], tokenizer: Any) -> tuple[str, str] | None:
-    """A branch by the tokens that are its own, behind those that others share: the begun word that these end with, if
-    the branch goes on within it, and the text of its own."""
+    """Words for a branch: the end of a word in `shared`, if the branch begins within that word; the text of `own`,
+    the tokens behind the shared ones."""
     if tokenizer is None:
         return None
     head = tokenizer.decode(list(shared[-_NUM_WORD_TOKENS:])) if shared else ""
     together = tokenizer.decode([*shared[-_NUM_WORD_TOKENS:], *own])
     text = together.removeprefix(head) if together.startswith(head) else tokenizer.decode(list(own))
-    begun = "" if not head or head[-1].isspace() or text[:1].isspace() else head.split()[-1]
-    return _one_line(begun)[-_MAX_WORD:], _one_line(text)[:_MAX_WORDS]
+    word_start = "" if not head or head[-1].isspace() or text[:1].isspace() else head.split()[-1]
+    return _one_line(word_start)[-_MAX_WORD:], _one_line(text)[:_MAX_WORDS]
 
 
 def _one_line(text: str) -> str:
@@ -181,7 +181,7 @@ def _one_line(text: str) -> str:
 
 
 def readable(details: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The details with text for tokens: each of the block's own, and what stands before it."""
+    """The details with texts: one for each of the block's tokens, and one for the tokens before it."""
     pieces: SequenceOf[str] = []
     before = ""
     if tokenizer is not None:

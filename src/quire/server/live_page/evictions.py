@@ -1,8 +1,8 @@
-"""What memory gave up lately, as some rows: blocks that went one behind the other for the same reason are one.
+"""Recent evictions as rows: blocks that were evicted one after the other for the same reason share a row.
 
-Of each row: when, how many blocks and tokens, why (`LOSS_REASONS`), for whose need and within which limit, how the
-blocks were kept (`cache_priority`), for how long they had been unused, the words of the one that went last, and whether
-there were more of them than the losses that are looked at.
+A row has: the time, the numbers of blocks and tokens, the reason (`LOSS_REASONS`), the tenant that needed room and
+its limit, the blocks' `cache_priority`, the time they were unused, the words of the last block, and whether the log
+of losses may have more of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def eviction_rows(
     *,
     are_cut: bool,
 ) -> list[dict[str, Any]]:
-    """The newest first, as `losses` are. offset_s: from the losses' clock to the snapshot's. num_blocks: of the pool.
-    tenants: by number, name and quota in blocks. are_cut: there are losses before these."""
+    """Rows, newest first, as `losses` are. offset_s: from the losses' clock to the snapshot's. num_blocks: of the
+    pool. tenants: by number, name and quota in blocks. are_cut: the log has older losses than these."""
     rows: list[dict[str, Any]] = []
-    newest = oldest = 0.0  # when the first and the last block of the row at hand went
-    last: tuple[str, int, int] | None = None  # its kind
+    newest = oldest = 0.0  # times of the current row's first and last block
+    last: tuple[str, int, int] | None = None  # kind of the current row
     for loss in losses:
         kind = (loss.cause, loss.owner_id, loss.cache_priority)
         if kind == last and oldest - loss.at <= _GAP_S and newest - loss.at <= _SPAN_S:

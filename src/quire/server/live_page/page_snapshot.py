@@ -1,17 +1,16 @@
-"""What the window shows at one moment: taken between two steps, then made small, in two parts.
+"""The live page's data at one moment: copied between two steps, then made small, in two parts.
 
-`collect` runs in the engine's thread and only copies; `MapRenderer` makes cells and rows of it elsewhere.
+`collect` runs in the engine's thread and only copies; `MapRenderer` makes cells and rows in another thread.
 
-Who may see what
-    anybody let in      counts, rates, the map by state, memory by tier: what `/metrics` tells, drawn
-    the administrator   also tenants (the map's owners), the sequences with their block tables and those that wait, the
-                        prefix tree with the words of its branches, for how long cached blocks have not been used, and
-                        which blocks memory gave up lately
+Parts by rights
+    every client        counts, rates, the map by state, memory by tier: the content of `/metrics`, drawn
+    administrator       also tenants (the map's owners), running and waiting sequences with their block tables, the
+                        prefix tree with the words of its branches, idle times of cached blocks, recent evictions
 
-No key and no salt is in either part. Of the content only those words are, in the administrator's part; tokens are told
-one block at a time (`details.py`).
+No part has a key or a salt. Of the content, only those words are included, in the administrator's part; tokens are
+sent for one block at a time (`details.py`).
 
-Cost, of 100 000 blocks: some 5 ms together (benchmarks/window.py), the tree apart (`prefix_summary.py`).
+Cost for 100 000 blocks: about 5 ms together (benchmarks/window.py), without the tree (`prefix_summary.py`).
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ __all__ = ["MAX_CELLS", "MapRenderer", "PageSnapshot", "collect", "idle_cells", 
 
 MAX_CELLS = 4096
 _MAX_SEQUENCES = 64
-_MAX_RUNS = 24  # of a block table that are sent
+_MAX_RUNS = 24  # sent of a block table
 _MAX_TENANTS = 14  # with a colour of their own
-_NOBODY = 255
-_MAX_LOSSES = 256  # the latest, of which rows are made
-_MAX_PARTIAL = 32  # nodes without a full block, the newest, that are named
+_NO_OWNER = 255
+_MAX_LOSSES = 256  # the latest, for the rows of evictions
+_MAX_PARTIAL = 32  # nodes without a full block that are named, the newest ones
 _CACHED_NODE = STATES.index("cached")
-_IDLE_STEPS_S = (10.0, 60.0, 600.0, 3600.0)  # idle times told apart; page/map.js has the same
+_IDLE_STEPS_S = (10.0, 60.0, 600.0, 3600.0)  # bounds of the idle times; page/map.js has the same
 
 _COUNTS = (
     "num_blocks", "free", "cached", "held", "in_flight", "pinned", "num_running", "num_waiting",
@@ -60,13 +59,13 @@ _STATE_COUNTS = (
     "short_hits",
     "slots_from_blocks",
     "slots_to_blocks",
-)  # where there are states
+)  # of a model with state layers
 
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One sample that runs, loads or waits. phase: of `scheduler.phase`. is_preempted: it waits to run again;
-    is_swapped: and host memory keeps its bytes. table: int32, its entries in all groups, one group after another."""
+    """A running, loading or waiting sequence. phase: of `scheduler.phase`. is_preempted: it waits to run again;
+    is_swapped: its bytes are in host memory. table: int32, its blocks in all groups, one group after another."""
 
     id: str
     index: int
@@ -84,16 +83,17 @@ class SequenceRow:
 
 @dataclass(frozen=True)
 class PageSnapshot:
-    """Copies: nothing in it changes any more. owners: whose each namespace is.
+    """Copies that do not change any more. owners: the tenants of the namespaces.
 
-    committed_bytes: that the cache has taken from the system, if asked. mirror_now: of the clock by which the cache's
-    mirror notes times. beginnings: by node id, the tokens of some nodes that the mirror does not know (partial blocks).
+    committed_bytes: memory that the cache has taken from the system; None if not measured. mirror_now: time of the
+    clock of the cache's mirror. beginnings: by node id, the tokens of some nodes that the mirror lacks (partial
+    blocks).
 
-    evictions_by_reason: how many blocks memory gave up since the start. num_losses: those that the log of losses has
-    ever had. losses: the latest of them, the newest first, if more than the caller knows; tenants: by number, the
-    name and the quota in blocks, of those that took them.
+    evictions_by_reason: numbers of blocks evicted since the start. num_losses: length of the log of losses since the
+    start. losses: the latest, newest first, if there are new ones; tenants: by number, the name and the quota in
+    blocks of the tenants that needed the room.
 
-    cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
+    cpu_s, slow_cpu_s: cost of the snapshot without, and of, the tree and the committed bytes."""
 
     at: float
     stats: dict[str, Any]
@@ -118,17 +118,17 @@ class PageSnapshot:
 
 
 def table_of(core: EngineCore, sequence: RequestSequence) -> NDArray[np.int32]:
-    """All blocks that a running sample has, as its block tables name them, those behind a window left out; of a storage
-    that keeps a sequence in one piece: those of its place."""
+    """All blocks of a running sequence by its block tables, without those behind a window; for a storage that keeps a
+    sequence in one piece, the blocks of its range."""
     cache = core.cache
     if isinstance(cache, RowCache):
         spans = cache.spans()
-        found = [
+        ranges = [
             np.arange(first, first + count)
             for row, first, count in spans
             if row == sequence.cache_sequence.id
         ]
-        return np.concatenate(found).astype(np.int32) if found else np.empty(0, np.int32)
+        return np.concatenate(ranges).astype(np.int32) if ranges else np.empty(0, np.int32)
     tables = [sequence.cache_sequence.block_table(group) for group in range(cache.num_groups)]
     table = tables[0] if len(tables) == 1 else np.concatenate(tables)
     return table[table >= 0]
@@ -143,19 +143,23 @@ def collect(
     with_committed: bool,
     num_known_losses: int = 0,
 ) -> PageSnapshot:
-    """Copies of what there is now. For the engine's thread, between two steps.
+    """Copies of the present state. Runs in the engine's thread, between two steps.
 
-    with_committed: the system is asked about every page of the pool, which takes a millisecond a GiB.
-    num_known_losses: with the tree come the latest losses too, if there are others.
+    with_committed: asks the system about every page of the pool, which takes a millisecond for each GiB.
+    num_known_losses: with the tree, the latest losses are copied if their number differs from this one.
     """
     began = time.thread_time()
     scheduler, now = core.engine.scheduler, core.engine.scheduler.clock()
-    here = (*scheduler.running, *scheduler.loading) if with_sequences else ()
-    out = (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.held[:_MAX_SEQUENCES]) if with_sequences else ()
+    open_sequences = (*scheduler.running, *scheduler.loading) if with_sequences else ()
+    waiting = (
+        (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.held[:_MAX_SEQUENCES]) if with_sequences else ()
+    )
     cache_sequences = [
-        _sequence_row(core, sequence, now) for sequence in here if sequence.cache_sequence is not None
+        _sequence_row(core, sequence, now)
+        for sequence in open_sequences
+        if sequence.cache_sequence is not None
     ]
-    waiting = [_sequence_row(core, sequence, now) for sequence in out[:_MAX_SEQUENCES]]
+    waiting_rows = [_sequence_row(core, sequence, now) for sequence in waiting[:_MAX_SEQUENCES]]
     cache, history = core.cache, None if core.monitor is None else core.monitor.history
     slow_began = time.thread_time()
     mirror_now = 0.0
@@ -181,13 +185,13 @@ def collect(
         block_name=cache.block_name,
         committed_bytes=committed_bytes,
         cache_sequences=cache_sequences,
-        waiting=waiting,
+        waiting=waiting_rows,
         tiers=[(tier.name, tier.bytes) for tier in tiers],
         tree=tree,
         beginnings=beginnings,
         mirror_now=mirror_now,
         evictions_by_reason=(
-            {} if history is None else {reason: one.count for reason, one in history.evictions.items()}
+            {} if history is None else {reason: spans.count for reason, spans in history.evictions.items()}
         ),
         num_losses=num_losses,
         losses=losses,
@@ -223,30 +227,30 @@ def _blocks(num_bytes: int | None, block_bytes: int) -> int | None:
 
 
 def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]]:
-    """Of the newest partial blocks. O(tokens before each)."""
+    """Tokens of the newest partial blocks. O(tokens before each)."""
     node_tokens = core.cache.spec.tokens_per_node(core.cache.block_size)
     partial = np.flatnonzero(tree.num_tokens < node_tokens)
     newest = partial[np.argsort(tree.node_ids[partial])[-_MAX_PARTIAL:]]
-    found = {}
+    tokens_of_node = {}
     starts = (tree.depths[newest] - 1) * node_tokens
     for node, start, block_ids in zip(
         tree.node_ids[newest].tolist(), starts.tolist(), tree.block_ids[newest], strict=True
     ):
-        there = block_ids[block_ids >= 0]
-        content = core.cache.content_of(int(there[0])) if len(there) else None
+        present = block_ids[block_ids >= 0]
+        content = core.cache.content_of(int(present[0])) if len(present) else None
         if content is not None:
-            found[node] = content.tokens[start:]
-    return found
+            tokens_of_node[node] = content.tokens[start:]
+    return tokens_of_node
 
 
 class MapRenderer:
-    """Makes of each snapshot what is sent. Keeps what rates need: the counts of the last one."""
+    """Makes the page's data of each snapshot. Keeps the last counts, which rates need."""
 
     def __init__(self) -> None:
         self._last: tuple[float, dict[str, Any]] | None = None
         self._committed_bytes = 0
-        self._hits = _Recent()
-        self._first_tokens = _Recent()
+        self._hits = _RecentShare()
+        self._first_tokens = _RecentShare()
         self._tenants: list[str] = []
 
     def public(self, snapshot: PageSnapshot, first_tokens: tuple[float, float]) -> dict[str, Any]:
@@ -276,9 +280,9 @@ class MapRenderer:
         """Owners of the map's cells, and the sequences."""
         return {
             **self._owners(snapshot),
-            "sequences": [_row(one) for one in snapshot.cache_sequences[:_MAX_SEQUENCES]],
+            "sequences": [_row(sequence) for sequence in snapshot.cache_sequences[:_MAX_SEQUENCES]],
             "num_sequences": len(snapshot.cache_sequences),
-            "waiting": [_row(one) for one in snapshot.waiting],
+            "waiting": [_row(sequence) for sequence in snapshot.waiting],
         }
 
     def _rates(self, snapshot: PageSnapshot, first_tokens: tuple[float, float]) -> dict[str, float | None]:
@@ -300,28 +304,28 @@ class MapRenderer:
         }
 
     def _owners(self, snapshot: PageSnapshot) -> dict[str, Any]:
-        """The tenant that has most of each cell's blocks, as bytes; 255: nobody has any, 254: one without a colour."""
+        """The tenant with most blocks of each cell, as bytes; 255: no tenant, 254: a tenant without a colour."""
         blocks = snapshot.blocks
         names = [name_of_owner(snapshot.owners.get(namespace)) for namespace in blocks.namespaces]
-        running = [one.tenant for one in snapshot.cache_sequences]
+        running = [sequence.tenant for sequence in snapshot.cache_sequences]
         for name in (*names, *running):
-            if name not in self._tenants:  # they keep their colours
+            if name not in self._tenants:  # tenants keep their colours
                 self._tenants.append(name)
         place = {name: min(i, _MAX_TENANTS) for i, name in enumerate(self._tenants)}
-        of_namespace = np.array([place[name] for name in names] + [_NOBODY], np.uint8)
-        owners = of_namespace[blocks.namespace_index]  # -1 is the last
-        for one, name in zip(snapshot.cache_sequences, running, strict=True):
-            mine = one.table[owners[one.table] == _NOBODY]
-            owners[mine] = place[name]
+        of_namespace = np.array([place[name] for name in names] + [_NO_OWNER], np.uint8)
+        owners = of_namespace[blocks.namespace_index]  # -1, no namespace, takes the last entry
+        for sequence, name in zip(snapshot.cache_sequences, running, strict=True):
+            unowned = sequence.table[owners[sequence.table] == _NO_OWNER]
+            owners[unowned] = place[name]
         num_tenants = min(len(self._tenants), _MAX_TENANTS + 1)
         per_cell, num_cells = _cells(len(owners))
-        cell = np.full(num_cells, _NOBODY, np.uint8)
+        cell = np.full(num_cells, _NO_OWNER, np.uint8)
         if per_cell == 1:
             cell = owners
         elif num_tenants:
             counts = np.stack([_per_cell(owners == tenant, per_cell) for tenant in range(num_tenants)])
             best = counts.argmax(axis=0).astype(np.uint8)
-            cell = np.where(counts.max(axis=0) > 0, best, _NOBODY).astype(np.uint8)
+            cell = np.where(counts.max(axis=0) > 0, best, _NO_OWNER).astype(np.uint8)
         blocks = np.bincount(owners, minlength=256)
         tenants = [
             {"name": name, "blocks": int(blocks[i])} for i, name in enumerate(self._tenants[:_MAX_TENANTS])
@@ -331,8 +335,8 @@ class MapRenderer:
         return {"owners": _base64(cell), "tenants": tenants}
 
 
-class _Recent:
-    """A share of counts that only grow, over the last 10 seconds or, where nothing happened, before."""
+class _RecentShare:
+    """A ratio of growing counts over the last 10 seconds or, if they have not grown, over an earlier time."""
 
     _SECONDS = 10.0
 
@@ -340,7 +344,7 @@ class _Recent:
         self._points: list[tuple[float, float, float]] = []
 
     def share(self, at: float, part: float, whole: float) -> float | None:
-        """part / whole of what came lately; None while there is nothing."""
+        """part / whole of the recent growth; None before any."""
         points = self._points
         points.append((at, part, whole))
         while len(points) > 2 and points[1][0] <= at - self._SECONDS and points[1][2] < whole:
@@ -354,23 +358,23 @@ class _Recent:
 
 
 def state_cells(states: NDArray[np.uint8]) -> dict[str, Any]:
-    """The map: for each cell the shares of its blocks that are cached, held, in flight and pinned, 0 .. 255, four bytes
-    a cell."""
+    """The map: for each cell the shares of its blocks that are cached, held, in flight and pinned, 0 to 255, four
+    bytes in all."""
     per_cell, num_cells = _cells(len(states))
     cells = np.empty((num_cells, 4), np.uint8)
     sizes = np.full(num_cells, per_cell)
     sizes[-1] = len(states) - per_cell * (num_cells - 1)
     for column, state in enumerate((CACHED, HELD, IN_FLIGHT, PINNED)):
-        # Rounded up, so that one block of many shows.
+        # Rounded up, so that one block among many is visible.
         cells[:, column] = -(-_per_cell(states == state, per_cell) * 255 // sizes)
     return {"blocks": len(states), "per_cell": per_cell, "cells": _base64(cells)}
 
 
 def idle_cells(tree: TreeView, idle_s: NDArray[np.float64], num_blocks: int) -> str:
-    """For each cell the longest time for which one of its cached blocks has not been used, as a step of
-    `_IDLE_STEPS_S`: 0 below the first, 4 above the last, 255 where nothing is known.
+    """For each cell the longest idle time of its cached blocks, as a step of `_IDLE_STEPS_S`: 0 below the first, 4
+    above the last, 255 if unknown.
 
-    idle_s: seconds [n], of the tree's nodes; NaN: not known."""
+    idle_s: seconds [n], of the tree's nodes; NaN: unknown."""
     per_cell, num_cells = _cells(num_blocks)
     longest = np.full(num_cells, -1.0)
     nodes, groups = np.nonzero(
@@ -378,7 +382,7 @@ def idle_cells(tree: TreeView, idle_s: NDArray[np.float64], num_blocks: int) -> 
     )
     np.maximum.at(longest, tree.block_ids[nodes, groups] // per_cell, idle_s[nodes])
     steps = np.searchsorted(_IDLE_STEPS_S, longest, side="right").astype(np.uint8)
-    steps[longest < 0] = _NOBODY
+    steps[longest < 0] = _NO_OWNER
     return _base64(steps)
 
 
@@ -388,7 +392,7 @@ def _cells(num_blocks: int) -> tuple[int, int]:
 
 
 def _per_cell(is_counted: NDArray[np.bool_], per_cell: int) -> NDArray[np.int64]:
-    """How many blocks of each cell are."""
+    """The number of counted blocks in each cell."""
     if per_cell == 1:
         return is_counted.astype(np.int64)
     starts = np.arange(0, len(is_counted), per_cell)
@@ -404,21 +408,21 @@ def runs_of(table: NDArray[np.int32]) -> list[list[int]]:
     return np.stack([table[starts], lengths], axis=1).tolist()
 
 
-def _row(one: SequenceRow) -> dict[str, Any]:
-    runs = runs_of(one.table)
+def _row(sequence: SequenceRow) -> dict[str, Any]:
+    runs = runs_of(sequence.table)
     return {
-        "id": one.id,
-        "index": one.index,
-        "tenant": one.tenant,
-        "phase": one.phase,
-        "preempted": one.is_preempted,
-        "swapped": one.is_swapped,
-        "prompt": one.num_prompt_tokens,
-        "tokens": one.num_tokens,
-        "computed": one.num_computed,
-        "cached": one.num_cached,
-        "age": round(one.age_s, 2),
-        "blocks": len(one.table),
+        "id": sequence.id,
+        "index": sequence.index,
+        "tenant": sequence.tenant,
+        "phase": sequence.phase,
+        "preempted": sequence.is_preempted,
+        "swapped": sequence.is_swapped,
+        "prompt": sequence.num_prompt_tokens,
+        "tokens": sequence.num_tokens,
+        "computed": sequence.num_computed,
+        "cached": sequence.num_cached,
+        "age": round(sequence.age_s, 2),
+        "blocks": len(sequence.table),
         "runs": runs[-_MAX_RUNS:],
         "hidden_runs": max(0, len(runs) - _MAX_RUNS),
     }

@@ -1,11 +1,11 @@
-"""The prefix tree as at most some hundred rows: chains without a branch in one row each, the largest first.
+"""The prefix tree as at most some hundred rows: one row for each chain without a branch, the largest chains first.
 
-Rows come parents before children, siblings by size. Sizes are tokens of everything from the row's first block down.
-A row is named by its tokens from the first one at which it differs from all its siblings, which may begin alike within
-a block. The tree has siblings in the order of their tokens, so that the nearest are the most alike.
-Ages of full blocks are those of the cache's mirror; of others they are known to the time between two looks.
+Parents come before children, siblings by size. A size counts the tokens of everything from the row's first block
+down. A row's name begins at the first token that differs from all siblings, which may share a beginning within a
+block. The tree sorts siblings by their tokens, so that the most similar ones are adjacent. The cache's mirror has the
+ages of full blocks; others are known to the time between two calls.
 
-Cost: O(nodes) of plain Python and numpy, some 30 ms for 100 000: for now and then, outside of the engine's thread.
+Cost: O(nodes) of plain Python and numpy, about 30 ms for 100 000: rarely called, outside of the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quire.server.api_keys import name_of_owner
 __all__ = ["BlockAges", "Known", "Named", "Tokens", "summarize"]
 
 Known: TypeAlias = Callable[[int], tuple[float, float] | None]
-"""(seconds since it was made, since it was last used) of a node, where that is known exactly."""
+"""(seconds since a node was made, since its last use), if known exactly."""
 
 Tokens: TypeAlias = Callable[[int], Sequence[int] | None]
-"""The tokens of a node, where they are known."""
+"""The tokens of a node, if known."""
 
 Named: TypeAlias = Callable[[Sequence[int], Sequence[int]], tuple[str, str] | None]
-"""Of tokens that siblings share and of those behind them: the word that the first end within, and the words of the
-others."""
+"""Words for tokens that siblings share and for those behind them: the end of the word in which the shared ones end,
+and the text of the others."""
 
 _MAX_ROWS = 200
 _NUM_WORD_TOKENS = 12
@@ -38,23 +38,23 @@ _MAX_POINTS = 512
 
 
 class BlockAges:
-    """When nodes were made, as well as looking now and then can tell: ids only grow.
+    """Ages of nodes by their ids, which only grow.
 
-    A node's age is known to the time between two looks; of those that were there at the first look, only that they are
-    older.
+    An age is exact to the time between two calls of `observe`; nodes that existed at the first call have a lower
+    bound.
     """
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, float]] = []  # (an id that was not given out yet, when)
+        self._points: list[tuple[int, float]] = []  # (an unused id, its time)
 
-    def look(self, next_id: int, now: float) -> None:
+    def observe(self, next_id: int, now: float) -> None:
         if not self._points or next_id > self._points[-1][0]:
             self._points.append((next_id, now))
             if len(self._points) > _MAX_POINTS:
                 del self._points[1:-1:2]
 
     def age(self, node_id: int, now: float) -> tuple[float, bool]:
-        """(seconds, whether it is that old at least)."""
+        """(seconds, whether that is only a lower bound)."""
         low, high = 0, len(self._points) - 1
         while low < high:
             middle = (low + high) // 2
@@ -68,17 +68,17 @@ class BlockAges:
 def summarize(
     tree: TreeView,
     owners: Mapping[bytes, str],
-    births: BlockAges,
+    ages: BlockAges,
     now: float,
     known: Known = lambda _: None,
     tokens: Tokens = lambda _: None,
     named: Named = lambda shared, own: None,
 ) -> dict[str, Any]:
-    """{"rows": [...], "nodes": all of the tree's, "hidden": nodes that no row tells of}. owners: of namespaces."""
+    """{"rows": [...], "nodes": number in the tree, "hidden": number in no row}. owners: tenants of namespaces."""
     n = len(tree)
     if not n:
         return {"rows": [], "nodes": 0, "hidden": 0}
-    births.look(int(tree.node_ids.max()) + 1, now)
+    ages.observe(int(tree.node_ids.max()) + 1, now)
     parents = _parent_rows(tree)
     sizes = tree.num_tokens.tolist()
     for row in range(n - 1, -1, -1):
@@ -88,17 +88,17 @@ def summarize(
     for row, parent in enumerate(parents):
         children.setdefault(parent, []).append(row)
 
-    # From the top down, always the largest that is left.
+    # From the top down; the largest remaining subtree first.
     waiting: list[tuple[int, int, int]] = []
 
-    def put(rows: list[int], shown_below: int) -> None:
+    def put(rows: list[int], parent_index: int) -> None:
         for row in rows:
-            heapq.heappush(waiting, (-sizes[row], row, shown_below))
+            heapq.heappush(waiting, (-sizes[row], row, parent_index))
 
     put(children.get(-1, []), -1)
     shown: list[dict[str, Any]] = []
     below: dict[int, list[int]] = {}
-    num_told = 0
+    num_shown = 0
     while waiting and len(shown) < _MAX_ROWS:
         _, row, parent = heapq.heappop(waiting)
         chain = [row]
@@ -108,10 +108,10 @@ def summarize(
         put(children.get(chain[-1], []), len(shown))
         siblings = children[parents[row]]
         shown.append(
-            _row(tree, chain, sizes[row], births, now, owners, known)
+            _row(tree, chain, sizes[row], ages, now, owners, known)
             | _name(tree, chain, parents[row], siblings, tokens, named)
         )
-        num_told += len(chain)
+        num_shown += len(chain)
 
     salts: dict[int, int] = {}
     rows: list[dict[str, Any]] = []
@@ -122,16 +122,16 @@ def summarize(
             write(index, level + 1)
 
     write(-1, 0)
-    for row in rows:  # namespaces of one tenant are told apart by a number: a salt is not shown
+    for row in rows:  # a number distinguishes the namespaces of one tenant: salts stay secret
         row["namespace"] = salts.setdefault(row["namespace"], len(salts))
-    return {"rows": rows, "nodes": n, "hidden": n - num_told}
+    return {"rows": rows, "nodes": n, "hidden": n - num_shown}
 
 
 def _parent_rows(tree: TreeView) -> list[int]:
-    """Each row's parent's row; -1 below a root."""
+    """The row of each row's parent; -1 below a root."""
     order = np.argsort(tree.node_ids)
-    found = np.searchsorted(tree.node_ids[order], tree.parent_ids)
-    rows = order[np.minimum(found, len(order) - 1)]
+    places = np.searchsorted(tree.node_ids[order], tree.parent_ids)
+    rows = order[np.minimum(places, len(order) - 1)]
     return np.where(tree.parent_ids < 0, -1, rows).tolist()
 
 
@@ -139,7 +139,7 @@ def _row(
     tree: TreeView,
     chain: list[int],
     size: int,
-    births: BlockAges,
+    ages: BlockAges,
     now: float,
     owners: Mapping[bytes, str],
     known: Known,
@@ -147,11 +147,11 @@ def _row(
     states = np.bincount(tree.states[chain].ravel(), minlength=len(STATES))
     block_ids = tree.block_ids[chain[-1]]
     node = int(tree.node_ids[chain[0]])
-    age, is_older = births.age(node, now)
+    age, is_older = ages.age(node, now)
     idle = None
     if (spans := known(node)) is not None:
         (age, idle), is_older = spans, False
-    there = block_ids[block_ids >= 0]
+    present = block_ids[block_ids >= 0]
     return {
         "node": node,
         "tenant": name_of_owner(owners.get(tree.namespaces[int(tree.namespace_index[chain[0]])])),
@@ -163,7 +163,7 @@ def _row(
         "cached": int(states[STATES.index("cached")]),
         "gone": int(states[STATES.index("gone")]),
         "readers": int(tree.num_references[chain].max(initial=0)),
-        "block": int(there[0]) if len(there) else None,
+        "block": int(present[0]) if len(present) else None,
         "age": round(age, 1),
         "older": is_older,
         "idle": None if idle is None else round(idle, 1),
@@ -173,8 +173,8 @@ def _row(
 def _name(
     tree: TreeView, chain: list[int], parent: int, siblings: list[int], tokens: Tokens, named: Named
 ) -> dict[str, Any]:
-    """shared: tokens with which a sibling begins as well. parent: -1 below a root. siblings: rows, this one's among
-    them."""
+    """The row's name; shared: the number of tokens that a sibling begins with, too. parent: -1 below a root.
+    siblings: rows, including this one."""
     unknown = {"words": None, "before": "", "shared": 0}
     own = tokens(int(tree.node_ids[chain[0]]))
     if own is None:
@@ -195,10 +195,10 @@ def _name(
     return unknown if name is None else {"before": name[0], "words": name[1], "shared": shared}
 
 
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens that both begin with."""
     count = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(first, second, strict=False):
         if a != b:
             break
         count += 1

@@ -1,12 +1,11 @@
-"""The page and what feeds it.
+"""The live page and its data.
 
-    /, /compare, /window/FILE                        the page: fixed files, for everybody
-    /window/events                                   server-sent events, for whoever is let in
-    /window/blocks/N, /window/sequences/ID/INDEX      for the administrator
+    /, /compare, /window/FILE                       the page: fixed files, for every client
+    /window/events                                  server-sent events, for clients with a key, if there are keys
+    /window/blocks/N, /window/sequences/ID/INDEX    for the administrator
 
-Everything is sent with a content security policy that allows scripts, styles and connections of this server and nothing
-else; no file has a script or a style inline. The page brings no key: whoever has one types it in, and it stays in that
-tab's memory.
+Every answer has a content security policy that allows only scripts, styles and connections of this server; no file
+has an inline script or style. The page contains no key: a user types it in, and it stays in that tab's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from quire.server.service import Service
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["Window"], responses=ERRORS)
+router = APIRouter(tags=["Live page"], responses=ERRORS)
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -62,10 +61,10 @@ _PAGE = _read_page()
 
 
 def _file(name: str) -> Response:
-    found = _PAGE.get(name)
-    if found is None:
-        raise ApiError(404, f"expected a file of the page, got {name!r}")
-    data, media_type = found
+    file = _PAGE.get(name)
+    if file is None:
+        raise ApiError(404, f"expected a file of the page, got {name!r}", code="no_such_file")
+    data, media_type = file
     return Response(data, media_type=media_type, headers=_HEADERS)
 
 
@@ -79,9 +78,9 @@ async def _is_administrator(request: Request, service: Service) -> bool:
 
 def _feed(request: Request, service: Service) -> SnapshotFeed:
     state = request.app.state
-    if getattr(state, "window_feed", None) is None:
-        state.window_feed = SnapshotFeed(service)
-    return state.window_feed
+    if getattr(state, "live_page_feed", None) is None:
+        state.live_page_feed = SnapshotFeed(service)
+    return state.live_page_feed
 
 
 @router.get("/", include_in_schema=False)
@@ -99,14 +98,14 @@ async def icon() -> Response:
     return _file("icon.svg")
 
 
-@router.get("/window/events", include_in_schema=False)  # it has no end
+@router.get("/window/events", include_in_schema=False)  # an endless stream
 async def events(request: Request, service: TheService) -> Response:
-    """What the page draws, as it changes."""
+    """The page's data as it changes."""
     is_admin = await _is_administrator(request, service)
     if not is_admin:
         await tenant_of(request, service)
     watching = _feed(request, service).monitor(is_admin)
-    first = await anext(watching)  # its errors become a status
+    first = await anext(watching)  # an error here becomes the answer's status
     return EventStream(first, watching, {"X-Quire-Admin": "1" if is_admin else "0"})
 
 
@@ -114,7 +113,7 @@ async def events(request: Request, service: TheService) -> Response:
 async def block(
     service: TheService, block_id: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
 ) -> Response:
-    """A block of the cache: its state, who holds it, and its tokens. last: of a range, of tokens or pages."""
+    """A block of the cache: state, holders and tokens. last: describes a range of tokens or pages."""
     details = await service.engine.between_steps(lambda: block_details(service.engine.core, block_id, last))
     return _shown(details, service)
 

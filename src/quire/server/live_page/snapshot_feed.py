@@ -1,12 +1,12 @@
-"""One snapshot for all who watch: taken while somebody does, as often as its cost allows.
+"""One snapshot for all watchers, taken while there are any, as often as its cost allows.
 
-Every update is measured (processor time of the engine's thread, the painting and the writing), and the next one comes
-no sooner than keeps the window below `MAX_SHARE` of a core: every 0.25 s at best, every 5 s at worst. The prefix tree
-and the committed bytes, which cost more, come more rarely and have a share of their own. Without a watcher there is no
-task and no cost.
+The cost of every update is measured (processor time of the engine's thread, of rendering and of writing), and the
+next update waits until the live page stays below `MAX_SHARE` of a core: 0.25 s at least, 5 s at most. The prefix tree
+and the committed bytes cost more; they are updated more rarely and have a share of their own. Without a watcher there
+is no task and no cost.
 
 Invariants
-    F1  all watchers of one right get the same bytes; nobody without the right gets what only the administrator may see.
+    F1  all watchers with the same rights get the same bytes; only administrators get the private part.
     F2  a watcher that reads slowly gets fewer updates, never a queue of old ones.
 """
 
@@ -36,50 +36,48 @@ MAX_SHARE = 0.015  # of a core
 _SLOW_SHARE = 0.004
 _MAX_WATCHERS = 64
 _FASTEST_S, _SLOWEST_S = 0.25, 5.0
-_HISTORY = 480  # points that a newcomer gets
+_HISTORY = 480  # points that a new watcher gets
 
 
-class _Part:
-    """What watchers of one right get: all there is, and what is new since the update before."""
+class _WatcherState:
+    """The data for watchers with the same rights: all of it, and the changes since the last update."""
 
     def __init__(self) -> None:
-        self.whole: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self.changes = b""
 
     def update(self, values: dict[str, Any], number: int) -> None:
-        changed = {name: value for name, value in values.items() if self.whole.get(name) != value}
-        self.whole |= changed
+        changed = {name: value for name, value in values.items() if self.values.get(name) != value}
+        self.values |= changed
         self.changes = event({"kind": "update", "number": number, **changed})
 
 
 class SnapshotFeed:
-    """The window's updates over one server."""
+    """The live page's updates of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._painter = MapRenderer()
-        self._births = BlockAges()
+        self._renderer = MapRenderer()
+        self._ages = BlockAges()
         self._history: deque[list[float | None]] = deque(maxlen=_HISTORY)
-        self._parts = {False: _Part(), True: _Part()}
+        self._parts = {False: _WatcherState(), True: _WatcherState()}
         self._num_watchers = {False: 0, True: 0}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._next_slow = 0.0
         self._num_known_losses = -1
         self.number = 0  # of the newest update
-        self.cpu_s = 0.0  # spent so far on all but
-        self.slow_cpu_s = 0.0  # the tree and the committed bytes
+        self.cpu_s = 0.0  # spent so far, without:
+        self.slow_cpu_s = 0.0  # that of the tree and the committed bytes
 
     @property
     def num_watchers(self) -> int:
         return sum(self._num_watchers.values())
 
     async def monitor(self, is_admin: bool) -> AsyncGenerator[bytes]:
-        """Events, the first with all there is; ends when the server stops."""
+        """Events, the first with all data; ends when the server stops."""
         if self.num_watchers >= _MAX_WATCHERS:
-            raise ApiError(
-                429, f"at most {_MAX_WATCHERS} may watch at once", code="too_many", retry_after_s=5
-            )
+            raise ApiError(429, f"at most {_MAX_WATCHERS} watchers at once", code="too_many", retry_after_s=5)
         self._num_watchers[is_admin] += 1
         try:
             is_first = self._num_watchers[is_admin] == 1
@@ -87,18 +85,18 @@ class SnapshotFeed:
                 self._next_slow = 0.0
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run())
-            # What others of this right watch already is there; else it comes with the next update.
-            seen = await self._wait_for(self.number) if is_first else self.number
+            # With other watchers of these rights the data is there; else it comes with the next update.
+            seen = await self._wait_for_update(self.number) if is_first else self.number
             part = self._parts[is_admin]
-            yield event({"kind": "whole", "number": seen, "history": list(self._history), **part.whole})
+            yield event({"kind": "whole", "number": seen, "history": list(self._history), **part.values})
             while True:
-                newest = await self._wait_for(seen)
+                newest = await self._wait_for_update(seen)
                 if newest == seen:
                     return
                 if newest == seen + 1:
                     yield part.changes
                 else:
-                    yield event({"kind": "update", "number": newest, **part.whole})
+                    yield event({"kind": "update", "number": newest, **part.values})
                 seen = newest
         finally:
             self._num_watchers[is_admin] -= 1
@@ -106,8 +104,8 @@ class SnapshotFeed:
                 self._task.cancel()
                 self._task = None
 
-    async def _wait_for(self, seen: int) -> int:
-        """The newest update's number, once it is another than `seen` or there will be none."""
+    async def _wait_for_update(self, seen: int) -> int:
+        """The newest update's number, once it differs from `seen` or no update will come."""
         task = self._task
         async with self._changed:
             await self._changed.wait_for(lambda: self.number != seen or task is None or task.done())
@@ -123,19 +121,21 @@ class SnapshotFeed:
         except CancelledError:
             pass  # the engine is closed
         finally:
-            # Not awaited where this task is cancelled: then nobody waits.
-            asyncio.get_running_loop().create_task(self._tell())
+            # Not awaited: this task may be cancelled, and has no watchers then.
+            asyncio.get_running_loop().create_task(self._notify())
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _update(self) -> None:
         is_private = self._num_watchers[True] > 0
         is_due = time.monotonic() >= self._next_slow
-        tiers = await asyncio.to_thread(self._service.engine.monitor.tier_counts)  # no step waits for a disk
+        tiers = await asyncio.to_thread(
+            self._service.engine.monitor.tier_counts
+        )  # so that no step waits for a disk
 
-        def take() -> PageSnapshot:
+        def snapshot_now() -> PageSnapshot:
             return collect(
                 self._service.engine.core,
                 tiers,
@@ -145,18 +145,18 @@ class SnapshotFeed:
                 num_known_losses=self._num_known_losses,
             )
 
-        snapshot = await self._service.engine.between_steps(take)
-        paint_s, slow_s = await asyncio.to_thread(self._paint, snapshot, is_private)
+        snapshot = await self._service.engine.between_steps(snapshot_now)
+        render_s, slow_s = await asyncio.to_thread(self._render, snapshot, is_private)
         slow_s += snapshot.slow_cpu_s
-        self.cpu_s += snapshot.cpu_s + paint_s
+        self.cpu_s += snapshot.cpu_s + render_s
         self.slow_cpu_s += slow_s
         if is_due:
             self._next_slow = time.monotonic() + max(1.0, slow_s / _SLOW_SHARE)
         self.number += 1
-        await self._tell()
+        await self._notify()
 
     def _known(self, snapshot: PageSnapshot) -> Known:
-        """Ages of nodes by the mirror, whose blocks are looked up one by one while it goes on."""
+        """Ages of nodes by the mirror; its blocks are looked up one by one, as it changes meanwhile."""
         monitor = self._service.engine.core.monitor
         blocks = {} if monitor is None else monitor.mirror.by_id
 
@@ -175,24 +175,24 @@ class SnapshotFeed:
 
         def tokens(node: int) -> list[int] | None:
             block = blocks.get(node)
-            found = snapshot.beginnings.get(node) if block is None else block.tokens
-            return None if found is None else found.tolist()
+            node_tokens = snapshot.beginnings.get(node) if block is None else block.tokens
+            return None if node_tokens is None else node_tokens.tolist()
 
         return tokens
 
-    def _paint(self, snapshot: PageSnapshot, is_private: bool) -> tuple[float, float]:
-        """(processor seconds, those of the tree, which has its own share)."""
+    def _render(self, snapshot: PageSnapshot, is_private: bool) -> tuple[float, float]:
+        """(processor seconds without the tree, those of the tree, which has its own share)."""
         began = time.thread_time()
         public = {
             "model": self._service.model_name,
             "has_chat_template": bool(template_text(self._service.tokenizer)),
-            **self._painter.public(snapshot, self._service.metrics.first_tokens()),
+            **self._renderer.public(snapshot, self._service.metrics.first_tokens()),
         }
         self._history.append(_point(public))
         self._parts[False].update(public, self.number + 1)
         tree_s = 0.0
         if is_private:
-            private = self._painter.private(snapshot)
+            private = self._renderer.private(snapshot)
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
                 known = self._known(snapshot)
@@ -200,7 +200,7 @@ class SnapshotFeed:
                 private["tree"] = summarize(
                     snapshot.tree,
                     snapshot.owners,
-                    self._births,
+                    self._ages,
                     snapshot.at,
                     known,
                     self._tokens(snapshot),
@@ -225,7 +225,7 @@ class SnapshotFeed:
 
 
 def _point(public: dict[str, Any]) -> list[float | None]:
-    """A moment of the history: at, generated/s, first token, hit rate, used and cached bytes, then the tiers' bytes."""
+    """Time, generated/s, first token, hit rate, used and cached bytes, then the tiers' bytes."""
     rates, memory = public["rates"], public["memory"]
     return [
         public["at"],

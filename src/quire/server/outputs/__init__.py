@@ -1,15 +1,15 @@
-"""The forms of answers: what a model's tokenizer and chat template mark in them, and what a request asks of them.
+"""Output formats: the markers of a model's tokenizer and chat template, and the formats that requests ask for.
 
 markers             added tokens by their ids
-tools               how a template writes calls; named_form: those that are no JSON objects
-reasoning           how it marks thoughts
-known_forms         calls as families of models write them; bare_calls: without markers
-answer_form         the forms of one answer, and its text told apart by them
-call_reader         its calls, in several forms at once; object_calls, named_calls, bare_calls: one form each
-call_events         what those find; growing_text: the text that they read as it comes
-parameter_values    the JSON of an argument that a model writes as bare text
-asked_form          the form that a request asks for, by whichever of many names
-answer_grammar      the grammar of an answer that is forced to be a call, or of a schema behind thoughts
+tool_call_format    the call format of a chat template; tagged_call_format: of calls that are not JSON objects
+reasoning           the markers of reasoning
+known_formats       call formats of model families; bare_calls: calls without markers
+output_format       the formats of one answer, and the parser of its text
+call_parser         parses calls, in several formats at once; object_calls, tagged_calls, bare_calls: one format each
+call_events         the parsers' events; growing_text: text that is still being generated
+parameter_values    the JSON value of an argument that a model writes as bare text
+requested_format    the output format of a request, by any of its many names
+answer_grammar      the grammar of a forced call, or of a schema after reasoning
 call_grammar        its rules of a call
-token_bytes         the bytes that a token stands for
+token_bytes         the bytes of a token
 """

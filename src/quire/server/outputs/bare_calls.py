@@ -1,4 +1,4 @@
-"""Calls that models write in JSON without their template's markers: read where they name a tool that is offered.
+"""Calls in JSON without the template's markers; they are read where they name an offered tool.
 
     {"name": "get_weather", "arguments": {"city": "Oslo"}}      Llama 3, and any model that forgets its markers
     {"name": ..., "parameters": {...}}; {"name": ...}           Llama 3, several
@@ -7,21 +7,21 @@
     <|python_tag|>{"name": ...}                                 Llama 3
     [TOOL_CALLS] [{"name": ...}]                                Mistral before v11
 
-Each of them may hold one object, several, or a list. A call is held back until it is whole, a list until it ends;
-what is no such call is text.
+Each format may hold one object, several, or a list. A call is held back until it is complete, a list until it ends;
+any other text is content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.server.outputs.call_events import CallFormat, Run, held
-from quire.server.outputs.growing_text import BLANKS, GrowingText, expect, next_char, past
+from quire.server.outputs.call_events import CallFormat, CallReader, buffer_events
+from quire.server.outputs.growing_text import BLANKS, GrowingText, expect, next_char, skip_pieces
 from quire.server.outputs.object_calls import ObjectFields, has_more, read_object
 
 __all__ = ["BARE_MARKERS", "bare_calls"]
 
-_AROUND = (
+_MARKERS = (
     ("<tool_call>", "</tool_call>"),
     ("<tools>", "</tools>"),
     ("<function_call>", "</function_call>"),
@@ -31,13 +31,13 @@ _AROUND = (
     ("```", "```"),
     ("", ""),
 )
-BARE_MARKERS = tuple(begin for begin, _ in _AROUND if begin[:1] in ("<", "["))
+BARE_MARKERS = tuple(begin for begin, _ in _MARKERS if begin[:1] in ("<", "["))
 
 
 def bare_calls(names: Iterable[str]) -> list[CallFormat]:
-    """All of these forms. names: of the tools that are offered."""
+    """All of these formats. names: of the offered tools."""
     fields = ObjectFields(names=frozenset(names))
-    return [_BareCalls(begin, end, fields) for begin, end in _AROUND] if fields.names else []
+    return [_BareCalls(begin, end, fields) for begin, end in _MARKERS] if fields.names else []
 
 
 class _BareCalls:
@@ -46,39 +46,42 @@ class _BareCalls:
         self.starts = (begin,) if begin else ("{", "[")
         self.at_line_start = begin not in BARE_MARKERS
 
-    def read(self, text: GrowingText) -> Run:
-        begun = (yield from expect(text, 0, [self._begin])) if self._begin else (0, "")
-        if begun is None:
+    def read(self, text: GrowingText) -> CallReader:
+        start = (yield from expect(text, 0, [self._begin])) if self._begin else (0, "")
+        if start is None:
             return None
-        at = yield from next_char(text, begun[0])
+        at = yield from next_char(text, start[0])
         if text.text[at] == "[":
-            end = yield from held(self._list(text, at + 1))
+            end = yield from buffer_events(self._list(text, at + 1))
         else:
             end = yield from self._objects(text, at, BLANKS + ";,")
         if end is not None and self._end:
-            end, _ = yield from past(text, end, [self._end])
+            end, _ = yield from skip_pieces(text, end, [self._end])
         return end
 
-    def _objects(self, text: GrowingText, at: int, between: str) -> Run:
-        """As many as there are; behind the last of them the text may end with separators."""
+    def _objects(self, text: GrowingText, at: int, between: str) -> CallReader:
+        """Reads all objects; behind the last of them the text may end with separators."""
         end = None
-        while text.text[at] == "{" and (found := (yield from held(self._object(text, at)))) is not None:
-            end = found
+        while (
+            text.text[at] == "{"
+            and (behind := (yield from buffer_events(self._object(text, at)))) is not None
+        ):
+            end = behind
             if not (yield from has_more(text, end, between)):
                 return len(text.text)
             at = yield from next_char(text, end, between)
         return end
 
-    def _object(self, text: GrowingText, at: int) -> Run:
-        found = yield from read_object(text, at, self._fields)
-        return None if found is None else found[0]
+    def _object(self, text: GrowingText, at: int) -> CallReader:
+        result = yield from read_object(text, at, self._fields)
+        return None if result is None else result[0]
 
-    def _list(self, text: GrowingText, at: int) -> Run:
+    def _list(self, text: GrowingText, at: int) -> CallReader:
         end = yield from self._objects(text, (yield from next_char(text, at)), BLANKS + ",")
         if end is None:
             return None
         closed = yield from next_char(text, end, BLANKS + ",")
         if text.text[closed] == "]":
             return closed + 1
-        text.num_said = closed
+        text.num_plain = closed
         return None

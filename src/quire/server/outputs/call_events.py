@@ -1,4 +1,5 @@
-"""Events of calls in a text: `Name`, `More` and `Whole` of a form, `CallDelta` and `CutCall` of the whole reader."""
+"""Events of calls in a text: `CallStart`, `ArgumentText` and `CallEnd` of a format, `CallDelta` and `CutCall` of
+`CallParser`."""
 
 from __future__ import annotations
 
@@ -8,12 +9,22 @@ from typing import Protocol
 
 from quire.server.outputs.growing_text import GrowingText
 
-__all__ = ["CallDelta", "CallFormat", "CutCall", "Event", "More", "Name", "Run", "Whole", "held"]
+__all__ = [
+    "ArgumentText",
+    "CallDelta",
+    "CallEnd",
+    "CallFormat",
+    "CallReader",
+    "CallStart",
+    "CutCall",
+    "Event",
+    "buffer_events",
+]
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """More of call `index`: its name with the first of them, then pieces of its arguments' JSON text."""
+    """A piece of call `index`: its name in the first one, then pieces of its arguments' JSON text."""
 
     index: int
     name: str | None
@@ -22,9 +33,9 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class CutCall:
-    """Call `index` ended before it was whole. text: all of it as the model wrote it.
+    """Call `index` ended before it was complete. text: all of it as the model wrote it.
 
-    The arguments told of it are a beginning, and no JSON text.
+    The argument text sent before is a beginning only, not JSON.
     """
 
     index: int
@@ -32,44 +43,44 @@ class CutCall:
 
 
 @dataclass(frozen=True)
-class Name:
+class CallStart:
     """A call begins."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class More:
-    """More of its arguments' JSON text. The last character of a JSON object comes when the call is whole."""
+class ArgumentText:
+    """A piece of the arguments' JSON text. The last character of a JSON object comes when the call is complete."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The call is whole. end: the place behind it."""
+class CallEnd:
+    """The call is complete. end: the place behind it."""
 
     end: int
 
 
-Event = Name | More | Whole
-Run = Generator[Event | None, None, int | None]
-"""Reads calls at a text's beginning: yields events, None while it needs more text; returns the place behind what it
-read, None where there is no call. A call that is begun and not whole by then is cut."""
+Event = CallStart | ArgumentText | CallEnd
+CallReader = Generator[Event | None, None, int | None]
+"""Reads calls at a text's beginning: yields events, and None while it needs more text; returns the place behind the
+calls, None where there is no call. A call that has begun and is not complete by then is cut."""
 
 
 class CallFormat(Protocol):
-    """A form of calls. starts: the texts that it begins with. at_line_start: only at the beginning of a line."""
+    """A format of calls. starts: texts that a call begins with. at_line_start: only at the beginning of a line."""
 
     @property
     def starts(self) -> tuple[str, ...]: ...
     @property
     def at_line_start(self) -> bool: ...
-    def read(self, text: GrowingText) -> Run: ...
+    def read(self, text: GrowingText) -> CallReader: ...
 
 
-def held(run: Run) -> Run:
-    """A run whose events are held back until it has ended, and told only if all of its calls are whole."""
+def buffer_events(run: CallReader) -> CallReader:
+    """A reader whose events are held back until it has ended, and yielded only if all of its calls are complete."""
     events: list[Event] = []
     while True:
         try:
@@ -81,7 +92,7 @@ def held(run: Run) -> Run:
             yield None
         else:
             events.append(event)
-    if end is None or not events or not isinstance(events[-1], Whole):
+    if end is None or not events or not isinstance(events[-1], CallEnd):
         return None
     yield from events
     return end

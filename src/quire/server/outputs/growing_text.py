@@ -1,7 +1,7 @@
-"""Text that a model is still writing, and what may stand at a place of it.
+"""Text that a model is still writing, and functions that match pieces of it.
 
-The functions here are generators: each yields None while more text may change its answer, and returns the answer.
-*raises:* EndOfTextError: the text is final before it is there.
+The functions are generators: each yields None while more text may change its result, and returns the result.
+*raises:* EndOfTextError: the text is final and too short for a result.
 """
 
 from __future__ import annotations
@@ -20,93 +20,97 @@ __all__ = [
     "match",
     "next_char",
     "overlap",
-    "past",
+    "skip_pieces",
     "wait",
 ]
 
 BLANKS = " \t\r\n"
-_MOST_BLANKS = 64  # between two pieces: text is not held back for more of them
+_MAX_BLANKS = 64  # between two pieces: text is not held back for more blanks
 Piece = str | re.Pattern[str]
 
 
 class EndOfTextError(Exception):
-    """No more text comes, and the answer needs some."""
+    """The text has ended, and a result needs more."""
 
 
 class GrowingText:
-    """text: what there is. is_final: no more will come. num_said: so many characters hold no call."""
+    """text: the text so far. is_final: no more will come. num_plain: characters known to hold no call."""
 
     def __init__(self) -> None:
         self.text = ""
         self.is_final = False
-        self.num_said = 0
+        self.num_plain = 0
 
 
 def wait(text: GrowingText) -> Generator[None, None, None]:
-    """Until there is more text."""
+    """Waits for more text."""
     if text.is_final:
         raise EndOfTextError
     yield None
 
 
 def match(text: str, at: int, pieces: Sequence[Piece]) -> tuple[int, str] | Literal[False] | None:
-    """(the end of these pieces, which begin at a place, with blanks between them; the first that a pattern found).
+    """(the end of these pieces, which begin at a place, with blanks between them; the first text that a pattern
+    matched).
 
-    False where they do not, None while more text may decide it.
+    False if they do not match, None while more text may decide it.
     """
     name = ""
     for piece in pieces:
         blanks = at
         while at < len(text) and text[at].isspace():
             at += 1
-        if at - blanks > _MOST_BLANKS:
+        if at - blanks > _MAX_BLANKS:
             return False
         if isinstance(piece, str):
             if not text.startswith(piece, at):
                 return None if piece.startswith(text[at : at + len(piece)]) else False
             at += len(piece)
             continue
-        found = piece.match(text, at)
-        if found is None:
+        matched = piece.match(text, at)
+        if matched is None:
             return None if at == len(text) else False
-        if found.end() == len(text):
+        if matched.end() == len(text):
             return None
-        name, at = name or found[0], found.end()
+        name, at = name or matched[0], matched.end()
     return at, name
 
 
 def expect(
-    text: GrowingText, at: int, *ways: Sequence[Piece]
+    text: GrowingText, at: int, *alternatives: Sequence[Piece]
 ) -> Generator[None, None, tuple[int, str] | None]:
-    """As `match` of the first of several ways that is there; None where none is."""
+    """`match` of the first alternative that fits; None where none fits."""
     while True:
-        found = [one for way in ways if (one := match(text.text, at, way)) is not False]
-        if not found:
+        results = [result for pieces in alternatives if (result := match(text.text, at, pieces)) is not False]
+        if not results:
             return None
-        begun = found[0] or (text.is_final and next(filter(None, found), None))
-        if begun:
-            return begun
+        first = results[0] or (text.is_final and next(filter(None, results), None))
+        if first:
+            return first
         yield from wait(text)
 
 
-def past(text: GrowingText, at: int, pieces: Sequence[Piece]) -> Generator[None, None, tuple[int, int]]:
-    """(the place behind those of these pieces that are there, how many); one that the text's end cuts is passed too."""
+def skip_pieces(
+    text: GrowingText, at: int, pieces: Sequence[Piece]
+) -> Generator[None, None, tuple[int, int]]:
+    """(the place behind those of these pieces that are present, their number); a piece that the text's end cuts is
+    skipped, too."""
     count = 0
     for piece in pieces:
-        while (found := match(text.text, at, [piece])) is None and not text.is_final:
+        while (result := match(text.text, at, [piece])) is None and not text.is_final:
             yield None
-        if found is None and text.text[at:].strip():
+        if result is None and text.text[at:].strip():
             return len(text.text), count
-        if found:
-            at, count = found[0], count + 1
+        if result:
+            at, count = result[0], count + 1
     return at, count
 
 
 def next_char(text: GrowingText, at: int, skipped: str = BLANKS) -> Generator[None, None, int]:
-    """The place of the next character that is none of these, or of one of them behind too many."""
-    most = at + _MOST_BLANKS
+    """The place of the next character that is not among `skipped`; skips at most `_MAX_BLANKS` characters."""
+    limit = at + _MAX_BLANKS
     while True:
-        while at < min(len(text.text), most) and text.text[at] in skipped:
+        while at < min(len(text.text), limit) and text.text[at] in skipped:
             at += 1
         if at < len(text.text):
             return at
@@ -122,7 +126,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class ValueEnd:
-    """Finds where the JSON value that begins at `start` ends, each character looked at once."""
+    """Finds the end of the JSON value that begins at `start`; looks at each character once."""
 
     def __init__(self, start: int) -> None:
         self._position = start
@@ -130,7 +134,8 @@ class ValueEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """The position behind it in a text that only grows, None while it has not ended; a bare one ends at , or }."""
+        """The position behind the value in a growing text, None while it has not ended; a bare value ends at , or
+        }."""
         position = self._position
         while position < len(text):
             char = text[position]

@@ -1,8 +1,8 @@
-"""The forms in which families of models write calls by name.
+"""Call formats of model families, by name.
 
-A model may write another version's form than its template, or leave a marker out: each of these forms is read in any
-answer, where it names a tool that is offered. A template that writes calls by their ids alone (Kimi K2), which
-`learn_named_form` cannot tell, has its form from here.
+A model may write another version's format than its template, or omit a marker: each of these formats is read in any
+answer, where it names an offered tool. A template that writes calls by their ids alone (Kimi K2), which
+`learn_tagged_format` cannot learn, gets its format from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from quire.server.outputs.tagged_call_format import ParameterFormat, TaggedCallFormat
 
-__all__ = ["KNOWN_FORMS", "known_form"]
+__all__ = ["KNOWN_FORMATS", "known_format"]
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _XML = ParameterFormat("\n<parameter=", ">\n", "\n</parameter>")
@@ -19,7 +19,7 @@ _DSML = ParameterFormat(
     '\n<｜DSML｜parameter name="', '" string="true">', "</｜DSML｜parameter>", '" string="false">'
 )
 
-KNOWN_FORMS = {
+KNOWN_FORMATS = {
     "Mistral v11": TaggedCallFormat("", "[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), "", ""),
     "Mistral v13": TaggedCallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", ""),
     "Mistral without [ARGS]": TaggedCallFormat("", "[TOOL_CALLS]", ("",), "", ""),
@@ -79,7 +79,7 @@ KNOWN_FORMS = {
 }
 
 
-def known_form(added: Iterable[str]) -> TaggedCallFormat | None:
-    """The form of a model with these added tokens whose template names no function in a call."""
-    form = KNOWN_FORMS["Kimi K2"]
-    return form if {form.list_begin, form.arguments[1]} <= {*added} else None
+def known_format(added: Iterable[str]) -> TaggedCallFormat | None:
+    """The format of a model with these added tokens whose template writes no function's name in a call."""
+    kimi = KNOWN_FORMATS["Kimi K2"]
+    return kimi if {kimi.list_begin, kimi.arguments[1]} <= {*added} else None

@@ -1,7 +1,8 @@
-"""Markers: pieces of text that a tokenizer may have as tokens of their own, special or not.
+"""Markers: pieces of text that a tokenizer may have as single tokens, special or not.
 
-A model writes `<tool_call>` as one token, so a grammar has to name that token by its id: the same letters in
-other tokens are another text to it. Decoding leaves special tokens out, so a marker that is one has to be shown.
+A model writes `<tool_call>` as one token, so a grammar has to name that token by its id: the same letters in other
+tokens are a different text to the model. Decoding omits special tokens, so a special marker has to be shown
+explicitly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def added_tokens(tokenizer: Any) -> Mapping[str, int]:
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that decoding leaves out; none without a tokenizer."""
+    """The tokens that decoding omits; empty without a tokenizer."""
     return frozenset() if tokenizer is None else _added(tokenizer, _size(tokenizer))[1]
 
 
@@ -31,11 +32,11 @@ def _size(tokenizer: Any) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _added(tokenizer: Any, size: int) -> tuple[dict[str, int], frozenset[int]]:
-    """size: of the vocabulary, which has grown where tokens were added since."""
+    """size: of the vocabulary; a part of the cache key, as tokens may be added later."""
     try:
-        special = [token for token, one in tokenizer.added_tokens_decoder.items() if one.special]
+        special = [token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special]
         return dict(tokenizer.get_added_vocab()), frozenset(special)
-    except (AttributeError, NotImplementedError):  # not every tokenizer tells more than its special tokens
+    except (AttributeError, NotImplementedError):  # some tokenizers list only their special tokens
         names = list(getattr(tokenizer, "all_special_tokens", ()))
         if not names:
             return {}, frozenset()
@@ -47,12 +48,14 @@ def in_grammar(tokenizer: Any, text: str) -> list[str]:
     """A text as symbols of a Lark grammar of llguidance: added tokens by id, the rest as strings."""
     added = added_tokens(tokenizer)
     longest_first = sorted(added, key=len, reverse=True)
-    pieces = re.split("|".join(f"({re.escape(one)})" for one in longest_first), text) if added else [text]
+    pieces = (
+        re.split("|".join(f"({re.escape(marker)})" for marker in longest_first), text) if added else [text]
+    )
     return [f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece]
 
 
 def shown_token_ids(tokenizer: Any, texts: Iterable[str]) -> tuple[int, ...]:
-    """The special tokens in these texts: those that decoding would leave out."""
+    """The special tokens in these texts, which decoding would omit."""
     added = added_tokens(tokenizer)
-    found = {added[one] for text in texts for one in added if one in text}
-    return tuple(sorted(found & special_token_ids(tokenizer)))
+    tokens = {added[marker] for text in texts for marker in added if marker in text}
+    return tuple(sorted(tokens & special_token_ids(tokenizer)))

@@ -1,7 +1,7 @@
-"""Values of arguments that a model writes as bare text: which JSON they stand for, by the tool's schema.
+"""JSON values of arguments that a model writes as bare text, by the tool's schema.
 
-A value that can only be a string is the text itself. Any other is the JSON that the text is; text that is none, or not
-of a type that the schema has, is a string all the same.
+A value that can only be a string is the text itself. Another value is the JSON that the text is; text that is not
+JSON, or not of a type of the schema, is a string all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["json_of", "resolved", "types_of"]
 
-_MOST_DEPTH = 16
+_MAX_DEPTH = 16
 _NAMES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -30,8 +30,9 @@ _WORDS = {
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """The schema that a chain of `$ref` within the root, or an `allOf` of one, leads to; {} where it leads nowhere."""
-    for _ in range(_MOST_DEPTH):
+    """The schema at the end of a chain of `$ref` within the root, or of an `allOf` with one entry; {} if there is
+    none."""
+    for _ in range(_MAX_DEPTH):
         if not isinstance(schema, dict):
             return {}
         if isinstance(path := schema.get("$ref"), str):
@@ -47,12 +48,12 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str] | None:
-    """The names of the JSON types that a schema has; None for any."""
+    """The names of a schema's JSON types; None for any type."""
     return _types_of(schema, root, {})
 
 
 def _types_of(schema: Any, root: Any, seen: dict[int, Any]) -> frozenset[str] | None:
-    """seen: the schemas that are counted already, by their ids."""
+    """seen: the schemas that have been visited, by their ids."""
     schema = resolved(schema, root)
     if id(schema) in seen:
         return frozenset()
@@ -61,14 +62,14 @@ def _types_of(schema: Any, root: Any, seen: dict[int, Any]) -> frozenset[str] | 
     if isinstance(named, str):
         return frozenset([named])
     if isinstance(named, list):
-        return frozenset(one for one in named if isinstance(one, str))
+        return frozenset(name for name in named if isinstance(name, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return frozenset(_NAMES[type(one)] for one in values)
-    ways = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(ways, list):
-        found = [_types_of(one, root, seen) for one in ways]
-        return None if None in found else frozenset().union(*(one for one in found if one is not None))
+        return frozenset(_NAMES[type(value)] for value in values)
+    alternatives = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(alternatives, list):
+        types = [_types_of(alternative, root, seen) for alternative in alternatives]
+        return None if None in types else frozenset().union(*(names for names in types if names is not None))
     return None
 
 
@@ -93,4 +94,4 @@ def json_of(text: str, types: frozenset[str] | None) -> str:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,7 +1,7 @@
-"""The bytes that a token stands for in a text. One token may be part of a character, and then has no text of its own.
+"""The bytes of a token. A token may be a part of a character, and then has no text of its own.
 
-Known are the decoders of byte-level vocabularies and of those that fall back to bytes; of any other, a token's bytes
-are those of its text as it is decoded alone.
+The decoders of byte-level vocabularies and of vocabularies with byte fallback are known; with other decoders, a
+token's bytes are those of its text when it is decoded alone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from quire.server.outputs.markers import added_tokens
 
-__all__ = ["shown", "token_bytes"]
+__all__ = ["text_of_bytes", "token_bytes"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Those of a token, of a special one its name's."""
+    """The bytes of a token; a special token's are those of its name."""
     return _reader(tokenizer)(token)
 
 
-def shown(data: bytes, prefix: str = "") -> str:
-    """The text of bytes; of those that are none as OpenAI writes them: the prefix and `\\xe2\\x82`."""
+def text_of_bytes(data: bytes, prefix: str = "") -> str:
+    """The text of bytes; of bytes that are not UTF-8, as OpenAI writes them: the prefix and `\\xe2\\x82`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -38,9 +38,9 @@ def _reader(tokenizer: Any) -> Callable[[int], bytes]:
     kinds = _decoder_kinds(tokenizer)
     piece: Callable[[str], bytes] | None = None
     if "ByteLevel" in kinds:
-        piece = _of_byte_level
+        piece = _byte_level_bytes
     elif "ByteFallback" in kinds or "Metaspace" in kinds:
-        piece = _of_sentence_piece
+        piece = _sentence_piece_bytes
 
     def read(token: int) -> bytes:
         if token in added:
@@ -54,7 +54,7 @@ def _reader(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _decoder_kinds(tokenizer: Any) -> set[str]:
-    """The names of the steps by which the tokenizers library makes text."""
+    """The types of the tokenizers library's decoding steps."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return set()
@@ -62,9 +62,11 @@ def _decoder_kinds(tokenizer: Any) -> set[str]:
     return {state["type"], *(step["type"] for step in state.get("decoders", ()))}
 
 
-def _of_byte_level(name: str) -> bytes:
+def _byte_level_bytes(name: str) -> bytes:
     table = _byte_of_symbol()
-    return b"".join(bytes([table[one]]) if one in table else one.encode("utf-8", "replace") for one in name)
+    return b"".join(
+        bytes([table[char]]) if char in table else char.encode("utf-8", "replace") for char in name
+    )
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def _byte_of_symbol() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
-def _of_sentence_piece(name: str) -> bytes:
-    if found := _BYTE.fullmatch(name):
-        return bytes([int(found[1], 16)])
+def _sentence_piece_bytes(name: str) -> bytes:
+    if match := _BYTE.fullmatch(name):
+        return bytes([int(match[1], 16)])
     return name.replace("\u2581", " ").encode("utf-8", "replace")

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, as OpenAI's API has them; what is ours is said so in each field's description."""
+"""Bodies of requests and answers, as in OpenAI's API; descriptions mark the fields that are Quire's own."""

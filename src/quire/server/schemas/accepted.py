@@ -1,7 +1,7 @@
-"""Fields that are accepted and change nothing about an answer: the whole list, with what is done with each.
+"""Fields that are accepted and change nothing about an answer: the complete list, with the effect of each.
 
-Clients send them to every server, or send back what another server's answer had. A field that asks for another answer
-is never here: it is obeyed, or it is refused by name (`unserved`). docs/server.md has this list as a table.
+Clients send them to every server, or send back fields of another server's answer. A field that asks for a different
+answer is never here: it is obeyed, or refused by name (`unserved`). docs/server.md has this list as a table.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ Body = TypeVar("Body", bound=StrictBody)
 
 
 class Accepted:
-    """Of a field that changes nothing about an answer. done: what is done with it."""
+    """Marks a field that changes nothing about an answer. effect: what the server does with it."""
 
-    def __init__(self, done: str) -> None:
-        self.done = done
+    def __init__(self, effect: str) -> None:
+        self.effect = effect
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(schema), "description": f"Accepted, changes no answer: {self.done}."}
+        return {**handler(schema), "description": f"Accepted, changes no answer: {self.effect}."}
 
 
 _CACHED = Accepted("prefixes are cached in any case")
-_OF_OTHERS = Accepted("left out: another provider's, of its own answers")
+_OF_OTHERS = Accepted("left out: a field of another provider's answers")
 _Anything = Annotated[Any, Field()]
 
 
 class AcceptedFields(StrictBody):
-    """Of completions and chat completions alike."""
+    """Fields of completions and chat completions."""
 
     user: Annotated[str | None, Accepted("not used: keys tell tenants apart")] = None
     safety_identifier: Annotated[str | None, Accepted("not used")] = None
@@ -70,10 +70,10 @@ class AcceptedFields(StrictBody):
 
 
 class AcceptedInChats(AcceptedFields):
-    """And of chat completions."""
+    """Fields of chat completions."""
 
     parallel_tool_calls: Annotated[
-        bool | None, Accepted("true is the default; false is obeyed: the first call alone is told")
+        bool | None, Accepted("true is the default; false is obeyed: only the first call is returned")
     ] = None
     verbosity: Annotated[str | None, Accepted("the model is not told; ask for it in a message")] = None
     cache_control: Annotated[_Anything, _CACHED] = None
@@ -88,39 +88,39 @@ class _AcceptedOfProviders(StrictBody):
 
 
 class AcceptedInMessages(_AcceptedOfProviders):
-    """Of messages."""
+    """Fields of messages."""
 
     id: Annotated[_Anything, Accepted("left out")] = None
     copilot_cache_control: Annotated[_Anything, _CACHED] = None
-    annotations: Annotated[_Anything, Accepted("left out: they tell of the text")] = None
-    parsed: Annotated[_Anything, Accepted("left out: it is the content, read")] = None
+    annotations: Annotated[_Anything, Accepted("left out: they describe the text")] = None
+    parsed: Annotated[_Anything, Accepted("left out: it is the parsed content")] = None
     reasoning_details: Annotated[_Anything, Accepted("left out; send the text in reasoning_content")] = None
     thinking_blocks: Annotated[_Anything, Accepted("left out; send the text in reasoning_content")] = None
 
 
 class AcceptedInParts(_AcceptedOfProviders):
-    """Of the parts of a message's content."""
+    """Fields of the parts of a message's content."""
 
     id: Annotated[_Anything, Accepted("left out")] = None
-    annotations: Annotated[_Anything, Accepted("left out: they tell of the text")] = None
+    annotations: Annotated[_Anything, Accepted("left out: they describe the text")] = None
     signature: Annotated[_Anything, _OF_OTHERS] = None
     prompt_cache_breakpoint: Annotated[_Anything, _CACHED] = None
 
 
 class AcceptedInCalls(_AcceptedOfProviders):
-    """Of the calls in a message."""
+    """Fields of the calls in a message."""
 
     index: Annotated[int | None, Accepted("calls are taken in the order of the list")] = None
 
 
 class AcceptedInFunctions(_AcceptedOfProviders):
-    """Of the function of such a call."""
+    """Fields of the function of such a call."""
 
-    parsed_arguments: Annotated[_Anything, Accepted("left out: it is the arguments, read")] = None
+    parsed_arguments: Annotated[_Anything, Accepted("left out: they are the parsed arguments")] = None
 
 
 class AcceptedInTools(StrictBody):
-    """Of tools."""
+    """Fields of tools."""
 
     cache_control: Annotated[_Anything, _CACHED] = None
 
@@ -137,25 +137,27 @@ _PLACES: tuple[tuple[str, type[StrictBody]], ...] = (
 
 
 def accepted_fields() -> Iterator[tuple[str, str, str]]:
-    """(where it stands: "" for the body, field, what is done with it) of each, once."""
-    told: set[tuple[str, str]] = set()
+    """(place in the body, "" for its top level; field; effect) of each field, once."""
+    yielded: set[tuple[str, str]] = set()
     for place, body in _PLACES:
         for name, field in body.model_fields.items():
-            for one in field.metadata:
-                if isinstance(one, Accepted) and (place, name) not in told:
-                    told.add((place, name))
-                    yield place, name, one.done
+            for mark in field.metadata:
+                if isinstance(mark, Accepted) and (place, name) not in yielded:
+                    yielded.add((place, name))
+                    yield place, name, mark.effect
 
 
 def without_accepted(body: Body) -> Body:
-    """The same without what changes nothing, in its parts too."""
-    kept: dict[str, Any] = {}
+    """The body without fields that change nothing, in its parts too."""
+    changed: dict[str, Any] = {}
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)
-        if value is not None and any(isinstance(one, Accepted) for one in field.metadata):
-            kept[name] = None
+        if value is not None and any(isinstance(mark, Accepted) for mark in field.metadata):
+            changed[name] = None
         elif isinstance(value, StrictBody):
-            kept[name] = without_accepted(value)
+            changed[name] = without_accepted(value)
         elif isinstance(value, list):
-            kept[name] = [without_accepted(one) if isinstance(one, StrictBody) else one for one in value]
-    return body.model_copy(update=kept)
+            changed[name] = [
+                without_accepted(entry) if isinstance(entry, StrictBody) else entry for entry in value
+            ]
+    return body.model_copy(update=changed)

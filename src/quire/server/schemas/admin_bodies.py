@@ -1,4 +1,4 @@
-"""`/admin`: bodies. Ours."""
+"""Bodies of `/admin`, Quire's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class AdminPrompt(StrictBody):
-    """A prompt, or messages, and whose: nobody's, as without keys, if no tenant is named."""
+    """A prompt, or messages, of a tenant; without a tenant, of requests without keys."""
 
     prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -37,7 +37,7 @@ class PinRequest(AdminPrompt):
     ttl: float | None = Field(
         None, gt=0, le=30 * 86400, description="Seconds after the last use; null: until it is unpinned."
     )
-    publish: bool = Field(False, description="Its tokens are every tenant's from then on.")
+    publish: bool = Field(False, description="Every tenant may read the prompt's blocks.")
 
 
 class PinCard(BaseModel):
@@ -58,13 +58,13 @@ class PinList(BaseModel):
 class ApiDropped(BaseModel):
     num_freed: int = Field(description="Blocks made free at once.")
     num_held: int = Field(
-        description="Blocks that running requests hold: not found from now on, free when these end."
+        description="Blocks that running requests hold: not found any more, freed when these end."
     )
 
 
 class Resize(StrictBody):
     kv_memory: Annotated[int, Field(ge=1, lt=2**62)] | Annotated[str, Field(max_length=32)] = Field(
-        description='A size ("1GiB", bytes) or a share of the memory that is free ("40%").'
+        description='A size ("1GiB", bytes) or a share of the free memory ("40%").'
     )
 
 
@@ -89,14 +89,14 @@ class Explained(BaseModel):
     lost_for: str | None
     elsewhere: str | None
     is_log_full: bool
-    silent_tiers: list[str] = Field(description="Tiers that failed when they were asked.")
-    is_end: bool = Field(description="The first token missing is one of the last, which fill no block.")
+    silent_tiers: list[str] = Field(description="Tiers that failed to answer.")
+    is_end: bool = Field(description="The first missing token is among the last ones, which fill no block.")
 
 
 class Flush(StrictBody):
-    tiers: bool = Field(True, description="Has the tiers hold all that memory does.")
-    memory: bool = Field(False, description="Forgets all that no request and no pin holds.")
+    tiers: bool = Field(True, description="Write memory's content to the tiers.")
+    memory: bool = Field(False, description="Evict all blocks that no request and no pin holds.")
 
 
 class Flushed(BaseModel):
-    num_freed: int = Field(description="Blocks made free.")
+    num_freed: int = Field(description="Freed blocks.")

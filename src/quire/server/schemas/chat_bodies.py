@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: bodies."""
+"""Bodies of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ __all__ = [
     "WholePromptFields",
 ]
 
-# Of a function. OpenAI's has 64 letters, digits, _ and -; bridges to MCP servers write longer ones with . : and /. Some
-# forms of a call write a name bare, so it has no blank, quote or bracket.
+# Of a function's name. OpenAI's names have 64 letters, digits, _ and -; bridges to MCP servers write longer ones with
+# . : and /. Some call formats write a name without quotes, so it has no blank, quote or bracket.
 TOOL_NAME = r"[a-zA-Z0-9_.:/-]{1,128}"
 
 
 class ThoughtChunk(StrictBody):
-    """Mistral's: a thought is a list of texts."""
+    """Mistral's: reasoning as a list of texts."""
 
     type: Literal["text"]
     text: str
 
 
 class ContentPart(AcceptedInParts, UnservedInParts):
-    """A text, or in an assistant's message a refusal or a thought: in the field that is named as its type."""
+    """A text or, in an assistant's message, a refusal or reasoning, in the field that its type names."""
 
     type: str = Field(max_length=64)
     text: str | None = None
     refusal: str | None = None
     thinking: str | list[ThoughtChunk] | None = None
-    data: str | None = Field(None, description="Of the type redacted_thinking: nobody can read it.")
+    data: str | None = Field(None, description="Of the type redacted_thinking: encrypted, ignored.")
 
 
 class FunctionCall(AcceptedInFunctions):
@@ -67,16 +67,16 @@ class ToolCall(AcceptedInCalls):
 class ChatMessage(AcceptedInMessages, UnservedInMessages):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[ContentPart] | None = None
-    refusal: str | None = Field(default=None, description="Of an assistant's message: content.")
+    refusal: str | None = Field(default=None, description="An assistant's refusal; becomes content.")
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(
         default=None,
-        description="An answer's thoughts, for chat templates that repeat them; others leave them out.",
+        description="An answer's reasoning, for chat templates that repeat it; others leave it out.",
     )
-    reasoning: str | None = Field(default=None, description="Likewise, by vLLM's name.")
-    thinking: str | None = Field(default=None, description="Likewise, by gpt-oss's and Ollama's.")
+    reasoning: str | None = Field(default=None, description="Likewise, vLLM's name.")
+    thinking: str | None = Field(default=None, description="Likewise, gpt-oss's and Ollama's name.")
 
 
 class Function(StrictBody):
@@ -90,8 +90,8 @@ class Tool(AcceptedInTools):
     type: Literal["function"]
     function: Function
 
-    def told(self) -> dict[str, Any]:
-        """What a chat template gets of it."""
+    def description(self) -> dict[str, Any]:
+        """The tool as a chat template gets it."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
 
 
@@ -108,12 +108,12 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class PromptFields(StrictBody):
-    """What a prompt is made of beside messages."""
+    """The fields that a prompt is made of, in addition to messages."""
 
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="vLLM's: what the chat template gets by these names, like enable_thinking."
+        None, description="vLLM's: arguments of the chat template, such as enable_thinking."
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
@@ -125,14 +125,14 @@ class PromptFields(StrictBody):
 
 
 class WholePromptFields(PromptFields):
-    """And beside messages that are all there is, rather than a conversation's next ones."""
+    """Further such fields where the messages are the whole prompt, not a conversation's next ones."""
 
     add_generation_prompt: bool | None = Field(
         None,
-        description="vLLM's: false: the prompt ends with the last message, and asks for no answer by itself.",
+        description="vLLM's: false: the prompt ends with the last message and asks for no answer.",
     )
     continue_final_message: bool | None = Field(
-        False, description="vLLM's: the answer goes on with the last message instead of beginning another."
+        False, description="vLLM's: the answer continues the last message instead of beginning another."
     )
     documents: list[dict[str, Any]] | None = Field(
         None, description="vLLM's: for a chat template that knows documents; others refuse them."
@@ -140,7 +140,7 @@ class WholePromptFields(PromptFields):
 
 
 class ChatFields(PromptFields, SamplingBody, UnservedInChats, AcceptedInChats):
-    """How a message is to be answered."""
+    """The fields that decide how a message is answered."""
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)

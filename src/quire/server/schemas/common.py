@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: sampling fields, usage, the bodies of errors."""
+"""Common parts of completions and chat completions: sampling fields, usage, bodies of errors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field()]
 
 
-def _numbers(biases: Any) -> Any:
-    """Refuses the first bias that is no number from -100 to 100: a dict has no such option as lists."""
+def _check_biases(biases: Any) -> Any:
+    """Refuses at the first bias that is not a number from -100 to 100: pydantic would report every entry of a
+    dict."""
     if isinstance(biases, dict):
         for token, bias in biases.items():
             try:
@@ -39,13 +40,13 @@ def _numbers(biases: Any) -> Any:
                 is_right = False
             if not is_right:
                 raise ValueError(
-                    f"expected numbers from -100 to 100, got another for the token {str(token)[:16]!r}"
+                    f"expected numbers from -100 to 100, got another value for the token {str(token)[:16]!r}"
                 )
     return biases
 
 
 class StreamOptions(StrictBody):
-    include_usage: bool | None = Field(False, description="A last event with the usage.")
+    include_usage: bool | None = Field(False, description="Adds a last event with the usage.")
     include_obfuscation: Annotated[Any, OneOf("events are not padded", False)] = None
     continuous_usage_stats: Annotated[Any, OneOf("the usage is that of the last event", False)] = None
 
@@ -85,7 +86,7 @@ class StructuredOutputs(StrictBody):
 
 
 class SamplingBody(UnservedFields, AcceptedFields):
-    """Fields that say how to draw tokens, and ours that say how to keep them. Unknown ones are refused by name."""
+    """Sampling fields, and Quire's own fields of caching. Unknown ones are refused by name."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")
     temperature: float | None = Field(None, ge=0, le=2)
@@ -96,25 +97,25 @@ class SamplingBody(UnservedFields, AcceptedFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_numbers)
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_check_biases)
     ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, description="Ours.")
     include_stop_str_in_output: bool | None = Field(
-        False, description="vLLM's: the text has what ended it, a stop string or a token of stop_token_ids."
+        False, description="vLLM's: the text includes the stop string or stop token that ended it."
     )
     min_tokens: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="vLLM's: nothing but max_tokens ends an answer of so many tokens or fewer; null: the model's own.",
+        description="vLLM's: only max_tokens ends an answer of at most so many tokens; null: the model's default.",
     )
     bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
-        None, max_length=256, description="vLLM's: words that are not written, see SamplingParams."
+        None, max_length=256, description="vLLM's: words that are never written, see SamplingParams."
     )
     allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, description="vLLM's: the only tokens that may come."
+        None, min_length=1, description="vLLM's: the only tokens that may be generated."
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's.")
@@ -123,21 +124,22 @@ class SamplingBody(UnservedFields, AcceptedFields):
     guided_choice: Choices | None = Field(None, description="Likewise.")
     guided_grammar: str | None = Field(None, description="Likewise.")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=1, lt=2**31, description="vLLM's: a longer prompt is cut to so many tokens."
+        None, ge=1, lt=2**31, description="vLLM's: a longer prompt is cut to this number of tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="vLLM's: where a prompt is cut, left if nothing is said: the last tokens stay."
+        None,
+        description="vLLM's: the side at which a prompt is cut; left, the default, keeps the last tokens.",
     )
     return_tokens_as_token_ids: bool | None = Field(
-        False, description="vLLM's: logprobs call tokens `token_id:N`."
+        False, description="vLLM's: logprobs name tokens `token_id:N`."
     )
     return_token_ids: bool | None = Field(
         False, description="vLLM's: the answer has token_ids and prompt_token_ids."
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="vLLM's: whether a text gets the tokens that the tokenizer begins texts with. Default: "
-        "prompts do, messages do not.",
+        description="vLLM's: whether a text gets the tokenizer's special first tokens. Default: prompts do, "
+        "messages do not.",
     )
     ignore_eos: bool | None = Field(False, description="Ours: end tokens do not end the answer.")
     n: int | None = Field(1, ge=1)
@@ -146,25 +148,25 @@ class SamplingBody(UnservedFields, AcceptedFields):
     cache_salt: str | None = Field(
         None,
         max_length=1024,
-        description="Ours: sets the content of this request's cache apart within its tenant.",
+        description="Ours: separates this request's cached content from others' of the tenant.",
     )
     priority: int | None = Field(
-        None, ge=0, le=2**20, description="Ours: smaller is served first, within what the tenant may have."
+        None, ge=0, le=2**20, description="Ours: smaller is served first, within the tenant's rights."
     )
     cache_priority: Literal["keep", "normal", "discard"] | None = Field(
         None,
-        description="Ours: how long its content stays cached, beside others'.",
+        description="Ours: how early its cached content is evicted.",
     )
     keep_for: float | None = Field(
-        None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's content is pinned."
+        None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's blocks are pinned."
     )
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """The tokens of a prompt that `truncate_prompt_tokens` leaves."""
-        most = self.truncate_prompt_tokens
-        if most is None:
+        """The prompt's tokens after `truncate_prompt_tokens`."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
             return token_ids
-        return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
+        return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
 
 
 class PromptTokensDetails(BaseModel):
@@ -191,11 +193,11 @@ class Error(BaseModel):
     message: str
     type: str
     param: str | None = None
-    code: str | None = None
+    code: str
 
 
 class ErrorBody(BaseModel):
-    """What every status from 400 on comes with."""
+    """The body of every answer with a status from 400 on."""
 
     error: Error
 
@@ -216,13 +218,13 @@ class ModelList(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in {
-        400: "The request cannot be served as it is; the message says why.",
+        400: "The request cannot be served; the message says why.",
         401: "No API key, or an unknown one.",
         403: "This key may not do that.",
-        404: "There is no such model or thing.",
+        404: "There is no such model or object.",
         409: "The conversation is being answered, or has changed meanwhile.",
         413: "The body is too large.",
-        429: "Too many requests are waiting; come back after Retry-After seconds.",
+        429: "Too many requests are waiting; try again after Retry-After seconds.",
         500: "The server failed.",
         503: "The server is stopping, or its engine has failed.",
     }.items()

@@ -1,4 +1,4 @@
-"""`/v1/completions`: bodies."""
+"""Bodies of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CompletionRequest(SamplingBody):
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = False
-    best_of: int | None = Field(None, ge=1, description="Only n itself.")
+    best_of: int | None = Field(None, ge=1, description="Has to equal n.")
     suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
     prompt_embeds: Annotated[Any, OneOf("a prompt is text or tokens")] = None
     json_schema: dict[str, Any] | None = Field(None, description="Ours: the answer is JSON of this schema.")

@@ -1,4 +1,4 @@
-"""`/quire/conversations`: bodies. Ours."""
+"""Bodies of `/quire/conversations`, Quire's own."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ Salt = Annotated[str | None, Field(max_length=1024)]
 class NewConversation(StrictBody):
     """At most one of messages, text, tokens and snapshot."""
 
-    messages: Messages | None = Field(None, description="How the first turn begins.")
+    messages: Messages | None = Field(None, description="The beginning of the first turn.")
     text: str | None = None
     tokens: Tokens | None = None
-    snapshot: str | None = Field(None, description="The name of one that was kept.")
-    recompute: bool = Field(False, description="Takes a snapshot's tokens also where it was another model's.")
-    cache_salt: Salt = Field(None, description="Of all turns, see `/v1/completions`.")
+    snapshot: str | None = Field(None, description="The name of a snapshot.")
+    recompute: bool = Field(False, description="Accepts a snapshot of another model: its tokens.")
+    cache_salt: Salt = Field(None, description="For all turns, see `/v1/completions`.")
 
 
 class Turn(ChatFields):
-    """At most one of messages, text and tokens; none: the model goes on where the conversation ends."""
+    """At most one of messages, text and tokens; without any, the model continues the conversation."""
 
-    messages: Messages | None = Field(None, description="Framed by the chat template as it goes on.")
+    messages: Messages | None = Field(None, description="Rendered by the chat template as a continuation.")
     text: str | None = None
     tokens: Tokens | None = None
     add_special_tokens: Annotated[Any, OneOf("a turn has what its conversation needs")] = None
     truncate_prompt_tokens: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
     truncation_side: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
-    generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
+    generate: bool = Field(True, description="Whether the model answers; false appends text or tokens.")
 
 
 class Rewind(StrictBody):
-    """Either of both."""
+    """Either position or turns."""
 
-    position: int | None = Field(None, ge=0, lt=2**31, description="Tokens that are left.")
-    turns: int | None = Field(None, ge=1, lt=2**31, description="Answers to forget, with what was asked.")
+    position: int | None = Field(None, ge=0, lt=2**31, description="Number of tokens to keep.")
+    turns: int | None = Field(None, ge=1, lt=2**31, description="Number of turns to remove.")
 
 
 class SnapshotRequest(StrictBody):
@@ -71,7 +71,7 @@ class ConversationCard(BaseModel):
     object: str = "conversation"
     created: int
     num_tokens: int
-    turns: list[int] = Field(description="The number of tokens before each turn: where it can be rewound to.")
+    turns: list[int] = Field(description="The number of tokens before each turn, to rewind to.")
 
 
 class ConversationDetails(ConversationCard):
@@ -89,7 +89,7 @@ class ConversationAnswer(ChatCompletion):
 
 
 class Rewound(ConversationCard):
-    num_cached_tokens: int = Field(description="Of those left, tokens that memory has.")
+    num_cached_tokens: int = Field(description="Tokens of the rest that are in memory.")
 
 
 class Deleted(BaseModel):
@@ -101,7 +101,7 @@ class Deleted(BaseModel):
 class SnapshotCard(BaseModel):
     name: str
     num_tokens: int
-    num_stored_tokens: int = Field(description="Those whose keys and values the disk has.")
+    num_stored_tokens: int = Field(description="Tokens whose keys and values are on disk.")
     model: str
     is_usable: bool
     made_at: float

@@ -1,4 +1,4 @@
-"""`StrictBody`: what every body, and every part of one, is made from. What a wrong one costs is bounded here."""
+"""`StrictBody`: the base of every body and of its parts. It bounds the cost of a wrong one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _end_at_first_error(schema: Any) -> None:
 
 
 class StrictBody(BaseModel):
-    """A body, or a part of one, whose every field is known here: an unknown one is refused unless it is null.
+    """A body or a part of one. An unknown field is refused unless it is null.
 
-    A list's first wrong item is the last one looked at: an error for each took gigabytes and half a minute.
+    A list's first wrong item ends its validation: an error for each item took gigabytes and half a minute.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())

@@ -1,4 +1,4 @@
-// One answer: a request through the public API as anybody sends it, read as it streams, and measured.
+// One answer: a request through the public API, read as a stream and measured.
 
 import { Refused, stream } from "./server.js";
 
@@ -7,14 +7,14 @@ export function newId() {
 }
 
 export class Answer {
-  // path: of the API; body: but for how it is streamed. tell(answer): something of it is new.
+  // path: of the API; body: without the fields of streaming. tell(answer): called with every change.
   constructor(path, body, tell) {
     this.path = path;
     this.body = { ...body, stream: true, stream_options: { include_usage: true } };
     this.tell = tell;
     this.id = newId();
     this.text = this.thoughts = "";
-    this.events = 0; // with text: about the tokens, until the usage is known
+    this.events = 0; // with text: about the number of tokens, until the usage is known
     this.usage = this.reason = this.stopReason = null;
     this.isDone = this.isStopped = false;
     this.stopping = new AbortController();
@@ -22,14 +22,14 @@ export class Answer {
 
   get count() { return this.usage?.completion_tokens ?? this.events; }
   get firstS() { return this.firstAt === undefined ? null : (this.firstAt - this.begunAt) / 1000; }
-  get speed() { // tokens a second behind the first one
+  get speed() { // tokens a second, without the first token
     const spent = (this.lastAt - this.firstAt) / 1000;
     return spent > 0 && this.count > 1 ? (this.count - 1) / spent : null;
   }
 
   stop() { this.isStopped = true; this.stopping.abort(); }
 
-  // To its end. Throws what the server refuses, and where the connection ends before the answer does.
+  // Reads to the end. Throws a refusal of the server, and an error if the connection ends before the answer does.
   async read() {
     this.begunAt = performance.now();
     try {

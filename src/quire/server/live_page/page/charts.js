@@ -1,4 +1,4 @@
-// Lines over time with both axes, as SVG: numbers at the ticks, the unit beside the title.
+// Lines over time with both axes, as SVG: numbers at the ticks, the unit next to the title.
 
 import { bytes, number, seconds } from "./format.js";
 
@@ -12,8 +12,8 @@ const nice = (least) => {
 };
 const niceOf2 = (least) => 2 ** Math.ceil(Math.log2(least) - 1e-9);
 
-// Of a scale: its unit, how many of the values make one, both by the highest value, and a round step of at least so much,
-// between ticks up to `most` units.
+// A scale by the highest value: its unit, the unit's size in values, and a round step between ticks of at least `least`
+// units, on an axis of `most` units.
 export const SCALES = {
   rate: () => ({ unit: "tokens/s", size: 1, step: (least) => Math.max(1, nice(least)) }),
   seconds: (highest) => (highest < 1 ? { unit: "ms", size: 0.001, step: (least) => Math.max(1, nice(least)) } : { unit: "s", size: 1, step: nice }),
@@ -34,8 +34,7 @@ function shape(name, attributes, ...children) {
 }
 
 // figure: with an h3, its .unit, and an svg. times: of the points, seconds. series: [{values, ink, fill}], null values
-// leave a gap. top: the highest value of the axis, if that is fixed. label: what is
-// told instead of the picture.
+// leave a gap. top: the highest value of the axis, if fixed. label: a text in place of the picture.
 export function drawChart(figure, times, series, { scale, top = null, label }) {
   const svg = figure.querySelector("svg");
   const [width, height] = [svg.clientWidth, svg.clientHeight];

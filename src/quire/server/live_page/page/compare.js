@@ -5,7 +5,7 @@ import { keyDialog, send } from "./server.js";
 import { errorWords } from "./words.js";
 
 const COLUMNS = 32;
-const NOBODY = -1;
+const NO_OWNER = -1;
 const CACHED = -2;
 const $ = (id) => document.getElementById(id);
 let session = null;
@@ -15,8 +15,8 @@ let chain = Promise.resolve(); // one call at a time, in order
 
 const RESERVED = {
   max: "as long as it may ever become",
-  pow2: "the next power of two; what is free may lie in gaps",
-  exact: "just what it will need; what is free may lie in gaps",
+  pow2: "the next power of two; free memory may lie in gaps",
+  exact: "just what it will need; free memory may lie in gaps",
 };
 const TELLS = {
   paged: (s) => `blocks of ${s.block_size} ${s.block_size === 1 ? "token" : "tokens"}, anywhere; prefixes shared`,
@@ -24,7 +24,7 @@ const TELLS = {
   growing: () => "a buffer for each layer, replaced by a larger one when full",
   virtual: () => "pieces of 32 tokens mapped behind each other; prefixes shared",
 };
-// Requests, prompt, output and shared tokens: short ones between long ones, so that ranges that end leave gaps.
+// Requests, prompt, output and shared tokens: short requests between long ones, so that finished ones leave gaps.
 const DEMO = [[2, 40, 60, 0], [2, 280, 60, 0], [3, 60, 20, 0], [8, 168, 80, 128], [2, 300, 180, 0], [4, 40, 30, 0], [6, 200, 150, 0]];
 const ROWS = [
   ["Running now", (s) => number(s.running), (s) => s.running],
@@ -43,14 +43,14 @@ const ROWS = [
   ["Simulated time", (s) => `${number(s.seconds, 1)} s`],
 ];
 
-// path: behind the session's own, which is the one there is when its turn comes; null: of no session yet.
+// path: behind that of the session, which is read when the call's turn comes; null: makes a session.
 function call(method, path, body) {
   const next = chain.then(async () => {
     if (path !== null && !session) return;
     try {
       const answer = await send(method, `/window/storages${path === null ? "" : `/${session}${path}`}`, body);
       if (answer) take(answer);
-      else session = null; // it is deleted
+      else session = null; // the answer to DELETE
     } catch (error) {
       setStatus(errorWords(error), "lost");
       if (error.status === 401 || error.status === 403) openKey();
@@ -76,7 +76,7 @@ function start() {
 
 async function begin() {
   await call("DELETE", "");
-  $("storages").replaceChildren(); // what they tell of themselves depends on the settings
+  $("storages").replaceChildren(); // their descriptions depend on the settings
   await call("POST", null, { block_size: Number($("block-size").value), reservation: $("reservation").value });
   for (const one of DEMO) await add(...one);
 }
@@ -140,7 +140,7 @@ function drawStorage(section, one) {
   const full = size - 1.5;
   one.owners.forEach((owner, at) => {
     const [x, y] = [(at % COLUMNS) * size, Math.floor(at / COLUMNS) * size];
-    paint.fillStyle = owner === CACHED ? cached : owner < NOBODY ? in_flight : free;
+    paint.fillStyle = owner === CACHED ? cached : owner < NO_OWNER ? in_flight : free;
     paint.fillRect(x, y, full, full);
     if (owner < 0) return;
     const ink = inks[owner % inks.length];

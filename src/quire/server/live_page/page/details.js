@@ -1,4 +1,4 @@
-// One block, or one sequence, after a click. Everything that came out of a model or a prompt is set as text.
+// One block or one sequence, after a click. Everything that comes from a model or a prompt is set as text.
 
 import { announce, bytes, make, number, runs } from "./format.js";
 import { get } from "./server.js";
@@ -34,7 +34,7 @@ function tokenText(before, texts, tokens) {
   return place;
 }
 
-// A cell of the map: one block, or many of which one is to be chosen; of tokens or pages all that it stands for.
+// A cell of the map: one block, or a list of many to choose from; for tokens or pages, the whole range.
 export async function showBlocks(first, last, kind = "block") {
   const Kind = kind[0].toUpperCase() + kind.slice(1);
   if (last > first && kind === "block") {
@@ -52,7 +52,7 @@ export async function showBlocks(first, last, kind = "block") {
     const it = await get(`/window/blocks/${first}${last > first ? `?last=${last}` : ""}`);
     const held = it.holders.length
       ? it.holders.flatMap((one, i) => [i ? ", " : "", holderLink(one)])
-      : [it.state === "cached" ? "nobody: it may be given up when room is needed" : "nobody"];
+      : [it.state === "cached" ? "no request: it may be evicted when room is needed" : "no request"];
     if (it.num_holders > it.holders.length) held.push(` and ${it.num_holders - it.holders.length} more`);
     const rows = [["State", it.state], ["Held by", held]];
     if (it.tenant !== null) rows.push(["Tenant", it.tenant]);

@@ -1,4 +1,4 @@
-// Numbers as people read them, and elements whose content is always text.
+// Numbers in readable form, and elements whose content is always text.
 
 export function number(value, digits = 0) {
   if (value === null || value === undefined) return "–";
@@ -36,8 +36,8 @@ export function make(name, properties = {}, ...children) {
   return element;
 }
 
-// The rows of a table, changed in place, so that who reads it with a screen reader keeps the place. Of a row: the header's
-// text, then each cell's; `dress(cell, row, column)` may give a cell more than text.
+// The rows of a table, changed in place, so that a screen reader keeps its place. A row: the header's text, then each
+// cell's; `dress(cell, row, column)` may add more than text to a cell.
 export function fillRows(body, rows, dress = () => {}) {
   while (body.children.length > rows.length) body.lastElementChild.remove();
   rows.forEach((texts, r) => {
@@ -52,7 +52,7 @@ export function fillRows(body, rows, dress = () => {}) {
   });
 }
 
-// A legend: [ink or null, name, count, meaning] of each entry; changed in place.
+// A legend, changed in place: [ink or null, name, count, meaning] for each entry.
 export function fillLegend(list, entries) {
   while (list.children.length > entries.length) list.lastElementChild.remove();
   entries.forEach(([ink, name, count, meaning = ""], i) => {

@@ -1,4 +1,4 @@
-// The live view: events of the server into figures, the map, charts, requests, the tree and evictions.
+// The live page: the server's events as figures, the map, charts, requests, the tree and evictions.
 
 import { drawChart } from "./charts.js";
 import { announce, bytes, fillLegend, make, number, percent, runs, seconds } from "./format.js";
@@ -9,7 +9,7 @@ import { Try } from "./try.js";
 import { LOSSES, PHASES, PREEMPTED, errorWords, lossWords, phaseKind, phaseWords } from "./words.js";
 
 const MOST_POINTS = 480;
-const MOST_RUNS = 8; // of a block table; a click shows all
+const MOST_RUNS = 8; // of a block table; a click shows all of them
 const $ = (id) => document.getElementById(id);
 const state = { history: [] };
 let isAdmin = false;
@@ -77,16 +77,16 @@ function drawCharts() {
     label: `Memory: ${bytes(memory.used)} in use and ${bytes(memory.cached)} cached of ${bytes(memory.total)}` });
   fillLegend($("memory-legend"), [["--held", "memory in use", bytes(memory.used)], ["--cached", "memory cached", bytes(memory.cached)],
     ...memory.tiers.map((tier, i) => [`--c${2 + i}`, `tier ${tier.name}`, bytes(tier.bytes)]),
-    [null, "given to the cache", bytes(memory.total)], [null, "taken from the system so far", bytes(memory.committed)]]);
+    [null, "of the cache", bytes(memory.total)], [null, "taken from the system so far", bytes(memory.committed)]]);
 }
 
 // -- the map --------------------------------------------------------------------------------------------------
 
 const UNIT_IS = {
   block: (size) => `A block is the room for the keys and values of ${number(size)} consecutive ${size === 1 ? "token" : "tokens"}: `
-    + "memory is handed out, shared and given back by blocks.",
-  token: () => "This storage hands out one range of tokens to each sequence. A token's place holds its keys and values in all layers.",
-  page: () => "This storage hands out buffers to each sequence, one for each layer. A page is a piece of such a buffer.",
+    + "memory is allocated, shared and freed by blocks.",
+  token: () => "This storage gives each sequence one range of tokens. A token's place holds its keys and values in all layers.",
+  page: () => "This storage gives each sequence buffers, one for each layer. A page is a piece of such a buffer.",
 };
 
 function drawMapText() {
@@ -97,7 +97,7 @@ function drawMapText() {
   setText($("map-title"), `${Block}s`);
   setText($("map-table-block"), `${Block}s`);
   setText($("find-label"), `${Block} number`);
-  setText($("map-help"), `Click a ${state.block} to see its tokens and who holds it. With the keyboard: arrow keys move, Enter opens.`);
+  setText($("map-help"), `Click a ${state.block} to see its tokens and holders. With the keyboard: arrow keys move, Enter opens.`);
   setText($("block-is"), UNIT_IS[state.block]?.(state.block_size) ?? "");
   $("map-size").textContent = `${number(blocks)} ${state.block}s${size}; ${each}`;
   drawLegend($("legend"), $("map-table"), state.counts, state.tenants ?? [], map.colours);
@@ -120,7 +120,7 @@ document.addEventListener("quire-mark", (event) => map.mark(event.detail));
 
 // -- requests, the tree, evictions ---------------------------------------------------------------------------
 
-// Rows are kept, so that focus stays where it is while figures change.
+// Rows are reused, so that the focus stays in place while figures change.
 function keepRows(body, rows, keyOf, fill) {
   const columns = [...body.parentElement.tHead.rows[0].cells];
   const fresh = () => make("tr", { role: "row" }, ...columns.map((column, i) => (i
@@ -139,7 +139,7 @@ function keepRows(body, rows, keyOf, fill) {
   wanted.forEach((row, i) => { if (body.children[i] !== row) body.insertBefore(row, body.children[i] ?? null); });
 }
 
-// One row across the table where there is nothing to list.
+// One row across the table if there is nothing to list.
 const noRows = (body, text) => body.replaceChildren(make("tr", { role: "row" },
   make("td", { role: "cell", colSpan: body.parentElement.tHead.rows[0].cells.length, className: "muted none" }, text)));
 
@@ -167,7 +167,7 @@ function drawSequences() {
     setTexts(rest, [one.tenant, number(one.tokens), number(one.computed), number(one.cached), seconds(one.age),
       one.blocks ? (one.hidden_runs || one.runs.length > MOST_RUNS ? "… " : "") + runs(one.runs.slice(-MOST_RUNS)) : "–"]);
   });
-  if (!all.length) noRows($("sequences"), "Nothing runs or waits.");
+  if (!all.length) noRows($("sequences"), "No sequence runs or waits.");
 }
 
 function branchName(one) {
@@ -185,7 +185,7 @@ function drawTree() {
       name.dataset.about = about;
       name.style.paddingLeft = `${Math.min(one.level, 12) * 0.9}rem`;
       const text = [one.level ? "└ " : "", ...branchName(one)];
-      const button = one.block === null ? make("span", {}, ...text, " (given up)")
+      const button = one.block === null ? make("span", {}, ...text, " (evicted)")
         : make("button", { type: "button", className: "link name", title: `node ${one.node}` }, ...text);
       if (one.block !== null) button.addEventListener("click", () => showBlocks(one.block, one.block));
       name.replaceChildren(button);
@@ -194,7 +194,7 @@ function drawTree() {
       number(one.tokens), number(one.size), number(one.held), number(one.cached), one.readers > 1 ? number(one.readers) : "–",
       `${one.older ? "> " : ""}${seconds(one.age)}`, one.held ? "in use" : seconds(one.idle)]);
   });
-  if (!rows.length) noRows($("tree"), state.block === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.");
+  if (!rows.length) noRows($("tree"), state.block === "block" ? "No prefix is known yet." : "This storage shares no prefixes; paged and virtual do.");
 }
 
 function drawEvictions() {
@@ -210,7 +210,7 @@ function drawEvictions() {
     setTexts(cells, [age < 1 ? "just now" : `${seconds(age)} ago`, lossWords(one), one.tenant ?? "–", `${number(one.blocks)}${one.more ? " or more" : ""}`,
       `${number(one.tokens)}${one.more ? " or more" : ""}`, least === most ? least : `${least} to ${most}`, `${one.begins ? "" : "…"}${one.words ?? "–"}`]);
   });
-  if (!evictions.length) noRows($("evictions"), state.block === "block" ? "Nothing has been given up." : "This storage keeps nothing to give up.");
+  if (!evictions.length) noRows($("evictions"), state.block === "block" ? "No block has been evicted." : "This storage caches no blocks.");
 }
 
 $("phases").replaceChildren(...[...Object.values(PHASES), PREEMPTED].flatMap(([name, meaning, kind = "wait"]) =>

@@ -1,17 +1,17 @@
-// The block map: a canvas of cells, each one block or, of a large pool, the shares of many.
+// The block map: a canvas of cells; a cell is one block or, for a large pool, the shares of many.
 
 import { announce, colour, fillLegend, fillRows, number, percent } from "./format.js";
 import { BLOCK_STATES } from "./words.js";
 
 const STATES = Object.keys(BLOCK_STATES);
-const NOBODY = 255;
+const NO_OWNER = 255;
 const TENANT_COLOURS = 15;
-const IDLE_STEPS = ["less than 10 s", "10 s to 1 min", "1 to 10 min", "10 min to 1 h", "1 h or more"]; // as snapshot.py's
+const IDLE_STEPS = ["less than 10 s", "10 s to 1 min", "1 to 10 min", "10 min to 1 h", "1 h or more"]; // as in page_snapshot.py
 
 const decode = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 
 export class BlockMap {
-  // open(block): somebody wants to see it
+  // open(first, last): shows the details of blocks
   constructor(canvas, open) {
     this.canvas = canvas;
     this.open = open;
@@ -20,7 +20,7 @@ export class BlockMap {
     this.cells = new Uint8Array(0);
     this.owners = null;
     this.tenants = [];
-    this.idle = null; // a cell's step, or NOBODY
+    this.idle = null; // each cell's step, or NO_OWNER
     this.colours = "state"; // or "tenant", "idle"
     this.marked = new Set(); // cells
     this.markedRuns = [];
@@ -94,15 +94,15 @@ export class BlockMap {
       paint.fillStyle = inks[0];
       paint.fillRect(x, y, full, full);
       const [cached, held, in_flight, pinned] = this.cells.subarray(4 * at, 4 * at + 4);
-      const owner = this.colours === "tenant" && this.owners ? this.owners[at] : NOBODY;
-      const idle = this.colours === "idle" && this.idle ? this.idle[at] : NOBODY;
+      const owner = this.colours === "tenant" && this.owners ? this.owners[at] : NO_OWNER;
+      const idle = this.colours === "idle" && this.idle ? this.idle[at] : NO_OWNER;
       let bottom = y + full;
       for (const [share, state] of [[pinned, 4], [held, 2], [in_flight, 3], [cached, 1]]) {
         if (!share) continue;
         const high = Math.min(bottom - y, Math.max(1, (full * share) / 255));
-        paint.globalAlpha = owner !== NOBODY && state === 1 ? 0.42 : 1;
+        paint.globalAlpha = owner !== NO_OWNER && state === 1 ? 0.42 : 1;
         if (state === 1 && this.colours === "idle") paint.fillStyle = idleInks[idle] ?? colour("--gone");
-        else paint.fillStyle = owner === NOBODY ? inks[state] : tenantInks[Math.min(owner, TENANT_COLOURS - 1)];
+        else paint.fillStyle = owner === NO_OWNER ? inks[state] : tenantInks[Math.min(owner, TENANT_COLOURS - 1)];
         paint.fillRect(x, bottom - high, full, high);
         paint.globalAlpha = 1;
         bottom -= high;
@@ -125,7 +125,7 @@ export class BlockMap {
     const first = cell * this.perCell;
     const last = Math.min(first + this.perCell, this.blocks) - 1;
     const [cached, held, in_flight, pinned] = this.cells.subarray(4 * cell, 4 * cell + 4);
-    const owner = this.owners && this.owners[cell] !== NOBODY ? this.tenants[this.owners[cell]]?.name : null;
+    const owner = this.owners && this.owners[cell] !== NO_OWNER ? this.tenants[this.owners[cell]]?.name : null;
     const idle = cached && this.idle ? IDLE_STEPS[this.idle[cell]] : undefined;
     const of = (owner ? `, of ${owner}` : "") + (idle ? `, unused for ${idle}` : "");
     if (this.perCell === 1) {
@@ -170,7 +170,7 @@ export function drawLegend(list, table, counts, tenants, colours) {
   fillLegend(list, {
     state: states,
     tenant: [...tenants.map((one, i) => [`--c${Math.min(i, TENANT_COLOURS - 1)}`, one.name, number(one.blocks)]),
-      [null, "", "", "paler: cached, held by nobody"]],
+      [null, "", "", "paler: cached, not held"]],
     idle: [...states.filter(([ink]) => ink !== "--cached"),
       ...IDLE_STEPS.map((name, i) => [`--i${i}`, `unused for ${name}`, ""]), ["--gone", "cached, time not known", ""]],
   }[colours]);

@@ -1,4 +1,4 @@
-// Requests to this server: the key, JSON, and server-sent events. The key is in this module's memory and nowhere else.
+// Requests to this server: the key, JSON, and server-sent events. Only this module's memory holds the key.
 
 let key = "";
 
@@ -9,7 +9,7 @@ function headers(more = {}) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
-// What the server refuses: `status` of an answer, or `type` of an error that came within a stream.
+// A refusal of the server: `status` of an answer, or `type` of an error within a stream.
 export class Refused extends Error {
   constructor(status, message, { type, retryAfter } = {}) {
     super(message);
@@ -38,7 +38,7 @@ export async function send(method, path, body, signal) {
 }
 
 // The events of a stream of bytes, as JSON. Comments (lines that begin with a colon) and fields other than `data` are
-// passed over, an event of an error is thrown, and [DONE] is told as null, the last one.
+// skipped, an error event is thrown, and [DONE] becomes null, the last event.
 export async function* readEvents(bytes) {
   const reader = bytes.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -65,7 +65,7 @@ export async function* readEvents(bytes) {
   }
 }
 
-// [the response's headers, an iterator over its events]. id: by which the server shall call the request.
+// [the response's headers, an iterator over its events]. id: the request's id in the server.
 export async function stream(path, { method = "GET", body, signal, id } = {}) {
   const more = body === undefined ? {} : { "Content-Type": "application/json" };
   if (id !== undefined) more["X-Request-Id"] = id;
@@ -75,7 +75,7 @@ export async function stream(path, { method = "GET", body, signal, id } = {}) {
   return [response.headers, readEvents(response.body)];
 }
 
-// The dialog in which a key is typed; `changed` is called with it in use.
+// The dialog for a key; `changed` is called once the new key is in use.
 export function keyDialog(changed) {
   const dialog = document.getElementById("key-dialog");
   const input = document.getElementById("key");

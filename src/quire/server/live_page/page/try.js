@@ -1,5 +1,5 @@
-// The box: a chat by the model's template, or a raw completion, through the same API that everybody uses; what is sent
-// is followed in the events.
+// The "Try it" box: a chat by the model's template, or a raw completion, through the public API; the request is then
+// followed in the events.
 
 import { Answer } from "./answer.js";
 import { announce, make, number, percent, runs } from "./format.js";
@@ -12,7 +12,7 @@ const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 
 const isAtEnd = (box) => box.scrollHeight - box.scrollTop - box.clientHeight < 40;
 
-// What is typed into the fields, by the names that the API has. Throws, in words, where a field has no number.
+// The fields' values by the API's names. Throws an error with a message if a field is not a number.
 function parameters() {
   const found = {};
   const read = (id, name) => {
@@ -28,15 +28,15 @@ function parameters() {
 }
 
 export class Try {
-  // mark(runs): the blocks to be outlined
+  // mark(runs): outlines blocks
   constructor(mark) {
     this.mark = mark;
     this.mode = "chat";
-    this.messages = []; // of the conversation, but for the system's
+    this.messages = []; // of the conversation, without the system prompt
     this.running = null;
-    this.seen = null; // its sequence, by the newest update
-    this.block = "block"; // or what else the storage hands out
-    this.isChosen = false; // a person has chosen a mode
+    this.seen = null; // its sequence in the newest update
+    this.block = "block"; // the storage's name of a block
+    this.isChosen = false; // the user has chosen a mode
     $("try").addEventListener("submit", (event) => { event.preventDefault(); this.#send(); });
     $("stop").addEventListener("click", () => this.running?.stop());
     $("new-chat").addEventListener("click", () => this.#clear());
@@ -71,7 +71,7 @@ export class Try {
     this.#hint();
   }
 
-  // Whether the model has a chat template; one without is better served by its raw completion.
+  // Whether the model has a chat template; without one the raw completion serves it better.
   setTemplate(hasTemplate) {
     if (this.hasTemplate === hasTemplate) return;
     this.hasTemplate = hasTemplate;
@@ -81,7 +81,7 @@ export class Try {
 
   #hint() { $("no-template").hidden = this.mode !== "chat" || this.hasTemplate !== false; }
 
-  // The sequences of an update: ours among them?
+  // Finds our sequence among those of an update.
   follow(sequences, block) {
     const mine = this.running && sequences.find((one) => one.id === this.running.id);
     if (!mine) return;
@@ -96,7 +96,7 @@ export class Try {
     $("try-status").classList.toggle("error", isError);
   }
 
-  // While it runs.
+  // Shows the state of the running answer.
   #tell() {
     const { running: answer, seen: one } = this;
     if (!answer) return;
@@ -170,7 +170,7 @@ export class Try {
     }
   }
 
-  // How much of the prompt was cached, drawn.
+  // The cached share of the prompt, as a bar.
   #bar(answer) {
     if (!answer.usage) return [];
     const { prompt_tokens: all, prompt_tokens_details: { cached_tokens: cached } = { cached_tokens: 0 } } = answer.usage;
@@ -179,14 +179,14 @@ export class Try {
     return [make("span", { className: "share", "aria-hidden": "true" }, share)];
   }
 
-  // Changes a view; who reads its end goes on doing so.
+  // Changes a view; a view that was scrolled to its end stays there.
   #follow(view, change) {
     const follows = isAtEnd(view.box);
     change();
     if (follows) view.box.scrollTop = view.box.scrollHeight;
   }
 
-  // The views of an answer: where its parts go.
+  // The views of an answer's parts.
   #turn(text) {
     const parts = { thoughts: make("div", { className: "thoughts" }), text: make("div", { className: "text" }), meta: make("p", { className: "meta" }) };
     const mine = make("li", { className: "turn user" }, make("h3", {}, "You"), make("div", { className: "text" }, text));

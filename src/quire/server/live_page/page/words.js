@@ -1,30 +1,30 @@
-// The words for states, phases, reasons and errors: what the server calls by a code is told in a sentence.
+// The words for states, phases, reasons and errors: sentences for the server's codes.
 
 import { number, seconds } from "./format.js";
 
-// Of blocks: the name, and the meaning that the legend tells.
+// Of blocks: the name, and its meaning in the legend.
 export const BLOCK_STATES = {
-  free: ["free", "nothing in it"],
-  cached: ["cached", "in use by nobody, kept in case it is asked for again"],
+  free: ["free", "empty"],
+  cached: ["cached", "not in use, kept for a later request"],
   held: ["held", "in use by a request"],
-  in_flight: ["in flight", "let go, but a step still reads it"],
-  pinned: ["pinned", "kept because somebody asked for that"],
+  in_flight: ["in flight", "released, but a step still reads it"],
+  pinned: ["pinned", "kept by a pin"],
 };
 
-// Of sequences (scheduler/phase.py): the words in a row, the meaning that the legend tells, and the kind, which has a colour.
+// Of sequences (scheduler/phase.py): the words in a row, their meaning in the legend, and the kind, which has a colour.
 export const PHASES = {
   prefill: ["prefill", "its prompt is being computed", "prefill"],
   decode: ["decoding", "each step gives it a token", "decode"],
   loading: ["loading from a tier", "the beginning of its prompt comes from host memory, disk or another machine", "wait"],
-  searching: ["looking in the tiers", "the tiers are asked what they have of its prompt", "wait"],
+  searching: ["looking in the tiers", "the tiers look up its prompt", "wait"],
   prefix: ["waiting for a shared beginning", "another request computes the tokens that both begin with", "wait"],
   memory: ["waiting for memory", "it, or one before it, does not fit into the free blocks", "wait"],
-  quota: ["waiting for its quota", "its tenant has all the blocks that it may have", "wait"],
+  quota: ["waiting for its quota", "its tenant has all the blocks of its quota", "wait"],
   seat: ["waiting for a place in the batch", "as many sequences run as may run at once", "wait"],
   turn: ["next in line", "the step had no room for its tokens", "wait"],
-  paused: ["paused", "its reader has not taken what there is", "wait"],
+  paused: ["paused", "its client has not read the output so far", "wait"],
 };
-export const PREEMPTED = ["preempted, its tokens kept", "it gave its blocks up to others; it goes on from its tokens, "
+export const PREEMPTED = ["preempted, its tokens kept", "its blocks were given to others; it continues from its tokens, "
   + "with what is cached of them, or with a copy in host memory"];
 
 export function phaseWords(one) {
@@ -41,14 +41,14 @@ export const LOSSES = {
   space: "the pool was full",
   quota: "a tenant was at its quota",
   idle: "the system was short of memory",
-  dropped: "somebody asked for it",
+  dropped: "a request dropped it",
   resize: "the cache got less memory",
 };
 
 const ORDER = {
   discard: "content marked to go first went",
   normal: "the least recently used went",
-  keep: "nothing was left but content marked to stay",
+  keep: "only content marked to stay was left",
 };
 
 export function lossWords(row) {
@@ -57,18 +57,18 @@ export function lossWords(row) {
     space: `the pool${limit} was full`,
     quota: `${row.tenant} was at its quota${limit}`,
     idle: "the system was short of memory while no request ran",
-    dropped: "somebody asked for it (drop, flush or trim)",
+    dropped: "a request dropped it (drop, flush or trim)",
     resize: LOSSES.resize,
   }[row.reason] ?? row.reason;
   return row.reason === "dropped" ? why : `${why}; ${ORDER[row.cache_priority]}`;
 }
 
-// How an answer came to its end. asked: tokens at most.
+// How an answer ended. asked: the requested number of tokens.
 export function endWords(reason, stopReason, count, asked) {
   if (reason === "stop" && typeof stopReason === "string") return `ended at the stop string ${JSON.stringify(stopReason)}`;
   if (reason === "stop" && typeof stopReason === "number") return `ended at the stop token ${stopReason}`;
   if (reason === "stop") return "ended by the model";
-  if (reason === "length") return count >= asked ? `ended at ${number(asked)} tokens, the most asked for` : "ended at the longest that a sequence may be";
+  if (reason === "length") return count >= asked ? `ended at ${number(asked)} tokens, the requested number` : "ended at the longest possible sequence";
   if (reason === "tool_calls") return "ended with a call of a tool";
   return reason ? `ended: ${reason}` : "broken off";
 }
@@ -88,7 +88,7 @@ const REFUSALS = {
   400: "The request was refused",
   401: "The server wants an API key; press Key … and type one",
   403: "This key may not do that",
-  404: "There is no such thing",
+  404: "There is no such object",
   408: "The request took too long to arrive",
   413: "The request is too large",
   429: "The server has too much to do",
@@ -97,7 +97,7 @@ const REFUSALS = {
 };
 const TYPES = { authentication_error: 401, permission_error: 403, rate_limit_error: 429, service_unavailable: 503, internal_error: 500 };
 
-// Any error of a request: what happened, and what the server says of it.
+// Any error of a request: what happened, and the server's message.
 export function errorWords(error) {
   if (error.name === "AbortError") return "stopped";
   if (error.status === undefined && error.type === undefined)
