@@ -85,7 +85,7 @@ class Runner:
 
     def _fields(self, slot: int) -> list[torch.Tensor]:
         layers = [one.layer for one in self._states.spec.states]
-        return [field[slot] for layer in layers for field in self._states.of(layer).values()]
+        return [field[slot] for layer in layers for field in self._states.layer_fields(layer).values()]
 
     def _has(self, slot: int, value: float) -> None:
         for field in self._fields(slot):

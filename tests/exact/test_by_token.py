@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.model import load
 from quire.model.sequence_cache import SequenceCache
 from quire.model.sequential_model import SequentialModel, prepare
@@ -89,7 +89,7 @@ def test_tokens_are_generates_and_bits_the_same_however_a_request_comes(name: st
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(why_not() is not None, reason="no virtual storage here")
+@pytest.mark.skipif(unsupported_reason() is not None, reason="no virtual storage here")
 @pytest.mark.parametrize("name", INDEXED)
 def test_on_virtual_storage(name: str) -> None:
     model, tokens = expected(name)

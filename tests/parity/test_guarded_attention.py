@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 
 _native = pytest.importorskip("quire._native")
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -232,9 +232,9 @@ def device_of(config: EngineConfig) -> DeviceMemory:
 @functools.cache
 def _chosen() -> str:
     """What "auto" is on this machine."""
-    from quire.memory.placement import why_not
+    from quire.memory.placement import unsupported_reason
 
-    if (reason := why_not()) is None:
+    if (reason := unsupported_reason()) is None:
         return "virtual"
     _log.warning("storage auto: paged, as virtual does not work on this machine: %s", reason)
     return "paged"

@@ -38,7 +38,7 @@ from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device import DeviceMemory
-from quire.memory.placement import AddressRange, PlacementHeap, why_not
+from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
 from quire.process import OwnProcess
 from quire.sizes import format_size
 
@@ -65,7 +65,7 @@ class VirtualMemory:
                 f"expected a piece size that is a power of two from {format_size(mmap.PAGESIZE)} to "
                 f"{format_size(_MAX_PIECE)}, got {format_size(piece_bytes)}"
             )
-        reason = why_not()
+        reason = unsupported_reason()
         if reason is not None:
             raise BackendError(
                 f'expected a machine that maps memory for storage="virtual": {reason}; use storage="growing"'
