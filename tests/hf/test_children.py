@@ -204,6 +204,6 @@ def test_where_descriptors_run_out_the_message_says_what_helps() -> None:
         return message, len(caches)
 
     message, count = in_child(many)
-    for words in ("file descriptor", "drop caches", "ulimit -n", '"growing"'):
+    for words in ("file descriptor", "drop unneeded caches", "ulimit -n", '"growing"'):
         assert words in message
     assert count >= 20

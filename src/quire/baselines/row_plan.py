@@ -1,13 +1,13 @@
-"""The plan of a step where every sequence lies in one piece: a table has one entry, where the piece begins.
+"""The plan of a step for contiguous sequences: a table has one entry, the beginning of the sequence's range.
 
-A slot is `entry * row_tokens + position`. Tables lie one after another in one matrix; a table's part is made when it is
-asked for. See `protocol.StepPlan` for every field's shape and dtype. Immutable.
+A slot is `entry * row_tokens + position`. Tables lie one after another in one matrix; a table's part is made on
+request. See `protocol.StepPlan` for every field's shape and dtype. Immutable.
 
 Beyond a StepPlan:
 
-    released   int64 [r, 3], rows of (table, first token, end): ranges that nobody reads any more, since the plan
-               before; parts of them may be in this plan's tables again
-    tops       int64 [num_tables]: no entry ever handed out, with its tokens, reaches beyond
+    released   int64 [r, 3], rows of (table, first token, end): ranges released since the plan before, which no step
+               reads any more; this plan's tables may contain parts of them again
+    tops       int64 [num_tables]: the end of the highest range handed out so far
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RowTable:
 @in_words_of(StepPlan)
 @dataclass(frozen=True)
 class RowPlan:
-    """What `reserve` decided.
+    """The decision of `reserve`.
 
     starts: int64 [num_tables, n]; all_copies: int64 [m, 4], rows of (table, from, to, tokens).
     """

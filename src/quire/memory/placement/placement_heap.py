@@ -404,5 +404,6 @@ def check_piece_bytes(piece_bytes: Sequence[int], page_bytes: int) -> None:
     for size in piece_bytes:
         if size < page_bytes or size % page_bytes or size > max_bytes:
             raise ArgumentError(
-                f"expected pieces of {page_bytes} to {max_bytes} bytes, multiples of the page of {page_bytes}, got {size}"
+                f"expected pieces of {page_bytes} to {max_bytes} bytes, multiples of the page of {page_bytes}, "
+                f"got {size}"
             )
