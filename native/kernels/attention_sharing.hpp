@@ -9,10 +9,11 @@
 //   S2  A sequence takes part if all its rows see from one token on, the start of a partial (that is token 0 without a window),
 //       and two such sequences fit into an item; longer pieces of a prefill read their tokens at negligible cost
 //       already.
-//   S3  A run is kept only if it saves time: tokens x kReadRows x (items that would read them - items that read the
-//       run) > rows x kStateRows + kRunRows in units of one row seeing one token: kReadRows is the price of reading a
-//       token, kStateRows of handing a row's state over, kRunRows of one item waiting for another. Otherwise its tokens
-//       go to the runs below it, or to its sequences.
+//   S3  A run is kept only if it saves time:
+//           tokens x kReadRows x (items that would read them - items that read the run) > rows x kStateRows + kRunRows
+//       in units of one row seeing one token: kReadRows is the price of reading a token, kStateRows of handing a row's
+//       state over, kRunRows of one item waiting for another. Otherwise its tokens go to the runs below it, or to its
+//       sequences.
 //
 // Cost: every shared table entry is compared once, plus a sort of the members where they diverge: 256 sequences without
 // shared tokens take about 10 us, once per step and kind of layer.

@@ -352,6 +352,8 @@ def test_a_model_that_keeps_its_states_itself_cannot_be_saved(tmp_path: Path) ->
     model = state_layers.tiny_model("recurrent_gemma")
     cache = quire_cache(model)
     _run(model, cache)
-    with pytest.raises(ArgumentError, match=r"expected states in every state layer, got none in layers \[0\]"):
+    with pytest.raises(
+        ArgumentError, match=r"expected states in every state layer, got none in layers \[0\]"
+    ):
         cache.save(tmp_path / "cache", model)
     assert list(tmp_path.iterdir()) == []
