@@ -1,4 +1,4 @@
-"""Names of the last release still work, and say what they are called now."""
+"""Names of the last release still work, and report their new names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Caches and block managers implement their protocols whole, and `help` of the native ones says what they say."""
+"""Caches and block managers implement their protocols completely, and `help` of the native classes has their
+docstrings."""
 
 from __future__ import annotations
 

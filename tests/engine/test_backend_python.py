@@ -1,4 +1,4 @@
-"""`LLM(backend="python")` calls nothing of the extension: in its place is an object whose every attribute raises."""
+"""`LLM(backend="python")` never calls the extension: an object whose every attribute raises replaces it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Laws of the budget of models with state layers: whatever is asked when, cache, exchange and budget hold; a call that
-is refused leaves their numbers as they were, and every state is that of its very tokens."""
+"""Laws of the budget of models with state layers: cache, exchange and budget hold after any calls; a refused call
+leaves their numbers unchanged, and every state belongs to exactly its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: after a fork, a rewind, a turn under pressure the very bits of a run that never branched."""
+"""Conversations: after a fork, a rewind or a turn under pressure, the bits equal those of a run that never branched."""
 
 from __future__ import annotations
 

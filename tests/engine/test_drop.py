@@ -1,4 +1,4 @@
-"""Content dropped while requests hold it: nobody finds it again, answers stay, nothing is left when they end."""
+"""Content dropped while requests hold it: it is not found again, answers stay, and all of it is free at their end."""
 
 from __future__ import annotations
 

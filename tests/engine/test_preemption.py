@@ -1,4 +1,5 @@
-"""Preempted requests, swapped out or computed again, get the bits they get alone; the oldest request always goes on."""
+"""Preempted requests, swapped out or recomputed, get the same bits as alone; the oldest request always makes
+progress."""
 
 from __future__ import annotations
 

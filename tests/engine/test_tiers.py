@@ -1,4 +1,4 @@
-"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too.
+"""Tiers below the engine: evicted content is found again, bit for bit, after a restart too.
 
 Faults in a tier change no token.
 """

@@ -1,4 +1,4 @@
-"""`LLM(storage="virtual")`: the same answers, and what a machine that cannot do it is told."""
+"""`LLM(storage="virtual")`: the same answers, and the error on a machine without support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that run by their own forward token by token: the tokens of `model.generate`, and bits that depend on nothing.
+"""Models that run by their own forward token by token: the tokens of `model.generate`, and bits independent of the
+batch.
 
 Those whose layers choose tokens by an indexer (DSA): sixteen, of prompts of up to 30. Dots 3 Note has windows too, and
 GLM's second layer takes the choice of the first. And those whose states only their own forward knows (RWKV, xLSTM).

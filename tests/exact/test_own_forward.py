@@ -1,4 +1,4 @@
-"""Models that run by their own forward, one sequence at a time: the tokens of `model.generate`, whatever the storage.
+"""Models that run by their own forward, one sequence at a time: the tokens of `model.generate`, on every storage.
 
 Hits, chunks, preemption, swap and tiers are those of every model; here they are asked of an encoder-decoder's half, of
 a model whose layers compute attention themselves and mask it by a window, and of one that alters K after `update`.

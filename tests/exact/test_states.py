@@ -1,4 +1,4 @@
-"""Models with state layers in the engine: the tokens of `model.generate`, and the same bits however a request comes.
+"""Models with state layers in the engine: the tokens of `model.generate`, and the same bits in every way of serving.
 
 Hits end at checkpoints: the same prompt again computes its last token, a next turn its new tokens. Slots are poisoned
 with NaN before anything runs.

@@ -1,4 +1,5 @@
-"""A QuireCache under models of every kind: right tokens, or told what is needed; and what `accelerate` leaves alone."""
+"""A QuireCache under models of every kind: right tokens or a clear error, and the models that `accelerate` leaves
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a child of `os.fork` can do with the caches and models of its parent, and that the parent notices nothing."""
+"""A child of `os.fork` with the caches and models of its parent; the parent is unaffected."""
 
 from __future__ import annotations
 

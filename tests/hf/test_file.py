@@ -1,4 +1,4 @@
-"""Cache files: they come back whole, for the same model, or not at all."""
+"""Cache files: loaded completely, for the same model, or not at all."""
 
 from __future__ import annotations
 

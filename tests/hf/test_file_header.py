@@ -1,4 +1,4 @@
-"""Cache files with a header that nobody's `save` has written: refused by a LoadError, or as good as it was."""
+"""Cache files with a forged header: refused by a LoadError, or loaded as valid."""
 
 from __future__ import annotations
 

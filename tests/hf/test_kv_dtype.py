@@ -1,5 +1,5 @@
-"""`QuireCache(kv_dtype=...)`: memory holds codes, which are the engine's; tokens are those of a cache whose keys and
-values have been codes."""
+"""`QuireCache(kv_dtype=...)`: memory holds the engine's codes; tokens equal those of a cache with encoded and decoded
+keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out, calls that fail, forks that share: nothing changes but what was asked for."""
+"""Exhausted memory, failing calls and forks: only the requested change happens."""
 
 from __future__ import annotations
 

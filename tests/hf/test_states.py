@@ -1,4 +1,4 @@
-"""States of a QuireCache: bound by `kv_memory`, forked, chosen, given back; and what happens without room for them."""
+"""States of a QuireCache: limited by `kv_memory`, forked, selected, given back; and steps without room for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups whose blocks have several times as many tokens: where their bytes lie, and the payloads they make."""
+"""Groups whose blocks have several times as many tokens: the places of their bytes, and their payloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent layers in every storage: the values are the keys' first columns, and nothing else is kept for them."""
+"""Latent layers in every storage: the values are the keys' first columns and take no memory of their own."""
 
 from __future__ import annotations
 

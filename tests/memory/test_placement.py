@@ -1,4 +1,4 @@
-"""Blocks of a placement heap: what is mapped where, what it costs, and that failing calls leave all as it was."""
+"""Blocks of a placement heap: mappings and their cost, and failing calls that change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual storage: rows lead to their sequences' blocks, whatever the cache does with them."""
+"""The virtual storage: rows lead to their sequences' blocks after any operation of the cache."""
 
 from __future__ import annotations
 

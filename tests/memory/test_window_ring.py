@@ -1,4 +1,4 @@
-"""Mirror rings: a row of a windowed layer goes round, and any window of it is one stretch of memory."""
+"""Mirror rings: a row of a windowed layer wraps round, and any window of it is contiguous in memory."""
 
 from __future__ import annotations
 

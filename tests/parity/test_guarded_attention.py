@@ -1,4 +1,4 @@
-"""No kernel touches a byte of K or V that its queries may not see: what lies there may be no memory at all."""
+"""Kernels read no byte of K or V that their queries may not see: those addresses are unmapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire compare`: the storages' figures come from real allocations, agree with each other, and are told plainly."""
+"""`quire compare`: the storages' figures come from real allocations, are consistent, and are printed plainly."""
 
 from __future__ import annotations
 
