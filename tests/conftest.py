@@ -1,4 +1,4 @@
-"""What every test may rely on, however the suite was started."""
+"""Settings that hold in every test, however the suite was started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new file takes the old one's place whole, or leaves it and nothing else, whichever call fails."""
+"""An atomic file replaces the old file as a whole or leaves it unchanged, whichever call fails."""
 
 from __future__ import annotations
 

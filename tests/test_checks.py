@@ -1,4 +1,4 @@
-"""What the checks choose: one case in N of each test, a benchmark for each part that a change touches."""
+"""The selection of checks: one case in N of each test, a benchmark for each part that a change touches."""
 
 from __future__ import annotations
 

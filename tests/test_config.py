@@ -1,4 +1,4 @@
-"""`EngineConfig`: every option once, in all its forms; refused in one line where it cannot be."""
+"""`EngineConfig`: every option in all its forms; invalid values are refused in one line."""
 
 from __future__ import annotations
 

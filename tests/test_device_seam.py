@@ -1,4 +1,4 @@
-"""Nothing above memory, attention and model reaches for bytes itself: it asks the back end, which may be any device."""
+"""Parts above memory, attention and model touch no bytes: they call the back end, which may be any device."""
 
 from __future__ import annotations
 

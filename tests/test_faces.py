@@ -1,4 +1,4 @@
-"""A part uses of another what that one's face says: the names in its `__all__`, and modules under "Others may use"."""
+"""A part imports from another only the names in its `__all__` and the modules under "Others may use"."""
 
 from __future__ import annotations
 

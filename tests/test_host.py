@@ -1,4 +1,5 @@
-"""Nothing of the process that Quire is imported into changes: looks before and after, in a process of its own."""
+"""Importing and using Quire changes no state of the host process: compared before and after, in a process of its
+own."""
 
 from __future__ import annotations
 

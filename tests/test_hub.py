@@ -1,4 +1,4 @@
-"""Models of the Hub without a network: told of soon and in one line, and opened from the local cache."""
+"""Models of the Hub without a network: a quick one-line error, and opening from the local cache."""
 
 from __future__ import annotations
 

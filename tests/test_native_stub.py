@@ -1,4 +1,4 @@
-"""The stub of the native module names what the module has, and nothing else (`scripts/stubs` writes it)."""
+"""The stub of the native module has exactly the module's names (`scripts/stubs` writes it)."""
 
 from __future__ import annotations
 

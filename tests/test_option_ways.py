@@ -1,4 +1,4 @@
-"""An option is one thing: keyword, flag and TOML key take the same values, and refuse the same."""
+"""An option's keyword, flag and TOML key take the same values and refuse the same."""
 
 from __future__ import annotations
 

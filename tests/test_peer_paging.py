@@ -1,4 +1,4 @@
-"""`benchmarks/peers/paging.py`: the figures of a run, what is asked, what a driver answers."""
+"""`benchmarks/peers/paging.py`: the figures of a run, the requests, the answers of a driver."""
 
 from __future__ import annotations
 

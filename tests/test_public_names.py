@@ -1,4 +1,4 @@
-"""What `import quire` offers, and what it costs."""
+"""The names of `import quire`, and the cost of the import."""
 
 from __future__ import annotations
 

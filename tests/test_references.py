@@ -1,4 +1,4 @@
-"""Names that docstrings, comments and documents cite lead somewhere.
+"""Names cited in docstrings, comments and documents exist.
 
     `quire.cache.cache`        a module, or a name in the code of one
     cache/cache.py, tiers.md   a file whose path ends so

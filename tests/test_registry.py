@@ -1,4 +1,5 @@
-"""Names and what they stand for: taken once, built in for good, and an unknown one is told what there is."""
+"""Registries of names: a name is taken once, built-in names are fixed, and the error of an unknown name lists the known
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of kept weights: whose it is, how much it takes, what goes first; and what an engine keeps by default."""
+"""The folder of saved weights: its owner, its size, its order of eviction; and what an engine saves by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys are read whatever wrote them down, or refused at once; no message shows them."""
+"""Keys are read from files of any editor, or refused at once; no message shows them."""
 
 from __future__ import annotations
 

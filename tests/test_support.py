@@ -1,4 +1,4 @@
-"""docs/support.md: no part of Quire without a row, no row without its test in its stage; a plan tells the model's."""
+"""docs/support.md: every part of Quire has a row, every row has its test in its stage; a plan reports the model's."""
 
 from __future__ import annotations
 

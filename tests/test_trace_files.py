@@ -1,4 +1,4 @@
-"""tools/trace_files.py: it runs, and sees the way of a step."""
+"""tools/trace_files.py: it runs, and follows a step through the files."""
 
 from __future__ import annotations
 

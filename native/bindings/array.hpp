@@ -1,11 +1,11 @@
 // An argument that is memory: a torch tensor of this machine's memory, or an object with the buffer protocol (numpy,
-// ctypes, bytearray). Its type, shape and strides are its own, so a caller cannot name more than there is.
+// ctypes, bytearray). Type, shape and strides come from the object, so a caller cannot exceed its memory.
 //
-// Not here: who owns it. An Array is good while the call lasts; what a native object refers to for longer it keeps (`owner`).
+// Not an owner: an Array is valid during the call; a native object that refers to the memory for longer keeps `owner`.
 //
-//   N1  Nothing is read or written through an Array before one of its checks has passed. A check throws std::invalid_argument
-//       (ValueError) with what was expected, the argument's name and what was given; what is no memory at all is a TypeError.
-//   N2  Made and let go with the GIL; its addresses may be used without.
+//   N1  No access through an Array precedes a passed check. A check throws std::invalid_argument (ValueError) with the
+//       expected form, the argument's name and the given form; an object without memory is a TypeError.
+//   N2  Construction and destruction need the GIL; its addresses may be used without.
 //
 // Cost: about 50 ns for a tensor, by torch's table of C functions (DLPack 1.3; the conversion through __dlpack__ takes 9 us), and
 // 100 ns for a buffer.

@@ -1,5 +1,5 @@
-// Binding of attention. Tensors cross as they are: their addresses, shapes and strides are read off here (array.hpp). What stays
-// the same from call to call - a layer's view, a step's plan, a layer's options - crosses once, as an object.
+// Binding of attention. Tensors are passed by address, shape and strides (array.hpp). Arguments that stay the same from
+// call to call - a layer's view, a step's plan, a layer's options - are passed once, as an object.
 #include "bindings/attention.hpp"
 
 #include <stdexcept>

@@ -1,4 +1,5 @@
-// What the bindings of attention and of the fused layer share: views, batches and options that keep alive what they refer to.
+// Common parts of the bindings of attention and of the fused layer: views, batches and options that keep their
+// referents alive.
 #pragma once
 
 #include <nanobind/nanobind.h>

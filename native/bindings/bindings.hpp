@@ -1,4 +1,4 @@
-// What each part adds to the module quire._native; one function and one file per part.
+// The functions that add each part to the module quire._native; one function and one file per part.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,5 @@
-// What the bindings of the block manager share: arrays in and out, and the manager with one owner at a time.
+// Common parts of the bindings of the block manager: arrays in and out, and the manager with one calling thread at a
+// time.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Bindings of what is done to the bytes of segments: copying between payloads and storages (whose side is addresses), and reading.
+// Bindings for the bytes of segments: copying between payloads and storages (given by addresses), and reading.
 #include "bindings/bindings.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Binding of the fused decoder layer. Tensors cross as they are (array.hpp). What a block refers to it keeps alive, and what its parts'
-// shapes say is checked when it is made: a call checks its own tensors, the cache's view and the batch.
+// Binding of the fused decoder layer. Tensors are passed by address (array.hpp). A block keeps its referents alive and
+// checks the shapes of its parts when it is made; a call checks its own tensors, the cache's view and the batch.
 #include <algorithm>
 #include <cstdint>
 #include <deque>

@@ -1,4 +1,5 @@
-// What the bindings of the halves of a layer share: products and surroundings with what they keep alive.
+// Common parts of the bindings of the halves of a layer: products, norms and residuals with the objects they keep
+// alive.
 #pragma once
 
 #include <nanobind/nanobind.h>

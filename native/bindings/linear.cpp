@@ -1,5 +1,5 @@
-// Binding of the packed linear layer. Tensors cross as they are (array.hpp): a call must cost less than the product of a small
-// layer.
+// Binding of the packed linear layer. Tensors are passed by address (array.hpp): a call must cost less than the product
+// of a small layer.
 #include "bindings/linear.hpp"
 
 #include <cstdint>

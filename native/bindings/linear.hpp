@@ -1,4 +1,4 @@
-// What the bindings of linear layers and of the fused layer share: a packed weight that keeps its memory.
+// Common part of the bindings of linear layers and of the fused layer: a packed weight that keeps its memory alive.
 #pragma once
 
 #include <nanobind/nanobind.h>

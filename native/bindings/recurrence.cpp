@@ -1,5 +1,5 @@
-// Binding of the recurrences of state layers. Tensors cross as they are (array.hpp); what says which rows are whose crosses once
-// a step, as an object with its own copy.
+// Binding of the recurrences of state layers. Tensors are passed by address (array.hpp); the assignment of rows to
+// sequences is passed once a step, as an object with its own copy.
 #include "kernels/recurrence.hpp"
 
 #include <algorithm>

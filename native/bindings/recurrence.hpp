@@ -1,4 +1,4 @@
-// What the bindings of recurrences and of state mixers share: limits of sizes, and states as the kernels take them.
+// Common parts of the bindings of recurrences and of state mixers: limits of sizes, and states in the kernels' form.
 #pragma once
 
 #include <cstdint>

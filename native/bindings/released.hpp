@@ -1,8 +1,8 @@
-// Python's lock given up for the time of a kernel; nb::gil_scoped_release, for a process that may end meanwhile.
+// Releases the GIL during a kernel, like nb::gil_scoped_release, but safe in a process that ends meanwhile.
 //
-// A thread that comes back once the interpreter is ending does not get the lock any more: CPython before 3.14 ends it there, by
-// unwinding its stack, which nanobind's frames do not allow (std::terminate, SIGABRT). Here it waits for the end of the process
-// instead, as it does from 3.14 on.
+// A thread that returns while the interpreter is ending cannot take the GIL: CPython before 3.14 ends the thread by
+// unwinding its stack, which nanobind's frames do not allow (std::terminate, SIGABRT). Here it waits for the end of the
+// process instead, as CPython 3.14 does.
 #pragma once
 
 #include <Python.h>
@@ -18,7 +18,7 @@ class Released {
         try {
             PyEval_RestoreThread(state_);
         } catch (abi::__forced_unwind&) {
-            for (;;) pause();  // to leave this handler is to abort
+            for (;;) pause();  // leaving this handler would abort
         }
     }
     Released(const Released&) = delete;

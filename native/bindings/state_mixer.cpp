@@ -1,5 +1,5 @@
-// Binding of the mixer half of a state layer. What a block refers to it keeps alive, and what its parts' shapes say is checked when it
-// is made: a call checks its own tensors and its states.
+// Binding of the mixer half of a state layer. A block keeps its referents alive and checks the shapes of its parts when
+// it is made; a call checks its own tensors and its states.
 #include "kernels/state_mixer.hpp"
 
 #include <optional>

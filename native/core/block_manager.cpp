@@ -18,7 +18,8 @@ BlockManager::BlockManager(const std::vector<Span>& spans, std::int64_t num_bloc
       watermark_blocks_(watermark_blocks),
       overlapped_(overlapped_steps),
       pool_(num_blocks, run_blocks),
-      // As many nodes as there are blocks, and a root. More (windows leave nodes without blocks) make the slabs grow.
+      // Room for as many nodes as blocks, and a root. More nodes (windows leave nodes without blocks) make the slabs
+      // grow.
       tree_(static_cast<std::int32_t>(block_size), shape_.starts, static_cast<std::size_t>(num_blocks) + 1),
       events_(static_cast<std::int32_t>(block_size), num_columns()),
       missing_(shape_.groups.size()),
@@ -158,7 +159,7 @@ std::vector<BlockId> BlockManager::resize(std::int64_t num_blocks, std::int64_t 
     pool_.begin_call();
     while (pool_.num_blocks() > num_blocks) {
         if (pool_.num_free() == 0) {
-            // Floors are kept while anything else can go, and then yield: it is not another owner that takes the room.
+            // Floors hold while other blocks can go, and then yield: no other owner takes the room.
             BlockId victim = pool_.order().first(false);
             if (victim == kNone) victim = pool_.order().first(true);
             evict(victim, 0, Event::Reason::forgotten);

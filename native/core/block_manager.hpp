@@ -34,20 +34,20 @@
 
 namespace quire {
 
-// A sequence id that is unknown or closed.
+// An unknown or closed sequence id.
 class UnknownSequence : public std::out_of_range {
 public:
     explicit UnknownSequence(SequenceId sequence);
     SequenceId id;
 };
 
-// A state-dependent range that is not kept: expected, got, where.
+// An argument out of a state-dependent range: expected, got, where.
 class BadArgument : public std::invalid_argument {
 public:
     using std::invalid_argument::invalid_argument;
 };
 
-// What is looked up or opened: tokens, and extra keys by position, sorted.
+// A prompt to look up or open: tokens, and extra keys by position, sorted.
 struct Prompt {
     std::span<const Token> tokens;
     std::span<const ExtraKey> keys;
@@ -56,7 +56,7 @@ struct Prompt {
     // The block of `count` tokens from `start`.
     BlockView block(std::int64_t start, std::int64_t count) const noexcept;
 
-    // As much of it as a hit of at most `most_cached` tokens looks at: the last is never a hit's.
+    // The part that a hit of at most `most_cached` tokens may use: never the last token.
     Prompt up_to_hit(std::int64_t most_cached) const noexcept {
         const auto count = static_cast<std::size_t>(most_cached) + 1;
         return {tokens.first(std::min(tokens.size(), count)), keys, name};
@@ -76,23 +76,23 @@ struct Stats {
     std::int64_t evicted_blocks = 0;
     std::int64_t copied_blocks = 0;
     std::int64_t deduplicated_blocks = 0;
-    std::int64_t most_blocks = 0;  // held and in flight together at the end of a reserve()
+    std::int64_t most_blocks = 0;  // maximum held and in flight together at the end of a reserve()
 };
 
-// Blocks of what `drop` forgot: those made free, and those that are held or in flight still.
+// Blocks of content that `drop` forgot: freed blocks, and blocks still held or in flight.
 struct Dropped {
     std::int64_t num_freed = 0;
     std::int64_t num_in_use = 0;
 };
 
-// How far a prompt's walk through the tree comes.
+// The result of a prompt's walk through the tree.
 struct Explanation {
     std::int64_t num_hit;
-    std::int64_t num_common;     // tokens shared with nodes, whatever blocks they have left
-    std::vector<Token> nearest;  // of the nearest block where they end
+    std::int64_t num_common;     // tokens shared with nodes, even nodes without blocks
+    std::vector<Token> nearest;  // of the nearest block at the end of the walk
 };
 
-// One node as `tree` tells of it, and one of its blocks.
+// A node as `tree` reports it, and one of its blocks.
 struct NodeReport {
     std::int64_t id;
     std::int64_t parent;  // -1 below a root
@@ -115,13 +115,13 @@ struct TreeReport {
     std::vector<std::string> names;
 };
 
-// All blocks, by id: their state, and the root (in the order of names) below which their content is known, or kNone.
+// All blocks by id: their state, and the root (in the order of names) of their known content, or kNone.
 struct BlockMap {
     std::vector<std::uint8_t> states;
     std::vector<std::int32_t> names;
 };
 
-// What a block whose content is known holds: the last `num_own` of `tokens`, which begin at the root.
+// The content of a block with known content: the last `num_own` of `tokens`, which begin at the root.
 struct BlockContent {
     std::string name;
     std::vector<Token> tokens;
@@ -137,7 +137,7 @@ public:
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
-    // most_cached: the hit is no longer than that, now and later, nor than a rewind leaves.
+    // most_cached: limit of the hit, now and later, also after a rewind.
     SequenceId open(const Prompt& prompt, std::int32_t owner_id = 0, std::int32_t cache_priority = kNormal,
                     std::int64_t most_cached = kNoLimit);
     void append(SequenceId id, std::span<const Token> tokens);
@@ -146,16 +146,16 @@ public:
     std::int64_t num_computed_tokens(SequenceId id);
     std::int64_t num_blocks_needed(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                                    std::int64_t num_lookahead);
-    // The plan of the next step; null, and nothing changed, where the blocks do not suffice.
+    // The plan of the next step; null, with nothing changed, if the blocks do not suffice.
     std::shared_ptr<const StepPlan> reserve(std::span<const SequenceId> ids,
                                             std::span<const std::int64_t> num_new_tokens, std::int64_t num_lookahead);
-    // As `reserve`, of one sequence up to `num_computed`, whose KV somebody has copied: what lies behind its windows there
-    // gets no block. It must be committed as a whole or rewound before it reserves again.
+    // As `reserve`, for one sequence up to `num_computed`, whose KV the caller will copy: positions behind its windows
+    // there get no block. It must be committed as a whole or rewound before it reserves again.
     std::int64_t num_blocks_to_restore(SequenceId id, std::int64_t num_computed);
     std::shared_ptr<const StepPlan> restore(SequenceId id, std::int64_t num_computed);
     void commit(SequenceId id, std::int64_t num_computed);
-    // The end of a decode step: for each sequence in order `commit`, then `append` of one token. One that cannot be
-    // committed ends the call; those before it are done.
+    // The end of a decode step: for each sequence in order `commit`, then `append` of one token. A sequence that cannot
+    // be committed ends the call; the sequences before it are done.
     void advance(std::span<const SequenceId> ids, std::span<const std::int64_t> num_computed,
                  std::span<const Token> tokens);
     void complete(std::int64_t step);
@@ -163,7 +163,7 @@ public:
     std::int64_t rewind(SequenceId id, std::int64_t position);
     void close(SequenceId id);
     void reset();
-    // Has `num_blocks` blocks from now on; the ids given up, which were free or cached.
+    // Changes the number of blocks to `num_blocks`; returns the dropped ids, which were free or cached.
     std::vector<BlockId> resize(std::int64_t num_blocks, std::int64_t watermark_blocks);
 
     // Owners (1 ..) and their limits; see quire.cache.owners.
@@ -172,9 +172,9 @@ public:
     std::int64_t num_available_blocks(std::int32_t owner_id) const noexcept;
     std::int64_t max_owner_blocks(std::int32_t owner_id) const noexcept;
 
-    // Forgets what begins with the prompt. Sequences that have computed such content are withdrawn.
+    // Forgets all content that begins with the prompt, and withdraws sequences that have computed such content.
     Dropped drop(const Prompt& prompt);
-    // Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing.
+    // Later commits of the sequence are not findable, and it looks for no hits. Twice is harmless.
     void withdraw(SequenceId id) { move_end(find(id), kNone); }
     bool is_findable(SequenceId id) const { return find(id).node != kNone; }
     void record_events(bool is_on);
@@ -182,7 +182,7 @@ public:
     EventBatch take_events() noexcept { return events_.take(); }
     TreeReport tree();
     BlockMap block_map() const;
-    std::optional<BlockContent> content_of(BlockId block_id) const;  // BadArgument for an id that is none
+    std::optional<BlockContent> content_of(BlockId block_id) const;  // BadArgument for an id out of range
     std::vector<std::string_view> namespaces() const { return tree_.names(); }
 
     Counts counts() const noexcept;
@@ -194,27 +194,27 @@ public:
     std::int64_t num_sequences() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
     std::int64_t num_nodes() const noexcept { return tree_.num_nodes(); }
     std::span<const BlockId> block_table(SequenceId id, std::int64_t group) const;
-    // Tree nodes compared so far: the measure of what a look-up costs.
+    // Tree nodes compared so far: the cost of look-ups.
     std::int64_t num_visited() const noexcept { return tree_.num_visited(); }
-    // Address space of the pool and the tree; what is not in use takes no memory.
+    // Address space of the pool and the tree; unused parts take no memory.
     std::size_t capacity_bytes() const noexcept {
         return pool_.capacity_bytes() + tree_.capacity_bytes() + busy_until_.capacity_bytes();
     }
-    // Proves C1 to C9; throws InvariantBroken.
+    // Checks C1 to C9; throws InvariantBroken.
     void check() const;
 
 private:
-    // One sequence's part in a step being planned.
+    // A sequence's part of the step being planned.
     struct Work {
         Sequence* sequence;
         std::int64_t num_new;
-        std::int64_t end;         // what its tables reach once the step is reserved, at least: tokens
+        std::int64_t end;         // minimum end of its tables once the step is reserved, in tokens
         std::int64_t num_nodes;   // ... and nodes
         bool copies;              // the blocks of position num_computed's node are copied on write
-        bool copies_for_node;     // ... only because their node holds more tokens
+        bool copies_for_node;     // ... only because their node has more tokens
         bool restores;            // blocks behind the windows at its end get no block
         std::int64_t num_copied;  // blocks to copy
-        std::int64_t num_needed;  // blocks it takes, over all groups
+        std::int64_t num_needed;  // blocks to take, over all groups
     };
 
     std::int64_t num_nodes_for(std::int64_t num_tokens) const noexcept {
@@ -226,11 +226,11 @@ private:
     std::int64_t first_block_needed(std::int32_t group, std::int64_t position) const noexcept {
         return shape_of(group).first_needed(position);
     }
-    // Entries of a group's table once the step is reserved, at least.
+    // Minimum entries of a group's table once the step is reserved.
     static std::int64_t num_blocks_of(const Work& work, const GroupShape& shape) noexcept {
         return shape.per_node == 1 ? work.num_nodes : shape.num_blocks(work.end);
     }
-    // Of the node that is computed in part, each block with computed tokens: group after group, by position.
+    // Visits the blocks with computed tokens of the partly computed node: group after group, by position.
     template <class Visit>  // (group, entry of its table)
     void for_each_partial(const Sequence& sequence, Visit&& visit) const {
         const std::int64_t node = sequence.num_computed / block_size_;
@@ -325,7 +325,7 @@ private:
     std::int64_t num_admitted_ = 0;
     std::int64_t newest_step_ = 0;
     std::int64_t completed_step_ = 0;
-    std::int64_t version_ = 0;  // nodes inserted or extended, and holes filled, so far
+    std::int64_t version_ = 0;  // count of nodes inserted or extended, and of holes filled
     Stats stats_;
     EventLog events_;
 
@@ -333,8 +333,8 @@ private:
     std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
     std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block that the path lacks
     std::vector<Work> works_;
-    std::vector<BlockId> sources_;  // reserve: of copies, in order
-    std::vector<BlockId> stored_;  // commit: blocks of a node that are found from now on, by column
+    std::vector<BlockId> sources_;  // reserve: source blocks of copies, in order
+    std::vector<BlockId> stored_;  // commit: newly findable blocks of a node, by column
     std::vector<std::vector<ExtraKey>> event_keys_;  // commit: for the events of full blocks, from event_block_ on
     std::int64_t event_block_ = 0;
     std::int32_t event_name_ = -1;

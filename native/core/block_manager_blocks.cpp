@@ -1,4 +1,4 @@
-// The primitive moves of blocks: release, settle, remove a node, evict, allocate. None of them can fail.
+// The primitive transitions of blocks: release, settle, remove a node, evict, allocate. They cannot fail.
 #include "core/block_manager.hpp"
 
 namespace quire {
@@ -23,7 +23,7 @@ void BlockManager::release(BlockId block_id) noexcept {
     if (node != kNone && !tree_.is_full(node) && !is_referenced(node)) {
         const NodeId next = tree_.next_sibling(node);
         if (next != kNone && tree_.num_common(next, tree_.view(node)) == tree_.num_tokens(node)) {
-            // The block is in no state yet, so it leaves the node before the others do.
+            // The block has no state yet, so it leaves the node before the others do.
             leave_node(block_id);
             remove_node(node);
         }
@@ -35,8 +35,8 @@ void BlockManager::release(BlockId block_id) noexcept {
     }
 }
 
-// Releases the blocks that begin at token `from` or behind it: deepest node first, in a node group by group, of a group the
-// last one first.
+// Releases the blocks that begin at token `from` or behind it: deepest node first, in a node group by group, in a group
+// the last block first.
 void BlockManager::release_entries(const std::vector<BlockTable>& tables, std::int64_t from) noexcept {
     std::int64_t num_nodes = 0;
     for (std::size_t group = 0; group < tables.size(); ++group) {
@@ -64,7 +64,7 @@ void BlockManager::release_blocks(Sequence& sequence, std::int64_t from) noexcep
     }
 }
 
-// Where the node has the block.
+// The column of the block in the node.
 std::int32_t BlockManager::column_of(NodeId node, BlockId block_id) const noexcept {
     std::int32_t column = 0;
     while (tree_.block_id(node, column) != block_id) ++column;
@@ -79,14 +79,14 @@ void BlockManager::settle(BlockId block_id) noexcept {
     }
 }
 
-// Takes the block out of its node, which keeps a hole.
+// Takes the block out of its node and leaves a hole.
 void BlockManager::leave_node(BlockId block_id) noexcept {
     const NodeId node = pool_.node(block_id);
     tree_.set_block(node, column_of(node, block_id), kNone);
     pool_.set_node(block_id, kNone);
 }
 
-// The tree forgets what the node says. It stays, with holes alone, while it has children.
+// The tree forgets the node's blocks. The node stays, with holes only, while it has children.
 void BlockManager::remove_node(NodeId node) noexcept {
     for (std::int32_t column = 0; column < num_columns(); ++column) {
         const BlockId block_id = tree_.block_id(node, column);
@@ -104,8 +104,8 @@ void BlockManager::drop_bare(NodeId node) noexcept {
     while (node != kNone && tree_.is_bare(node)) node = tree_.remove(node);
 }
 
-// Gives up cached content: a full-attention block takes its node along, a window's leaves a hole. What a table names or
-// another owner may not lose in this call stays in the node, and so do the nodes below.
+// Gives up cached content: a full-attention block takes its node along, a window's leaves a hole. Blocks that a table
+// refers to, or that another owner may not lose in this call, stay in the node, and so do the nodes below.
 void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason reason) noexcept {
     const NodeId node = pool_.node(victim);
     const std::int64_t had = pool_.num_cached();
@@ -131,18 +131,19 @@ void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason re
     stats_.evicted_blocks += had - pool_.num_cached();
 }
 
-// Evicts until so many blocks are free, which the sequence will be given.
+// Evicts until enough blocks for the sequence are free.
 void BlockManager::make_room(const Sequence& sequence, std::int64_t num_blocks) noexcept {
     while (pool_.num_free() < num_blocks)
         evict(pool_.order().first(false), pool_.order().owner_id(sequence.owner_id).number, Event::Reason::evicted);
 }
 
-// A block for the sequence's block, behind one that has `before`, or kNone; kNone for the block: the lowest.
+// Allocates a block for block `position` of the sequence, behind block `before` or kNone; kNone for the position: the
+// lowest free block.
 BlockId BlockManager::allocate(const Sequence& sequence, BlockId before, std::int64_t block) noexcept {
     return pool_.take(sequence.owner_id, sequence.cache_priority, before, block);
 }
 
-// The blocks of an event of blocks that leave the node, to be written; null where there is none to tell.
+// The blocks of a removal event of the node, to be filled by the caller; null without an event.
 BlockId* BlockManager::note_removed(NodeId node, std::int32_t owner_id, Event::Reason reason) noexcept {
     if (!events_.is_on() || !tree_.is_full(node)) return nullptr;
     std::int32_t cache_priority = kDiscard;
@@ -159,7 +160,7 @@ std::int32_t BlockManager::highest_cache_priority(std::span<const BlockId> block
     return cache_priority;
 }
 
-// Makes `node` the one in which the sequence's full committed blocks end.
+// Makes `node` the end of the sequence's full committed blocks.
 void BlockManager::move_end(Sequence& sequence, NodeId node) noexcept {
     const NodeId before = sequence.node;
     if (node == before) return;

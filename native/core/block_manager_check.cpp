@@ -1,4 +1,4 @@
-// The proof of C1 to C9 (docs/contracts.md, "The cache") on the block manager's state. It reads everything.
+// Checks C1 to C9 (docs/contracts.md, "The cache") on all of the block manager's state.
 //
 // Cost: O(blocks + nodes x block size + blocks of all sequences). It allocates, so it may fail, changing nothing.
 #include <string>
@@ -80,7 +80,7 @@ void BlockManager::check_nodes() const {
         prove(next == kNone || tree_.num_common(next, tree_.view(node)) < tree_.num_tokens(node), "C6",
               name + ", partial and held by nobody, is a prefix of node " + text(next));
     }
-    // C5: every full-attention block was let go after its node's cached descendants, and so stands behind them.
+    // C5: every full-attention block was released after its node's cached descendants, and so comes behind them.
     const std::vector<std::int64_t> times = pool_.times();
     for (BlockId block_id = 0; block_id < pool_.num_ids(); ++block_id) {
         const std::int64_t time = times[static_cast<std::size_t>(block_id)];
@@ -93,7 +93,7 @@ void BlockManager::check_nodes() const {
                 const std::int64_t of_above = above == kNone ? -1 : times[static_cast<std::size_t>(above)];
                 prove(of_above < 0 || of_above > time, "C5",
                       "block " + text(above) + " was let go before block " + text(block_id) + " below it");
-                if (above != kNone) break;  // the rest follows from this one's own turn
+                if (above != kNone) break;  // the rest follows when the loop reaches that block
             }
         }
     }
@@ -104,7 +104,7 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
     const std::int64_t num_computed = sequence.num_computed;
     const std::int64_t partial = num_computed / block_size_;
     const std::int64_t offset = num_computed % block_size_;
-    std::int64_t least = INT64_MAX;  // tokens that all tables reach
+    std::int64_t least = INT64_MAX;  // tokens covered by all tables
     for (std::int32_t group = 0; group < num_groups(); ++group)
         least = std::min(least, sequence.tables[static_cast<std::size_t>(group)].size() * shape_of(group).tokens);
     prove(num_computed <= sequence.num_tokens() && num_computed <= sequence.reserved && sequence.reserved <= least,
@@ -121,7 +121,7 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
         for (std::int64_t block = 0; block < entries.size(); ++block) {
             const BlockId block_id = entries[block];
             const std::string where = name + ", group " + text(group) + ", block " + text(block);
-            // A restored sequence has no blocks where it will never have written.
+            // A restored sequence has no blocks at positions that it never writes.
             const bool may_lack = block * shape.tokens >= num_computed && sequence.restored_to != 0 &&
                                   block < first_block_needed(group, sequence.restored_to);
             prove((block_id == kNone) == (block < first) || may_lack, "C7",

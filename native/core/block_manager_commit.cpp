@@ -1,4 +1,4 @@
-// commit: computed tokens become findable; and rewind, which takes them back.
+// commit makes computed tokens findable; rewind takes them back.
 #include <algorithm>
 #include <string>
 
@@ -26,7 +26,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
     const std::int64_t num_full = num_computed / block_size_;
     const bool is_findable = sequence.node != kNone;
     const std::int64_t num_nodes = is_findable ? num_nodes_for(num_computed) - first : 0;
-    std::vector<PrefixTree::StagedKeys> keys;  // by node from `first`; empty where the sequence has no keys at all
+    std::vector<PrefixTree::StagedKeys> keys;  // by node from `first`; empty if the sequence has no keys
     std::size_t num_deduplicated = 0;
     std::int64_t num_released = 0;
     if (is_findable) {
@@ -35,7 +35,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
                 keys.push_back(PrefixTree::stage_keys(
                     prompt.block(block * block_size_, std::min(block_size_, num_computed - block * block_size_))));
         tree_.ensure_room(static_cast<std::size_t>(num_nodes), keys.size());
-        // Equal full nodes can only be a first part of the new full blocks: below a node just made there is none.
+        // Only the first of the new full blocks can have equal full nodes: a node just made has no children.
         path_.clear();
         path_.reserve(static_cast<std::size_t>(num_full - first));
         for (NodeId node = sequence.node; first + static_cast<std::int64_t>(path_.size()) < num_full;) {
@@ -59,9 +59,9 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
     }
     ensure_flight_room(num_released);
 
-    // From here on nothing fails.
+    // From here on no call fails.
     if (sequence.restored_to != 0) {
-        // What lies behind the windows was not written: it goes before nodes are made.
+        // Blocks behind the windows were not written: they go before nodes are made.
         release_behind_windows(sequence, num_computed);
         sequence.restored_to = 0;
     }
@@ -87,8 +87,8 @@ void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std:
     }
 }
 
-// The partial node of our blocks, which only we may extend: all blocks that begin before its end are in it. Those behind are
-// in none: a sibling said as much when they came.
+// The partial node of the sequence's blocks, which only this sequence may extend: it has all blocks that begin before
+// its end. Later blocks are in no node: a sibling had the same tokens when they were committed.
 NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t depth) const noexcept {
     if (sequence.num_computed <= depth * block_size_) return kNone;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
@@ -114,7 +114,7 @@ void BlockManager::commit_full_node(Sequence& sequence, std::int64_t depth, Node
         move_end(sequence, made);
         return;
     }
-    // The full node says all that our partial one did; whoever holds its blocks keeps them.
+    // The full node covers the tokens of the partial node; holders of the partial node's blocks keep them.
     const NodeId own = own_partial_node(sequence, depth);
     if (own != kNone) remove_node(own);
     std::fill(stored_.begin(), stored_.end(), kNone);
@@ -127,7 +127,7 @@ void BlockManager::commit_full_node(Sequence& sequence, std::int64_t depth, Node
             const auto column = shape.first_column + static_cast<std::int32_t>(part);
             const BlockId ours = entries[block];
             const BlockId theirs = tree_.block_id(equal, column);
-            if (ours == kNone) continue;  // behind a window: given up, or never written by one that was restored
+            if (ours == kNone) continue;  // behind a window: released, or never written after a restore
             if (theirs == kNone) {
                 tree_.set_block(equal, column, ours);
                 pool_.set_node(ours, equal);
@@ -146,7 +146,7 @@ void BlockManager::commit_full_node(Sequence& sequence, std::int64_t depth, Node
     move_end(sequence, equal);
 }
 
-// Makes room for the events of the blocks `first` .. `num_full` - 1, one each at most.
+// Makes room for the events of the blocks `first` .. `num_full` - 1, at most one each.
 void BlockManager::stage_events(const Sequence& sequence, std::int64_t first, std::int64_t num_full) {
     const auto num_blocks = static_cast<std::size_t>(num_full - first);
     std::size_t num_keys = 0;
@@ -165,11 +165,11 @@ void BlockManager::stage_events(const Sequence& sequence, std::int64_t first, st
     event_name_ = events_.name_index(sequence.name);
 }
 
-// These blocks of a block's full node are found from now on; the sequence still ends in the node above.
+// Records that these blocks of a full node are now findable; the sequence still ends in the node above.
 void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, NodeId node,
                                std::span<const BlockId> block_ids) noexcept {
     const auto first = std::find_if(block_ids.begin(), block_ids.end(), [](BlockId block_id) { return block_id != kNone; });
-    if (first == block_ids.end()) return;  // a node of holes: there is nothing to tell
+    if (first == block_ids.end()) return;  // a node of holes: no event
     const std::int64_t parent = tree_.is_root(sequence.node) ? -1 : tree_.id(sequence.node);
     BlockId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
                                        pool_.order().number_of(*first), event_name_, highest_cache_priority(block_ids)});
@@ -177,7 +177,7 @@ void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, Nod
     events_.add_block(tree_.tokens(node), std::move(event_keys_[static_cast<std::size_t>(block - event_block_)]));
 }
 
-// The last, partial block becomes findable unless a sibling says the same already.
+// Makes the last, partial block findable unless a sibling has the same tokens.
 void BlockManager::commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept {
     const std::int64_t count = num_computed % block_size_;
     const BlockView view = prompt_of(sequence).block(num_computed - count, count);
@@ -185,7 +185,7 @@ void BlockManager::commit_tail(Sequence& sequence, std::int64_t num_computed, Pr
     make_node(sequence, num_computed / block_size_, view, std::move(keys));
 }
 
-// Extends our partial node to what `view` says, or makes a node of our blocks.
+// Extends the sequence's partial node to `view`, or makes a node of its blocks.
 NodeId BlockManager::make_node(Sequence& sequence, std::int64_t depth, const BlockView& view,
                                PrefixTree::StagedKeys&& keys) noexcept {
     NodeId node = own_partial_node(sequence, depth);
@@ -195,7 +195,7 @@ NodeId BlockManager::make_node(Sequence& sequence, std::int64_t depth, const Blo
     } else {
         node = tree_.insert(sequence.node, view, std::move(keys));
     }
-    // Blocks that begin in what it did not say before are new to it.
+    // Blocks that begin behind its old end are new to the node.
     const std::int64_t end = depth * block_size_ + static_cast<std::int64_t>(view.tokens.size());
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const GroupShape& shape = shape_of(group);
@@ -216,7 +216,7 @@ NodeId BlockManager::make_node(Sequence& sequence, std::int64_t depth, const Blo
     return node;
 }
 
-// A partial node that nobody holds goes once a sibling says the same and more.
+// A partial node without holders goes once a sibling has its tokens and more.
 void BlockManager::remove_covered_sibling(NodeId node) noexcept {
     const NodeId left = tree_.previous_sibling(node);
     if (left == kNone || tree_.is_full(left) || is_referenced(left)) return;
@@ -237,7 +237,7 @@ void BlockManager::release_behind_windows(Sequence& sequence, std::int64_t num_c
     }
 }
 
-// Whether the sequence's own tables hold all that a query at position `num_tokens` needs.
+// Whether the sequence's tables have all blocks that a query at position `num_tokens` needs.
 bool BlockManager::is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const std::int64_t last = (num_tokens - 1) / shape_of(group).tokens;

@@ -1,4 +1,4 @@
-// Hits: finding the longest valid one, taking it, and looking again.
+// Hits: finding the longest valid hit, taking it, and looking for a longer one.
 #include <algorithm>
 
 #include "core/block_manager.hpp"
@@ -21,14 +21,14 @@ BlockView Prompt::block(std::int64_t start, std::int64_t count) const noexcept {
     return view;
 }
 
-// A hit is valid if in every group the blocks it needs are there; missing_ tells the deepest that the path lacks.
+// A hit is valid if every group has the blocks it needs; missing_ has the deepest block that the path lacks.
 bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group)
         if (missing_[static_cast<std::size_t>(group)] >= first_block_needed(group, num_tokens)) return false;
     return true;
 }
 
-// ... of one that ends in `child`, at depth `node` below the path.
+// ... for a hit that ends in `child`, at depth `node` below the path.
 bool BlockManager::is_valid_hit_in(NodeId child, std::int64_t node, std::int64_t num_tokens) const noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const GroupShape& shape = shape_of(group);
@@ -42,9 +42,9 @@ bool BlockManager::is_valid_hit_in(NodeId child, std::int64_t node, std::int64_t
     return true;
 }
 
-// The longest valid hit; path_ holds its nodes, the partial one last. Only the scratch changes.
-// Where the closest child has lost a block, kMaxOthers siblings in all that share less and have theirs are looked at:
-// content that a pin keeps stays found beside what a window left behind.
+// The longest valid hit; path_ has its nodes, the partial node last. Only scratch changes. If the closest child has
+// lost a block, up to kMaxOthers siblings with a shorter common prefix and all blocks are tried: so pinned content
+// stays findable next to a node whose blocks a window has given back.
 std::int64_t BlockManager::find_hit(const Prompt& prompt) {
     const std::int64_t limit = static_cast<std::int64_t>(prompt.tokens.size()) - 1;
     path_.clear();
@@ -100,7 +100,7 @@ void BlockManager::prepare_tables(std::vector<BlockTable>& tables, std::int64_t 
         tables[group].prepare(0, shape_.groups[group].num_blocks(num_tokens));
 }
 
-// Refers the sequence, whose tables are empty and have room, to the blocks of path_.
+// Puts the blocks of path_ into the sequence's tables, which are empty and have room.
 void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const GroupShape& shape = shape_of(group);
@@ -123,8 +123,8 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
     sequence.is_writer = false;
 }
 
-// A sequence not yet admitted looks for a longer hit, if anything has been added since it last looked; one that is
-// withdrawn, or without prefix caching, does not.
+// A sequence that is not yet admitted looks for a longer hit if the tree has grown since its last look; a withdrawn
+// sequence, or one without prefix caching, does not.
 void BlockManager::refresh_hit(Sequence& sequence) {
     if (sequence.is_admitted || sequence.node == kNone ||
         (sequence.seen_version == version_ && sequence.seen_tokens == sequence.num_tokens()))

@@ -1,4 +1,4 @@
-// What is told about the whole: owners, events, why a hit ends, the tree as it is; and forgetting content on purpose.
+// Reports: owners, events, the reason why a hit ends, the present tree; and dropping content on request.
 #include <algorithm>
 #include <string>
 
@@ -8,7 +8,7 @@ namespace quire {
 
 namespace {
 
-// Whether two runs of tokens, which begin at the same position, are the same, extra keys counted.
+// Whether two runs of tokens with the same first position are equal, extra keys included.
 bool is_same(const BlockView& a, const BlockView& b) noexcept {
     return std::ranges::equal(a.tokens, b.tokens) && std::ranges::equal(a.keys, b.keys);
 }
@@ -40,7 +40,7 @@ Counts BlockManager::owner_counts(std::int32_t number) const noexcept {
 
 std::int64_t BlockManager::num_available_blocks(std::int32_t number) const noexcept {
     if (!pool_.is_marked()) return pool_.num_free() + pool_.num_cached();
-    // It needs as many as it can get, so all of its own cached blocks may go.
+    // With an unlimited need, all cached blocks of the owner may go.
     std::int64_t available = pool_.num_free();
     std::int64_t room = pool_.num_ids();
     for (const Owner& owner_id : pool_.order().owner_ids()) {
@@ -68,7 +68,7 @@ Explanation BlockManager::explain(const Prompt& prompt) {
         const BlockView view = prompt.block(found.num_common, std::min(block_size_, num_tokens - found.num_common));
         const Neighbours near = tree_.find(node, view);
         auto [child, num_more] = tree_.longest(near, view);
-        // Of children that share nothing the one behind where the block would stand, else the one before.
+        // Among children without a common prefix the child behind the block's place, else the child before it.
         if (child == kNone) child = near.after != kNone ? near.after : near.before;
         found.num_common += num_more;
         if (child != kNone && num_more < static_cast<std::int64_t>(view.tokens.size())) {
@@ -88,7 +88,7 @@ Dropped BlockManager::drop(const Prompt& prompt) {
     for (std::int64_t start = 0; start < num_before && above != kNone; start += block_size_)
         above = tree_.find(above, prompt.block(start, block_size_)).equal;
     if (above == kNone) return {};
-    // The nodes in which the last token lies stand together among their siblings; then all below them.
+    // The nodes that contain the last token are adjacent among their siblings; then all nodes below them.
     const BlockView rest = prompt.block(num_before, num_tokens - num_before);
     const Neighbours near = tree_.find(above, rest);
     std::vector<NodeId> found;
@@ -108,7 +108,7 @@ Dropped BlockManager::drop(const Prompt& prompt) {
     });
     if (events_.is_on()) events_.ensure_room(found.size(), 0, 0);
 
-    // From here on nothing fails.
+    // From here on no call fails.
     for (Sequence* sequence : holders) move_end(*sequence, kNone);
     Dropped dropped;
     const std::int64_t num_free = pool_.num_free();
@@ -117,8 +117,8 @@ Dropped BlockManager::drop(const Prompt& prompt) {
     return dropped;
 }
 
-// Whether a sequence that ends in `above` has computed the prompt's last block, which begins at `start`. There need not be
-// a node of it: a sibling may say the same.
+// Whether a sequence that ends in `above` has computed the prompt's last block, which begins at `start`. It may have no
+// node of its own: a sibling may have the same tokens.
 bool BlockManager::has_computed(const Sequence& sequence, NodeId above, std::int64_t start,
                                 const Prompt& prompt) const noexcept {
     const auto num_tokens = static_cast<std::int64_t>(prompt.tokens.size());
@@ -126,8 +126,7 @@ bool BlockManager::has_computed(const Sequence& sequence, NodeId above, std::int
     return is_same(prompt_of(sequence).block(start, num_tokens - start), prompt.block(start, num_tokens - start));
 }
 
-// Nothing of the node is found any more; how many of its blocks are in use still. Of a node that is gone already there is
-// nothing left.
+// Makes the node's blocks unfindable; returns how many are still in use. 0 for a node that is already gone.
 std::int64_t BlockManager::forget(NodeId node) noexcept {
     std::int64_t num_in_use = 0;
     bool any = false;
@@ -217,7 +216,7 @@ BlockMap BlockManager::block_map() const {
     BlockMap map;
     map.states.reserve(static_cast<std::size_t>(num_ids));
     map.names.reserve(static_cast<std::size_t>(num_ids));
-    // A walk up ends where an earlier one has been: every node is walked once.
+    // A walk up ends at a node that an earlier walk visited, so every node is visited once.
     std::vector<std::int32_t> name_of(static_cast<std::size_t>(tree_.num_records()), kUnknown);
     std::int32_t next = 0;
     for (const NodeId root : tree_.roots()) name_of[static_cast<std::size_t>(root)] = next++;

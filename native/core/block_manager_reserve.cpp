@@ -1,4 +1,4 @@
-// reserve: deciding a whole step before anything changes, then carrying it out.
+// reserve decides a whole step before any change, then carries it out.
 #include <algorithm>
 #include <string>
 
@@ -6,7 +6,8 @@
 
 namespace quire {
 
-// Checks the arguments, fills works_ and says how many blocks the step takes, over all groups. Only the scratch changes.
+// Checks the arguments, fills works_ and returns the number of blocks of the step, over all groups. Only scratch
+// changes.
 std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                                       std::int64_t num_lookahead, bool restores) {
     works_.clear();
@@ -42,7 +43,7 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
         work.num_needed = blocks_of(work);
         num_needed += work.num_needed;
     }
-    // plan_copy counts the references that copies give up as gone already; here they are back.
+    // plan_copy has already removed the references that copies release; here they are restored.
     for (const Work& work : works_)
         if (work.copies)
             for_each_partial(*work.sequence, [&](std::int32_t group, std::int64_t block) {
@@ -63,12 +64,12 @@ std::int64_t BlockManager::plan_to_restore(SequenceId id, std::int64_t num_compu
     return plan_works({&id, 1}, {&num_new, 1}, 0, true);
 }
 
-// New blocks before it get no block.
+// New positions before it get no block.
 std::int64_t BlockManager::first_block_with_block(const Work& work, std::int32_t group) const noexcept {
     return work.restores ? first_block_needed(group, work.sequence->num_computed + work.num_new) : 0;
 }
 
-// Blocks one sequence takes, over all groups.
+// Blocks that a sequence takes, over all groups.
 std::int64_t BlockManager::blocks_of(const Work& work) const noexcept {
     std::int64_t num_blocks = work.copies ? work.num_copied : 0;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
@@ -79,14 +80,14 @@ std::int64_t BlockManager::blocks_of(const Work& work) const noexcept {
     return num_blocks;
 }
 
-// Says on each owner what works_ need.
+// Sets the need of works_ on each owner.
 void BlockManager::count_needs() noexcept {
     if (!pool_.is_marked()) return;
     pool_.order().clear_needs();
     for (const Work& work : works_) pool_.order().owner_id(work.sequence->owner_id).need += blocks_of(work);
 }
 
-// Whether works_ can have the `num_needed` blocks and leave `num_left` available. Begins the call in the pool.
+// Whether works_ can get `num_needed` blocks and leave `num_left` available. Begins the call in the pool.
 bool BlockManager::fits(std::int64_t num_needed, std::int64_t num_left) noexcept {
     if (pool_.is_marked())
         for (const Owner& owner_id : pool_.order().owner_ids())
@@ -94,7 +95,7 @@ bool BlockManager::fits(std::int64_t num_needed, std::int64_t num_left) noexcept
     return num_needed + num_left <= pool_.begin_call();
 }
 
-// Evicts of each owner that needs blocks what its quota leaves no room for.
+// Evicts from each owner that needs blocks as many as exceed its quota.
 void BlockManager::keep_quotas() noexcept {
     if (!pool_.is_marked()) return;
     for (const Work& work : works_) {
@@ -104,8 +105,8 @@ void BlockManager::keep_quotas() noexcept {
     }
 }
 
-// Whether a block that holds position num_computed lies behind a window at the end of a restore. Not all blocks of its node
-// are written then, so that must not come to say more.
+// Whether a block with position num_computed lies behind a window at the end of a restore. Not all blocks of its node
+// are written then, so the node must not be extended.
 bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
     if (!work.restores) return false;
     for (std::int32_t group = 0; group < num_groups(); ++group)
@@ -113,7 +114,7 @@ bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
     return false;
 }
 
-// Decides whether the blocks of the node that holds position num_computed must be copied before they are written.
+// Decides whether the blocks of the node with position num_computed must be copied before a write.
 void BlockManager::plan_copy(Work& work) noexcept {
     const Sequence& sequence = *work.sequence;
     const std::int64_t offset = sequence.num_computed % block_size_;
@@ -157,7 +158,7 @@ std::shared_ptr<const StepPlan> BlockManager::restore(SequenceId id, std::int64_
     return plan;
 }
 
-// works_ become a step, if the blocks suffice.
+// Turns works_ into a step if the blocks suffice.
 std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std::int64_t num_lookahead) {
     count_needs();
     std::int64_t num_new = 0;
@@ -172,7 +173,7 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     }
     const auto num_works = static_cast<std::int64_t>(works_.size());
     const bool is_alone = num_works == 1 && num_admitted_ == num_works - num_new;
-    // A lone sequence that lacks the room to copy its block takes the block from the tree instead.
+    // A lone sequence without room to copy its block takes the block from the tree instead.
     const bool takes_over = is_alone && works_[0].copies_for_node && !fits(num_needed, 0);
     if (takes_over) {
         num_needed -= num_copied;
@@ -214,7 +215,8 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     }
     if (overlapped_) pool_.ensure_flight_room(static_cast<std::size_t>(num_copied));
     if (events_.is_on()) {
-        // An event for each block evicted at most, for room or for a quota, and one for each that is taken over.
+        // At most one event for each block evicted, for room or for a quota, and one for each block taken from the
+        // tree.
         std::int64_t num_events = num_needed + num_columns();
         if (pool_.is_marked())
             for (const Owner& owner_id : pool_.order().owner_ids())
@@ -222,7 +224,7 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
         events_.ensure_room(static_cast<std::size_t>(num_events), 0, 0);
     }
 
-    // From here on nothing fails.
+    // From here on no call fails.
     if (takes_over) {
         const Sequence& sequence = *works_[0].sequence;
         for_each_partial(sequence, [&](std::int32_t group, std::int64_t block) {
@@ -252,8 +254,8 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     return plan;
 }
 
-// Gives one sequence its blocks: the copy's, then new ones by position, group after group. All that has to go goes first, so
-// that what is freed together is handed out in runs.
+// Gives a sequence its blocks: copies, then new blocks by position, group after group. All evictions come first, so
+// that blocks freed together are handed out in runs.
 void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
     Sequence& sequence = *work.sequence;
     if (work.num_needed != 0) make_room(sequence, work.num_needed);
@@ -293,7 +295,7 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
 
 namespace {
 
-// The slots of `count` positions from `position` on; -1 where there is no block.
+// The slots of `count` positions from `position` on; -1 without a block.
 void write_slots(const BlockTable& entries, std::int64_t block_size, std::int64_t position, std::int64_t count,
                  std::int64_t* out) noexcept {
     std::int64_t block = position / block_size;

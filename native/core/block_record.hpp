@@ -1,4 +1,4 @@
-// What the pool keeps of a block: 12 bytes, in a slab by block id.
+// The pool's record of a block: 12 bytes, in a slab by block id.
 #pragma once
 
 #include <cstdint>

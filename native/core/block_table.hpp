@@ -1,8 +1,8 @@
-// A sequence's block table in one group: block ids by block, kNone where a window has let go of one. It only grows at its
-// end, so a plan refers to it instead of copying it.
+// A sequence's block table in one group: block ids by block, kNone where a window has released one. It only grows at
+// its end, so a plan refers to it instead of copying it.
 //
-// Table entries that a plan can see are never written again: growing writes beyond them, a reallocation leaves the plan the
-// old memory, and whatever has to change an entry in place copies the table first if a plan still refers to it. A plan may
+// Table entries that a plan can see are never written again: growing writes beyond them, a reallocation leaves the old
+// memory to the plan, and a change of an entry in place first copies the table if a plan still refers to it. A plan may
 // be read and dropped on any thread.
 //
 // Cost: publishing a table to a plan is one counter; `prepare` is O(1) amortised, O(entries) when it has to copy.
@@ -19,7 +19,7 @@
 
 namespace quire {
 
-// Counted memory for the entries.
+// Reference-counted memory of the entries.
 class TableMemory {
 public:
     TableMemory() = default;
@@ -55,7 +55,7 @@ private:
     Header* header_ = nullptr;
 };
 
-// What a plan keeps of a table.
+// A plan's view of a table.
 struct TableView {
     TableMemory memory;
     std::int32_t size = 0;
@@ -98,7 +98,7 @@ public:
 private:
     TableMemory memory_;
     std::int32_t size_ = 0;
-    std::int32_t num_published_ = 0;  // entries below this a plan may still see
+    std::int32_t num_published_ = 0;  // a plan may still see entries below this
 };
 
 }  // namespace quire

@@ -1,8 +1,8 @@
-// What happened to the full nodes of the prefix tree, in order, until it is taken: quire.cache.events says what the kinds
-// mean.
+// A log of the changes of the prefix tree's full nodes, in order, until it is taken; quire.cache.events defines the
+// kinds.
 //
-// Off at first. While on, an event costs its blocks, and a stored one a copy of its block's tokens and keys. Room is made
-// before anything changes (`ensure_room`, `name_index`); then noting an event cannot fail.
+// Off at first. While on, an event costs its blocks, and a stored one a copy of its block's tokens and keys. Callers
+// make room before any change (`ensure_room`, `name_index`); then adding an event cannot fail.
 #pragma once
 
 #include <algorithm>
@@ -65,21 +65,21 @@ public:
     }
 
     std::int32_t name_index(std::string_view name) {
-        // The namespace asked for last is nearly always the next one too.
+        // Successive events nearly always have the same namespace.
         const auto found = std::find(batch_.names.rbegin(), batch_.names.rend(), name);
         if (found != batch_.names.rend()) return static_cast<std::int32_t>(batch_.names.rend() - found) - 1;
         batch_.names.emplace_back(name);
         return static_cast<std::int32_t>(batch_.names.size()) - 1;
     }
 
-    // The event's blocks, all kNone, to be written by the caller.
+    // The event's blocks, all kNone, for the caller to fill.
     BlockId* add(const Event& event) noexcept {
         batch_.events.push_back(event);
         batch_.block_ids.resize(batch_.block_ids.size() + num_columns_, kNone);
         return batch_.block_ids.data() + batch_.block_ids.size() - num_columns_;
     }
 
-    // The block of the event just added; the keys' positions count from its start.
+    // Adds the block of the latest event; the keys' positions count from its start.
     void add_block(std::span<const Token> tokens, std::vector<ExtraKey>&& keys) noexcept {
         batch_.tokens.insert(batch_.tokens.end(), tokens.begin(), tokens.end());
         for (ExtraKey& key : keys)

@@ -1,14 +1,14 @@
-// Which cached block is given up next, and whose it is: the lists of cached blocks, and the owners.
+// The order of eviction: the lists of cached blocks, and the owners' counts.
 //
 // Lowest cache priority first (0 discard, 1 normal, 2 keep), then least recently used. There is a list for each owner and
 // cache priority, linked through the blocks' own records, least recently used first; a time on each block makes one order of the
-// lists of all owners. Of the owners only those are asked that may lose a block in the call under way: `budget` says
-// how many, need + max(0, owned - floor) (quire.cache.owners has the reasons).
+// lists of all owners. Only owners that may lose a block in the present call take part: `budget` says how many, need +
+// max(0, owned - floor) (quire.cache.owners has the reasons).
 //
-// While nobody has used an owner or another cache priority than normal there is one list, and nothing is kept of a block but
-// its links. `start_marking` ends that, for good: 8 bytes more a block.
+// Until an owner or a cache priority other than normal is used, there is one list, and a block has only its links.
+// `start_marking` ends that permanently: 8 bytes more a block.
 //
-// What it is not: the states of blocks (pool.hpp), or the judge of what goes along with a block (the block manager).
+// Not here: the states of blocks (pool.hpp), and the blocks that are evicted together (the block manager).
 //
 //   E1  each list holds cached blocks of its owner and cache priority, and the times in it rise
 //   E2  an owner's counts are those of its blocks
@@ -44,11 +44,11 @@ struct Owner {
     std::int64_t num_owned = 0;  // held + cached + in flight
     std::int64_t num_cached = 0;
     std::int64_t num_in_flight = 0;
-    std::int64_t need = 0;    // of the call under way
-    std::int64_t budget = 0;  // cached blocks it may still lose in it
+    std::int64_t need = 0;    // of the present call
+    std::int64_t budget = 0;  // cached blocks it may still lose in this call
     BlockList cached[kNumPriorities];
 
-    // What it may take before its quota, its cached blocks given up.
+    // Blocks it may take within its quota if all its cached blocks are evicted.
     std::int64_t room(std::int64_t num_blocks) const noexcept {
         return quota == kNoQuota ? num_blocks : quota - num_owned + num_cached;
     }
@@ -59,13 +59,14 @@ public:
     EvictionOrder() : owners_(1) {}
 
     bool is_marked() const noexcept { return is_marked_; }
-    // From now on blocks have owners and spans. So far all are nobody's and normal: `num_blocks` of them that are not
-    // free, of which `num_in_flight` are in flight and `num_cached` in the list; ids from `num_touched` on have no record yet.
+    // Starts to record owners and priorities of blocks. All present blocks get owner 0 and priority normal:
+    // `num_blocks` that are not free, among them `num_in_flight` in flight and `num_cached` in the list; ids from
+    // `num_touched` on have no record yet.
     void start_marking(const Slab<BlockRecord>& block_ids, std::int64_t num_ids, std::int64_t num_touched,
                        std::int64_t num_blocks, std::int64_t num_cached, std::int64_t num_in_flight);
     void ensure_blocks(std::int64_t num_ids, std::int64_t num_touched);
 
-    // Owners by slot; slot 0 is owner 0, nobody's.
+    // Owners by slot; slot 0 is owner 0, the default.
     std::int32_t slot_of(std::int32_t number);
     const Owner* find(std::int32_t number) const noexcept;
     Owner& owner_id(std::int32_t slot) noexcept { return owners_[static_cast<std::size_t>(slot)]; }
@@ -78,25 +79,25 @@ public:
         return is_marked_ ? static_cast<std::int32_t>(marks_[index(block_id)].cache_priority) : kNormal;
     }
 
-    // Of a block just handed out, which counts in the owner from now on.
+    // Counts a block just handed out in the owner.
     void own(BlockId block_id, std::int32_t slot, std::int32_t cache_priority) noexcept;
     void disown(BlockId block_id) noexcept { --owner_of(block_id).num_owned; }
-    // Of a block that is not cached.
+    // Raises the priority of a block that is not cached.
     void raise(BlockId block_id, std::int32_t cache_priority) noexcept;
 
     void append(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept;
     void remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept;
     void clear() noexcept;
 
-    // Begins a call: budgets by what the owners need. Blocks that may be evicted in it.
+    // Begins a call: sets budgets from the owners' needs. Returns the number of blocks that may be evicted in it.
     void clear_needs() noexcept;
     std::int64_t begin_call() noexcept;
-    // The block to go next, of the owners that have a budget, or of all; kNone if there is none.
+    // The next block to evict, of the owners with a budget, or of all; kNone without one.
     BlockId first(bool of_all) const noexcept;
     BlockId first_of(const Owner& owner_id) const noexcept;
 
     std::size_t capacity_bytes() const noexcept { return marks_.capacity_bytes(); }
-    // The time of each cached block by block id, -1 for others; proves E1 and E2's counts of cached blocks.
+    // The time of each cached block by block id, -1 for others; checks E1 and E2's counts of cached blocks.
     std::vector<std::int64_t> times(const Slab<BlockRecord>& block_ids, std::int64_t num_ids, std::int64_t num_cached) const;
 
 private:
@@ -118,7 +119,7 @@ private:
     std::uint64_t clock_ = 0;
     Slab<Mark> marks_;
     std::vector<Owner> owners_;
-    std::unordered_map<std::int32_t, std::int32_t> slots_;  // of owners but 0
+    std::unordered_map<std::int32_t, std::int32_t> slots_;  // by owner, without owner 0
 };
 
 }  // namespace quire

@@ -70,7 +70,7 @@ void FreeBlocks::ensure(std::int64_t num_ids) {
     counts_.ensure(static_cast<std::size_t>(num_runs), static_cast<std::size_t>(num_runs_touched()));
 }
 
-// Enters ids up to `end`, all of them free, which begin a run or end one that was cut short.
+// Enters ids up to `end`, all free, which begin a run or complete a shortened one.
 void FreeBlocks::touch_to(std::int64_t end) noexcept {
     for (; num_touched_ < end; ++num_touched_) {
         if (run_ != 1 && (num_touched_ & (run_ - 1)) == 0) {
@@ -83,7 +83,7 @@ void FreeBlocks::touch_to(std::int64_t end) noexcept {
     }
 }
 
-// Enters the next run, or a word of ids; whether there was one.
+// Enters the next run, or a word of ids. Returns false if all ids are entered.
 bool FreeBlocks::touch_run() noexcept {
     const std::int64_t step = std::max<std::int64_t>(run_, 64);
     const std::int64_t before = num_touched_;
@@ -140,7 +140,7 @@ void FreeBlocks::add(BlockId block_id) noexcept {
 void FreeBlocks::grow(std::int64_t num_ids) noexcept {
     size_ += num_ids - num_ids_;
     num_ids_ = num_ids;
-    // The rest of a run that had been cut short.
+    // The rest of a shortened run.
     const std::int64_t end = num_runs_touched() << shift_;
     if (num_touched_ < end) touch_to(std::min(end, num_ids_));
 }

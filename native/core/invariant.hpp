@@ -1,4 +1,4 @@
-// What `check()` throws: a broken invariant, by its number, with the figures. The bindings turn it into
+// The exception of `check()`: a broken invariant, by its number, with the figures. The bindings turn it into
 // quire.errors.InvariantError.
 #pragma once
 

@@ -1,6 +1,6 @@
-// How many blocks of each group a node of the tree has, and which of its tokens lie in which: the twin of
-// quire.cache.manager.node_shape. The blocks of a node, group after group, are its columns. In most caches all groups have
-// one block to a node, and a column is a group.
+// The number of blocks of each group in a node of the tree, and the tokens of each block: the twin of
+// quire.cache.manager.node_shape. The blocks of a node, group after group, are its columns. In most caches all groups
+// have one block to a node, and a column is a group.
 #pragma once
 
 #include <algorithm>
@@ -18,12 +18,12 @@ struct GroupShape {
     std::int64_t per_node;      // blocks of a whole node
     std::int32_t first_column;  // in a node, of them
 
-    // Entries of a table of so many tokens.
+    // Entries of a table of `num_tokens` tokens.
     std::int64_t num_blocks(std::int64_t num_tokens) const noexcept { return (num_tokens + tokens - 1) / tokens; }
     // The first entry that the query at `position` may read.
     std::int64_t first_needed(std::int64_t position) const noexcept { return span.first_needed(position) / tokens; }
     // The entries of the node at depth `node` (0 for the first) that begin before token `num_tokens`: from `node * per_node`
-    // up to this one. Of one block to a node this is without a division; the node must begin before `num_tokens`.
+    // up to this one. With one block to a node it needs no division; the node must begin before `num_tokens`.
     std::int64_t end_in_node(std::int64_t node, std::int64_t num_tokens) const noexcept {
         return per_node == 1 ? node + 1 : std::min((node + 1) * per_node, num_blocks(num_tokens));
     }

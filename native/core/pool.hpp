@@ -1,21 +1,21 @@
 // The pool: the state of every block, the free ones, the cached ones in order of use, the blocks in flight.
 //
 // A block is in exactly one state: free (no known content), cached (content known, nobody refers to it), held (referred to)
-// or in flight (nobody refers to it, but a running step may still see it); an id given up by a resize is no block of the pool
-// until it grows again. 12 bytes a block; the lists of cached blocks (eviction_order.hpp) and the stack of those given up are
-// linked through the blocks themselves, and which are free is a set of bits (free_blocks.hpp): the record of a free block says
-// nothing. Blocks never handed out are not even written: a pool costs nothing to create. Every block that is not free counts
-// in one owner; this is kept once owners or spans are used.
+// or in flight (nobody refers to it, but a running step may still see it); an id dropped by a resize is not a block of
+// the pool until it grows again. 12 bytes a block; the lists of cached blocks (eviction_order.hpp) and the stack of
+// dropped ids are linked through the records themselves, and the free blocks are a set of bits (free_blocks.hpp): the
+// record of a free block has no meaning. Blocks never handed out are not even written, so creating a pool is free.
+// Every block that is not free counts in one owner, once owners or priorities are used.
 //
-// What it is not: a judge. What goes along with an evicted block, and what a lease's end makes of a block, the block manager
-// decides.
+// It makes no decisions: the block manager decides which blocks go with an evicted block, and the state of a block
+// after its lease.
 //
 //   P1  the counts of the four states add up to the number of blocks
 //   P2  held blocks are those with references
 //   P3  an owner's counts are those of its blocks
 //
-// Cost: O(1) a call but for what eviction_order.hpp and free_blocks.hpp say. Only `ensure_flight_room`, `ensure_ids`,
-// `start_marking` and `slot_of` can fail.
+// Cost: O(1) a call except for the costs in eviction_order.hpp and free_blocks.hpp. Only `ensure_flight_room`,
+// `ensure_ids`, `start_marking` and `slot_of` can fail.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ public:
     Pool(std::int64_t num_blocks, std::int64_t run);
 
     std::int64_t num_blocks() const noexcept { return num_ids_ - num_given_up_; }
-    std::int64_t num_ids() const noexcept { return num_ids_; }  // of blocks and of those given up
+    std::int64_t num_ids() const noexcept { return num_ids_; }  // of blocks and of dropped ids
     std::int64_t num_free() const noexcept { return free_.size(); }
     std::int64_t num_cached() const noexcept { return num_cached_; }
     std::int64_t num_in_flight() const noexcept { return num_in_flight_; }
@@ -49,21 +49,22 @@ public:
     NodeId node(BlockId block_id) const noexcept { return is_free(block_id) ? kNone : blocks_[index(block_id)].node; }
     void set_node(BlockId block_id, NodeId node) noexcept { blocks_[index(block_id)].node = node; }
 
-    // Hands out a free block with one reference and no node, to count in the owner: for a block at `position` behind the
-    // one that has `before` (kNone: none). Needs num_free() > 0.
+    // Hands out a free block with one reference and no node, counted in the owner: for a block at `position` behind
+    // block `before` (kNone: no such block). Needs num_free() > 0.
     BlockId take(std::int32_t slot, std::int32_t cache_priority, BlockId before, std::int64_t position) noexcept;
-    // One reference more; the block's cache priority is raised to this one.
+    // Adds a reference and raises the block's cache priority to this one.
     void hold(BlockId block_id, std::int32_t cache_priority) noexcept;
-    // Counts a reference less, and again more, while a step is being planned; the states do not follow.
+    // Subtracts a reference, and adds it again, while a step is being planned; states do not change.
     void discount(BlockId block_id) noexcept { --blocks_[index(block_id)].next; }
     void recount(BlockId block_id) noexcept { ++blocks_[index(block_id)].next; }
-    // Drops a reference; whether it was the last. Then the block is in no state until one of the next three is called.
+    // Drops a reference; returns whether it was the last. Then the block has no state until one of the next three
+    // calls.
     bool release(BlockId block_id) noexcept { return --blocks_[index(block_id)].next == 0; }
     void make_free(BlockId block_id) noexcept;
     void make_cached(BlockId block_id) noexcept;  // as the most recently used
     void flight(BlockId block_id, std::int64_t step) noexcept;
 
-    // A cached block out of the list; it is in no state until the next call.
+    // Takes a cached block out of the list; it has no state until the next call.
     void take_out(BlockId block_id) noexcept;
 
     // Owners and the order of eviction.
@@ -74,42 +75,44 @@ public:
     std::int32_t slot_of(std::int32_t number) { return order_.slot_of(number); }
     EvictionOrder& order() noexcept { return order_; }
     const EvictionOrder& order() const noexcept { return order_; }
-    // Begins a call whose needs are set: the blocks it could be given.
+    // Begins a call whose needs are set; returns the blocks it could get.
     std::int64_t begin_call() noexcept {
         return num_free() + (order_.is_marked() ? order_.begin_call() : num_cached_);
     }
-    // Counts a cached block that leaves in this call.
+    // Counts a cached block that this call evicts.
     void charge(BlockId block_id) noexcept {
         if (order_.is_marked()) --order_.owner_of(block_id).budget;
     }
     bool may_lose(BlockId block_id) noexcept { return !order_.is_marked() || order_.owner_of(block_id).budget > 0; }
 
-    // The lowest free block leaves the pool. Needs num_free() > 0.
+    // Drops the lowest free block from the pool. Needs num_free() > 0.
     BlockId give_up() noexcept;
-    // Room for `num_ids` ids.
+    // Makes room for `num_ids` ids.
     void ensure_ids(std::int64_t num_ids) {
         blocks_.ensure(static_cast<std::size_t>(num_ids), static_cast<std::size_t>(free_.num_touched()));
         order_.ensure_blocks(num_ids, free_.num_touched());
         free_.ensure(num_ids);
     }
-    // Has `num_blocks` blocks: those given up last come back first, then there are new ones. Needs room.
+    // Grows to `num_blocks` blocks: the ids dropped last come back first, then new ids. Needs room.
     void grow(std::int64_t num_blocks) noexcept;
 
     void ensure_flight_room(std::size_t more) { flights_.ensure_room(more); }
-    // Ends the oldest lease of a step up to `step` and returns its block (in no state), or kNone. Call until it is kNone.
+    // Ends the oldest lease of a step up to `step` and returns its block (in no state), or kNone. Call until it returns
+    // kNone.
     BlockId end_flight(std::int64_t step) noexcept;
 
-    // Every block that is not in flight is free again (what was given up stays so); no block has a node. No block may be held.
+    // Frees every block that is not in flight (dropped ids stay dropped); no block has a node then. No block may be
+    // held.
     void clear() noexcept;
     std::size_t capacity_bytes() const noexcept {
         return blocks_.capacity_bytes() + order_.capacity_bytes() + free_.capacity_bytes();
     }
-    // Proves P1 to P3 and the lists; throws InvariantBroken.
+    // Checks P1 to P3 and the lists; throws InvariantBroken.
     void check() const;
     std::vector<std::int64_t> times() const { return order_.times(blocks_, num_ids_, num_cached_); }
 
 private:
-    // What a record's `previous` says where it is not the link of a list.
+    // Values of a record's `previous` that are not links of a list.
     static constexpr BlockId kInFlight = -3;
     static constexpr BlockId kGivenUp = -4;
     static constexpr BlockId kHeld = -5;  // `next` counts its references

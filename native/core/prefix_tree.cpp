@@ -10,7 +10,7 @@ namespace quire {
 
 namespace {
 
-// How many leading elements two runs of tokens share. Eight bytes at a time: blocks may be 512 tokens long.
+// Length of the common prefix of two runs of tokens. Eight bytes at a time: blocks may be 512 tokens long.
 std::size_t num_equal(const Token* a, const Token* b, std::size_t count) noexcept {
     std::size_t at = 0;
     for (; at + 2 <= count; at += 2) {
@@ -24,7 +24,8 @@ std::size_t num_equal(const Token* a, const Token* b, std::size_t count) noexcep
     return at;
 }
 
-// How many leading positions two runs of keys agree on (they describe `count` positions from `a_start` and `b_start`).
+// Number of leading positions with equal keys in two runs (which describe `count` positions from `a_start` and
+// `b_start`).
 std::size_t num_equal_keys(std::span<const ExtraKey> a, std::int64_t a_start, std::span<const ExtraKey> b,
                            std::int64_t b_start, std::size_t count) noexcept {
     for (std::size_t at = 0;; ++at) {
@@ -56,7 +57,7 @@ PrefixTree::PrefixTree(std::int32_t block_size, const std::vector<std::int32_t>&
       blocks_(num_nodes_expected * column_starts.size()) {}
 
 void PrefixTree::ensure_room(std::size_t more, std::size_t more_with_keys) {
-    // The stack of free records is not counted: it only makes the estimate generous by what it holds.
+    // The stack of free records is not subtracted: the estimate is too high by its size.
     const std::size_t used = index(num_used_records_);
     nodes_.ensure(used + more, used);
     tokens_.ensure((used + more) * static_cast<std::size_t>(block_size_), used * static_cast<std::size_t>(block_size_));
@@ -166,7 +167,7 @@ std::pair<NodeId, std::int32_t> PrefixTree::longest(const Neighbours& near, cons
 std::pair<NodeId, std::int32_t> PrefixTree::longest_whole(const Neighbours& near, const BlockView& block,
                                                           std::int64_t& left) const noexcept {
     std::pair<NodeId, std::int32_t> best{kNone, 0};
-    // Whether to go on to the next one on this side: what they have in common only becomes shorter.
+    // Whether to continue with the next sibling on this side: the common prefix only becomes shorter.
     const auto look = [&](NodeId node) noexcept {
         --left;
         ++num_visited_;
@@ -339,7 +340,7 @@ void PrefixTree::attach(NodeId parent, NodeId node, const BlockView& block) noex
         nodes_[index(parent)].child = node;
         return;
     }
-    // Of two neighbours in a search tree one stands below the other, and the lower one has the free link between them.
+    // In a search tree, one of two neighbours is below the other, and the lower one has the free link between them.
     const bool right_of_before = near.before != kNone && nodes_[index(near.before)].right == kNone;
     const NodeId up = right_of_before ? near.before : near.after;
     (right_of_before ? nodes_[index(up)].right : nodes_[index(up)].left) = node;
@@ -356,7 +357,7 @@ void PrefixTree::detach(NodeId node) noexcept {
     record.is_top = 0;
 }
 
-// Whatever pointed down to `node` points to `by` (which may be kNone) instead.
+// Replaces the link down to `node` by `by` (which may be kNone).
 void PrefixTree::replace_link(NodeId node, NodeId by) noexcept {
     const Node& record = nodes_[index(node)];
     Node& above = nodes_[index(record.up)];

@@ -1,22 +1,22 @@
-// The prefix tree: which block holds the KV of which tokens.
+// The prefix tree: maps token sequences to the blocks of their KV.
 //
 // A node stands for 1..block_size token ids below its parent and has one block id per column (node_shape.hpp), or a hole. Only
 // a full node has children. A root stands for a namespace and has no tokens. The tree compares tokens, never hashes; where
 // a position has an extra key (an image, say), the element compared is (token, key), no key before any key.
 //
-// What it is not: an owner of blocks. It stores their ids; the block manager counts and frees them.
+// Not an owner of blocks: it stores their ids; the block manager counts and frees them.
 //
-// Shape in memory: 20 bytes a node, its tokens and blocks in slabs beside it. Nodes are handed out from a stack, so a path
-// inserted at once lies in adjacent records and a walk streams. The children of a node are a treap in the order of their
-// (token, key) sequences, a prefix before what it begins, linked through the nodes themselves: no allocation, and the
-// sibling with the longest common prefix is a neighbour of the insertion point.
+// Shape in memory: 20 bytes a node, its tokens and blocks in separate slabs. Nodes are handed out from a stack, so a
+// path inserted at once lies in adjacent records and a walk streams. The children of a node are a treap in the order of
+// their (token, key) sequences, a prefix before what it begins, linked through the nodes themselves: no allocation, and
+// the sibling with the longest common prefix is a neighbour of the insertion point.
 //
 //   T1  siblings are in strict order
 //   T2  only a full node or a root has children
 //   T3  the priority of a treap node is not below its children's
 //
 // Cost: find O(log siblings) comparisons; insert and remove the same, remove without comparing. The caller makes room
-// (`ensure_room`, `make_root`, `stage_keys`) before it inserts: then nothing here can fail.
+// (`ensure_room`, `make_root`, `stage_keys`) before it inserts: then no call can fail.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ using NodeId = std::int32_t;
 using BlockId = std::int32_t;
 inline constexpr std::int32_t kNone = -1;
 
-// An extra key: what stands at a position besides its token. Sorted by position wherever there are several. In a sequence
-// positions count from its start, in a node from the node's first token.
+// An extra key of a position, in addition to its token. Several keys are sorted by position. In a sequence positions
+// count from its start, in a node from the node's first token.
 struct ExtraKey {
     std::int64_t position;
     std::string value;
@@ -53,7 +53,7 @@ struct BlockView {
     std::int64_t start = 0;
 };
 
-// Where a block stands among the children of a node.
+// The place of a block among the children of a node.
 struct Neighbours {
     NodeId equal = kNone;   // the child with exactly these tokens and keys
     NodeId before = kNone;  // the last child that sorts before them
@@ -65,13 +65,13 @@ class PrefixTree {
     using RootTable = std::map<std::string, NodeId, std::less<>>;
 
 public:
-    // The keys of a node to be, in memory of their own; empty where it has none.
+    // The keys of a node to be inserted, in separate memory; empty without keys.
     using StagedKeys = KeyTable::node_type;
 
     // column_starts: the first token of each column in a node.
     PrefixTree(std::int32_t block_size, const std::vector<std::int32_t>& column_starts, std::size_t num_nodes_expected);
 
-    // Room for `more` nodes, `more_with_keys` of them with keys.
+    // Makes room for `more` nodes, `more_with_keys` of them with keys.
     void ensure_room(std::size_t more, std::size_t more_with_keys);
     static StagedKeys stage_keys(const BlockView& block);
 
@@ -79,21 +79,22 @@ public:
     NodeId make_root(std::string_view name);
 
     Neighbours find(NodeId parent, const BlockView& block) const noexcept;
-    // Of the neighbours the one that shares the longest prefix with the block (of two equals the later one), and how long.
+    // The neighbour with the longest common prefix with the block (among equals the later one), and the prefix's
+    // length.
     std::pair<NodeId, std::int32_t> longest(const Neighbours& near, const BlockView& block) const noexcept;
-    // As `longest` among the children that have all blocks of what is common, of which it looks at no more than `left`,
-    // counted down: from where the block stands outwards, to the right first.
+    // As `longest`, among the children with all blocks of the common prefix. It visits at most `left` children (counted
+    // down), outwards from the block's place, to the right first.
     std::pair<NodeId, std::int32_t> longest_whole(const Neighbours& near, const BlockView& block,
                                                   std::int64_t& left) const noexcept;
     std::int32_t num_common(NodeId node, const BlockView& block) const noexcept;
-    // Whether a child, given where the block stands among them, starts with the whole block.
+    // Whether a child starts with the whole block, given the block's place among the children.
     bool is_covered(const Neighbours& near, const BlockView& block) const noexcept;
 
     // Puts a new node below `parent`; its blocks are all kNone. No equal sibling may exist.
     NodeId insert(NodeId parent, const BlockView& block, StagedKeys&& keys) noexcept;
     // Adds tokens to a partial leaf, which may change its place among its siblings.
     void extend(NodeId node, const BlockView& whole, StagedKeys&& keys) noexcept;
-    // Takes a childless node out of the tree. The answer is its parent if that has no child left, else kNone.
+    // Takes a childless node out of the tree. Returns its parent if that has no child left, else kNone.
     NodeId remove(NodeId node) noexcept;
     void clear() noexcept;
 
@@ -109,7 +110,7 @@ public:
     BlockId block_id(NodeId node, std::int32_t column) const noexcept { return blocks_[slot(node, column)]; }
     void set_block(NodeId node, std::int32_t column, BlockId block_id) noexcept { blocks_[slot(node, column)] = block_id; }
 
-    // How many sequences' committed prefixes end in the node. Beyond kMaxEnds it stays there: such a node is never bare.
+    // Number of sequences whose committed prefix ends in the node. It saturates at kMaxEnds: such a node is never bare.
     void add_end(NodeId node) noexcept;
     void drop_end(NodeId node) noexcept;
     std::int64_t num_ends(NodeId node) const noexcept { return nodes_[index(node)].num_ends; }
@@ -122,7 +123,7 @@ public:
     std::int64_t num_visited() const noexcept { return num_visited_; }
     std::size_t capacity_bytes() const noexcept;
 
-    // Ids of nodes, given to no other node ever: from `start_numbering` on (nodes there are get theirs in the order of
+    // Unique ids of nodes, never reused: from `start_numbering` on (present nodes get theirs in the order of
     // `all_nodes`), 8 bytes a node. -1 before.
     void start_numbering();
     std::int64_t id(NodeId node) const noexcept { return next_id_ < 0 ? -1 : ids_[index(node)]; }
@@ -132,12 +133,12 @@ public:
     std::vector<NodeId> roots() const;  // in the order of their names
     std::vector<std::string_view> names() const;  // of the roots, likewise
     std::vector<NodeId> all_nodes() const;
-    // Proves T1 to T3; throws InvariantBroken.
+    // Checks T1 to T3; throws InvariantBroken.
     void check() const;
 
 private:
     struct Node {
-        NodeId up;     // the treap parent, or, for the top of a treap, the node all of them are children of
+        NodeId up;     // the treap parent, or, for the top of a treap, the tree parent
         NodeId child;  // top of the treap of its children
         NodeId left;
         NodeId right;

@@ -1,4 +1,4 @@
-// The prefix tree's proof of its own shape (T1 to T3), and the listings it needs.
+// Checks the shape of the prefix tree (T1 to T3), with the listings that needs.
 #include <algorithm>
 #include <string>
 

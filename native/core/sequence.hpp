@@ -1,5 +1,5 @@
-// A sequence as the block manager knows it: its tokens, its block tables, how far it is computed and where its committed
-// prefix ends in the tree; and the table that finds sequences by id.
+// A sequence of the block manager: its tokens, its block tables, the number of computed tokens and the end of its
+// committed prefix in the tree; and the table of sequences by id.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@ namespace quire {
 
 using SequenceId = std::int64_t;
 
-// Of a hit that may be as long as it can.
+// A hit without a limit.
 inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int32_t>::max();
 
 struct Sequence {
     SequenceId id = 0;
     std::int32_t owner_id = 0;            // slot of the owner its blocks count in
-    std::int32_t cache_priority = kNormal;    // what blocks it uses are raised to
+    std::int32_t cache_priority = kNormal;    // blocks it uses are raised to this
     std::int64_t num_computed = 0;
     std::int64_t num_cached = 0;  // taken from the tree
-    std::int64_t most_cached = kNoLimit;  // of that
+    std::int64_t most_cached = kNoLimit;  // limit of num_cached
     std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included
-    // Where a `restore` ends that has not been committed, 0 without one: only then entries beyond num_computed may be kNone.
+    // End of a `restore` that is not committed yet, else 0: only then entries beyond num_computed may be kNone.
     std::int64_t restored_to = 0;
     std::int64_t last_call = 0;   // the planning call that saw it last: finds an id given twice
-    // Its first num_computed / block_size blocks end here; kNone without prefix caching, and once it is withdrawn:
-    // nothing that it commits is found then.
+    // The node in which its first num_computed / block_size blocks end; kNone without prefix caching and once it is
+    // withdrawn: its commits are not findable then.
     NodeId node = kNone;
-    bool is_admitted = false;     // it, or what it was forked from, has reserved
+    bool is_admitted = false;     // it, or its origin of a fork, has reserved
     bool is_writer = false;       // it may write the blocks of position num_computed in place
     // Entries below this are kNone, in each group: blocks behind a window.
     std::vector<std::int64_t> first_kept;
@@ -42,7 +42,7 @@ struct Sequence {
     std::vector<Token> tokens;
     std::vector<ExtraKey> keys;
     std::string name;  // namespace
-    // What it had seen when it last looked for a longer hit.
+    // The tree's version when it last looked for a longer hit.
     std::int64_t seen_version = -1;
     std::int64_t seen_tokens = -1;
 
@@ -67,7 +67,7 @@ public:
         }
     }
 
-    // Room for one more sequence; the only call that can fail.
+    // Makes room for one more sequence; the only call that can fail.
     void ensure_room();
     void insert(std::unique_ptr<Sequence> sequence) noexcept;
     void erase(SequenceId id) noexcept;

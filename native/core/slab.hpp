@@ -1,11 +1,11 @@
 // Growable arrays of plain records addressed by 32-bit index, and a ring queue made of one.
 //
-// What it is: uninitialised storage. Memory the system has handed out but nobody has written costs no page, so a slab may
-// be created at its final size at once: a pool of a million blocks is ready in microseconds.
-// What it is not: a vector. It knows no size and constructs nothing; the owner knows which records are in use.
+// A slab is uninitialised storage. Unwritten memory costs no page, so a slab may be created at its final size: a pool
+// of a million blocks is ready in microseconds. Not a vector: it has no size and constructs no records; the owner knows
+// which records are in use.
 //
-// Growth is the only thing here that can fail (std::bad_alloc), and a failed growth changes nothing. Owners grow first and
-// change second, which is what gives every call of the block manager the strong guarantee.
+// Only growth can fail (std::bad_alloc), and a failed growth changes nothing. Owners grow before they change records,
+// which gives every call of the block manager the strong guarantee.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Which past tokens a group of layers still needs: the arithmetic of quire.spec.Retention.
+// The past tokens that a group of layers still needs: the arithmetic of quire.spec.Span.
 #pragma once
 
 #include <cstdint>

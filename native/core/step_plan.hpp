@@ -1,8 +1,8 @@
-// What `reserve` decided for one step: where every new token goes, and what each sequence reads. Immutable.
+// The decision of `reserve` for one step: the slot of every new token, and the blocks that each sequence reads.
+// Immutable.
 //
 // The arrays are written once, in `reserve`; block tables are not copied but referred to (block_table.hpp), and become one
-// padded array when asked for. A plan owns all it shows and outlives the block manager; it may be read and dropped on
-// any thread.
+// padded array when asked for. A plan owns its data and outlives the block manager; any thread may read and drop it.
 //
 // Cost: building is O(new tokens + sequences) per group; `padded_tables` O(entries).
 #pragma once

@@ -1,6 +1,6 @@
 // AMX: the eight tile registers of a thread and the tile products of bf16 and of int8, real and emulated behind one interface.
 //
-// Not here: who may use it (isa.hpp asks the operating system for permission) and any blocking (linear, attention).
+// Not here: permission to use it (isa.hpp asks the operating system) and blocking of products (linear, attention).
 //
 //     Tiles tiles(TileConfig()                     // or EmulatedTiles
 //                     .tile(0, 16, 64)             // C: 16 rows of 16 float32
@@ -9,9 +9,9 @@
 //     tiles.zero<0>(); tiles.load<1>(a, a_stride); tiles.load<2>(b, 64); tiles.dot_bf16<0, 1, 2>(); tiles.store<0>(c, 64);
 //
 // Invariants:
-//   X1  C += A B asks for rows(A) = rows(C), row_bytes(A) = 4 rows(B), row_bytes(B) = row_bytes(C). The processor faults
+//   X1  C += A B needs rows(A) = rows(C), row_bytes(A) = 4 rows(B), row_bytes(B) = row_bytes(C). The processor faults
 //       otherwise; the emulation stops the process with the shapes.
-//   X2  A row of C depends on that row of A alone, never on the number of rows of the tile.
+//   X2  A row of C depends only on that row of A, never on the number of rows of the tile.
 //   X3  The object configures the calling thread when it is made and releases its tiles when it goes; one at a time
 //       and thread, made inside a task of the thread pool. Configuring costs in the order of 50 ns, a product 16 cycles.
 //   X4  Internal linkage: every variant keeps its own copy, since the linker would merge equal names that were compiled
@@ -27,7 +27,7 @@
 namespace quire {
 namespace {
 
-// Memory image of ldtilecfg: palette 1, eight tiles of at most 16 rows of 64 bytes. Tiles not named stay unusable.
+// Memory image of ldtilecfg: palette 1, eight tiles of at most 16 rows of 64 bytes. Unnamed tiles stay unusable.
 class TileConfig {
   public:
     TileConfig& tile(int index, int rows, int row_bytes) {
@@ -65,7 +65,7 @@ class Tiles {
     void zero() {
         __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
     }
-    // Rows lie `stride_bytes` apart; rows * row_bytes bytes are read, no more.
+    // Rows lie `stride_bytes` apart; reads exactly rows * row_bytes bytes.
     template <int tile>
     void load(const void* base, std::int64_t stride_bytes) {
         __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride_bytes), "i"(tile) : "memory");

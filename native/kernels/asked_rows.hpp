@@ -1,10 +1,11 @@
-// The rows of a step that the last layer's queries and MLP have to compute: those whose logits are asked for. Of the others it
-// needs keys and values alone, which later steps read; in a prefill that is most of them.
+// The rows of a step that the last layer's queries and MLP compute: rows with requested logits. The last layer computes
+// only keys and values of the other rows, which later steps read; in a prefill these are most rows.
 //
-//   R1  Of each sequence the rows from the first one asked for to its last: a batch's queries are the end of its context.
-//   R2  Does not own the step's batch, which must outlive it; its own batch is over copies.
+//   R1  For each sequence the rows from the first requested row to its last: a batch's queries are the end of its
+//       context.
+//   R2  Does not own the step's batch, which must outlive it; its own batch uses copies.
 //
-// Cost: one pass over the rows, a copy of the block tables of sequences that are asked for.
+// Cost: one pass over the rows, a copy of the block tables of sequences with requested rows.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@ class LogitRows {
 
     std::int64_t count() const { return static_cast<std::int64_t>(rows_.size()); }
     std::int64_t operator[](std::int64_t i) const { return rows_[static_cast<std::size_t>(i)]; }  // rising
-    // Where a row of the step is among them; -1: it is not asked for.
+    // Index of a row of the step among them; -1: its logits are not requested.
     std::int64_t index_of(std::int64_t row) const { return index_[static_cast<std::size_t>(row)]; }
     // Their queries.
     const AttentionBatch& batch() const { return *batch_; }

@@ -47,7 +47,7 @@ void run_on(int num_threads, std::int64_t num_tasks, Task&& task) {
     }
 }
 
-// Grown to the largest call of the thread that asks, so that a step's calls do not each ask the operating system.
+// Grows to the calling thread's largest call, so that a step's calls need no system calls.
 struct Workspace {
     std::unique_ptr<std::atomic<std::int32_t>[]> counters;  // of splits, then of runs
     std::size_t num_counters = 0;
@@ -101,7 +101,7 @@ unsigned char* attention_scratch() {
 }
 
 void attention_wait(const std::atomic<std::int32_t>& items_left) {
-    constexpr int kSpins = 4096;  // some 100 us; then whoever computes them may need this processor
+    constexpr int kSpins = 4096;  // some 100 us; then the thread that computes them may need this processor
     for (int spins = 0; items_left.load(std::memory_order_acquire) != 0; ++spins) {
         if (spins < kSpins) {
             pause_briefly();
@@ -223,7 +223,7 @@ std::uint64_t sum_words(const std::uint64_t* words, std::int64_t count) {
 }
 
 #if defined(__x86_64__)
-// Intrinsics, not a loop for the compiler: what is measured must be the memory.
+// Intrinsics, not a compiled loop, so that memory bandwidth is measured.
 __attribute__((target("avx2"))) std::uint64_t sum_words_avx2(const std::uint64_t* words, std::int64_t count) {
     const auto* from = reinterpret_cast<const __m256i*>(words);
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;

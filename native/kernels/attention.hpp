@@ -2,10 +2,10 @@
 //
 // Not here: Python and torch (bindings/attention.cpp), the arithmetic (attention_kernel.hpp).
 //
-//   A1  Only blocks that a query of the call may see are read, and in them only tokens of the sequence: other slots may hold
-//       anything, NaN included, and table entries of other blocks may be -1.
+//   A1  A call reads only blocks that one of its queries may see, and in them only tokens of the sequence: other slots
+//       may hold any bytes, NaN included, and table entries of other blocks may be -1.
 //   A2  The bits of an output row depend on the query row, its position, the keys and values it sees, the options and the
-//       variant; on nothing else (see attention_kernel.hpp).
+//       variant; and on no other input (see attention_kernel.hpp).
 //   A3  std::invalid_argument before anything is written, or nothing thrown.
 //
 // Cost of a call: one read of the visible keys and values per row tile (up to 512 rows of one kv head share a read, those of
@@ -23,8 +23,8 @@ namespace quire {
 constexpr std::int64_t kCodeGroup = 32;  // codes of 4 bits that have a scale
 
 // One layer's keys or values: element (block, head, token, d) at data + block * block_stride + head * head_stride +
-// token * token_stride + d; strides in elements. Of codes, of 8 bits or 4, strides are in bytes; scale: the bytes from a row's first
-// code to its scales (bf16), one or one for each kCodeGroup.
+// token * token_stride + d; strides in elements. For codes of 8 or 4 bits strides are in bytes; scale: bytes from a
+// row's first code to its scales (bf16), one in all or one for each kCodeGroup.
 struct PagedTensor {
     unsigned char* data;
     std::int64_t block_stride;
@@ -35,12 +35,12 @@ struct PagedTensor {
     int bits = 8;
 
     std::int64_t num_scales() const { return bits == 4 ? (width + kCodeGroup - 1) / kCodeGroup : 1; }
-    // Elements from a row's first to behind all that is the row's.
+    // Elements of a row, scales included.
     std::int64_t extent() const { return scale > 0 ? scale + 2 * num_scales() : width; }
 };
 
-// element: of queries, of what is written and of what comes out. coded: keys and values are codes and scales (kv_codes.hpp), keys
-// turned; else they are of `element` too. Keys have as many bits as values, or 8.
+// element: type of queries, written rows and output. coded: keys and values are codes and scales (kv_codes.hpp), keys
+// rotated; else they are of `element` too. Keys have as many bits as values, or 8.
 struct PagedView {
     PagedTensor k;
     PagedTensor v;
@@ -51,20 +51,20 @@ struct PagedView {
     bool coded = false;
     const float* k_offset = nullptr;  // [num_kv_heads, k.width], of codes: taken from keys before they are turned; null for none
 
-    // Of a latent layer: the values are the first columns of the keys, which hold the bytes of both.
+    // True in a latent layer: the values are the first columns of the keys, which hold the bytes of both.
     bool values_in_keys() const { return v.data == k.data; }
     std::int64_t stored_bytes() const { return coded ? 1 : element_bytes(element); }
-    // Bytes that a token of a head takes.
+    // Bytes of a token of one head.
     std::int64_t token_bytes() const { return (k.extent() + (values_in_keys() ? 0 : v.extent())) * stored_bytes(); }
 
-    // The heads of a token lie together, not the tokens of a head.
+    // Whether the heads of a token are adjacent, not the tokens of a head.
     bool token_major() const { return block_size > 1 && k.head_stride < k.token_stride; }
 };
 
 class AttentionSchedules;
 
-// Rows of a step, as quire.attention.AttentionPlan states them; none of it changes. Keeps what calls derive from it alone,
-// so that a step's layers derive it once (attention_schedule.hpp).
+// Rows of a step, as in quire.attention.AttentionPlan; immutable. It caches the schedule, which depends only on the
+// batch, so that a step's layers compute it once (attention_schedule.hpp).
 struct AttentionBatch {
     // Without `share_prefixes` each sequence's tokens are read for it alone: the same bits, for tests and comparisons.
     AttentionBatch(const std::int32_t* query_start, const std::int32_t* context_lengths, const std::int32_t* block_tables,
@@ -81,8 +81,7 @@ struct AttentionBatch {
     std::unique_ptr<AttentionSchedules> schedules;
 };
 
-// What a call reads: bytes of keys and values, every item of work counted, and the same if no sequence's tokens were read
-// for another's rows too.
+// Bytes of keys and values that a call reads, summed over its items, and the sum without sharing between sequences.
 struct AttentionTraffic {
     std::int64_t kv_bytes, unshared_kv_bytes;
     std::int64_t num_shared_runs;

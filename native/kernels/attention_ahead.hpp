@@ -1,9 +1,9 @@
-// The keys and values that come after, asked for in the order of their addresses: a list of pieces of memory, and a
-// cursor that prefetches some lines of it whenever the products have a moment.
+// Prefetching of the next keys and values in the order of their addresses: a list of pieces of memory, and a cursor
+// that prefetches some of its lines between the products.
 //
 // Into the second cache, not the first: a core waits for few lines of its first cache at once, for many more of its second
 // (Zen 4, shuffled pieces of 8 KiB: 11 and 27 GB/s; Emerald Rapids, decode on two threads: 17.3 to 17.6 and 17.9 to 19.7).
-// It decides nothing about the results.
+// It does not affect the results.
 //
 // Cost: one prefetch a line, a few instructions a piece.
 #pragma once
@@ -19,12 +19,12 @@ class LinesAhead {
     static constexpr int kMostPieces = 2 * kMostTileTokens;  // a key and a value of each token of a tile
     static constexpr int kLineBytes = 64;
 
-    // Whether the products ask for the rows that are near once more, into the first cache, where their loads would wait
+    // Whether the products prefetch near rows once more, into the first cache, where their loads would otherwise wait
     // behind the lines from memory (Zen 4, one thread: blocks of 16 at 22.9 GB/s instead of 18.2). Not where each token
     // lies elsewhere (blocks of 1: 13.3 instead of 15.3).
     bool near = true;
 
-    // Forgets the pieces and takes new ones: at most kMostPieces, which will be asked for in `shares` parts.
+    // Replaces the pieces: at most kMostPieces, to be prefetched in `shares` parts.
     void begin() {
         num_pieces_ = num_lines_ = 0;
         again(0);
@@ -48,7 +48,7 @@ class LinesAhead {
     }
     void end(int shares) { num_shares_ = shares; }
 
-    // Lines to ask for at each of `steps` steps, so that together they are `shares` parts.
+    // Lines to prefetch at each of `steps` steps, so that together they are `shares` parts.
     int lines_of(int shares, int steps) const { return (shares * num_lines_ + steps * num_shares_ - 1) / (steps * num_shares_); }
 
     void fetch(int lines) {
@@ -70,7 +70,7 @@ class LinesAhead {
     void fetch_rest() {
         if (piece_.lines > 0 || next_ < num_pieces_) fetch_across(num_lines_);
     }
-    // Any number of lines. Returns how many of them there were not.
+    // Prefetches up to `lines` lines. Returns how many were missing.
     __attribute__((noinline)) int fetch_across(int lines) {
         while (lines > 0) {
             if (piece_.lines == 0) {

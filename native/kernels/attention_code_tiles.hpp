@@ -1,9 +1,9 @@
 // Both products of attention over keys and values in codes (kv_codes.hpp), by AMX tiles of whole numbers; one row or sixteen.
 //
-// Codes are multiplied as they are. What they meet is made whole numbers of 16 bits, in two limbs of 8: a turned query, parts of its
-// largest number; and the weights of 64 tokens times the scales of their values, parts of the largest weight times the largest scale.
-// So the sums of a product are exact, in any order and beside any other rows. The two limbs become float32 with one rounding; what
-// the parts are parts of is multiplied in afterwards.
+// Codes are multiplied directly. The other factor becomes integers of 16 bits, in two limbs of 8: a rotated query, as
+// fractions of its largest number; and the weights of 64 tokens times the scales of their values, as fractions of the
+// largest weight times the largest scale. So the sums of a product are exact, in any order and with any other rows. The
+// two limbs become float32 with one rounding; the unit of the fractions is multiplied in afterwards.
 //
 // Scores: A = 16 tokens x 64 codes (32 of 4 bits: a group, which has a scale) as they lie in memory, B = 64 of a query's numbers
 // for each row and limb, C = 16 tokens x rows and limbs. Values: A = weights, rows and limbs x 64 tokens; B = 64 tokens x 16
@@ -14,7 +14,8 @@
 // More have a tile for each limb: 0 to 3 sums of scores, 4 keys, 6 and 7 queries; then 0 and 1 weights, 2 and 3 sums of values, 5
 // values.
 //
-// A NaN in a query, a weight or a key's scale is one in all of the row's output, in a value's scale in the columns that have it.
+// A NaN in a query, a weight or a key's scale makes all of the row's output NaN; a NaN in a value's scale, the columns
+// of its group.
 #pragma once
 
 #include "kernels/amx.hpp"
@@ -114,7 +115,7 @@ class CodeTileProducts : TilePacking<S> {
         first_ = start / kTogether * kTogether, last_ = static_cast<int>(padded_to(stop, kTogether));
         if (kGroupedKeys) list_scales(k, view_.k.scale, k_steps_, k_scales_);
         for (int t = first_; t < last_; t += kSide) find_keys(k, t / kSide, start, stop);
-        // Tokens that no row sees have weights of zero.
+        // Tokens that no row sees have zero weights.
         if (kGroupedValues) {
             list_scales(v, view_.v.scale, num_groups(), v_scales_);
         } else {
@@ -154,8 +155,8 @@ class CodeTileProducts : TilePacking<S> {
         const auto* query = reinterpret_cast<const code8*>(block + kSide * sizeof(float));
         const int lines = row == 0 ? ahead_->lines_of(kScoresShares, (last_ - first_) / kTogether * k_steps_) : 0;
         start = start / kTogether * kTogether, stop = static_cast<int>(padded_to(stop, kTogether));
-        // The sums of one or two pairs of sixteens, then what becomes of them: who reads a sum waits for it, and more would not stay in the
-        // first cache.
+        // The sums of one or two pairs of sixteens, then what becomes of them: reading a sum waits for it, and more
+        // sums would not stay in the first cache.
         const int together = rows > kRowsTogether && kGroupedKeys ? kTogether : kTileTokens;
         for (; start < stop; start += together) {
             const int end = stop - start < together ? stop : start + together;

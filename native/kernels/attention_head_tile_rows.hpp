@@ -1,8 +1,8 @@
-// Where the keys and values of a head tile (a tile of one head) lie, and how those of the next ones are asked for while it is computed: of
-// attention of few rows by bf16 pairs (attention_pairs_few.hpp), whose time is its memory's.
+// The addresses of the keys and values of a head tile (a tile of one head), and the prefetching of the next tiles while
+// it is computed, for attention of few rows by bf16 pairs (attention_pairs_few.hpp), which is memory-bound.
 //
-// Rows are k and v, each with an operator[](token of the tile). What does not change from row to row is known to the compiler, so that a row
-// takes one operation at most to be found.
+// Rows are k and v, each with an operator[](token of the tile). Strides are known at compile time, so that finding a
+// row takes at most one operation.
 #pragma once
 
 #include <cstdint>
@@ -66,9 +66,10 @@ inline const bf16* asked_with_values(const ScatteredRows<kBesideWidth>& far, int
     return far.k[(kPairTileTokens + t) / 2] + t % 2 * kBesideWidth;
 }
 
-// How what comes next is asked for. Once, into the first cache alone: nothing of it is read again (Zen 5, two threads, 8 x 8 192 tokens:
-// 69 GB/s, 62 into all caches, 65 in two steps). Or in two steps, into the second cache, then from there, where a core waits for few lines of
-// its first cache at once (before Zen 5: attention_ahead.hpp) or what is under way does not fit it.
+// How the next tile is prefetched. Once, into the first cache only, as no line is read again (Zen 5, two threads, 8 x 8
+// 192 tokens: 69 GB/s, 62 into all caches, 65 in two steps). Or in two steps, into the second cache, then from there,
+// where a core waits for few lines of its first cache at once (before Zen 5: attention_ahead.hpp) or the lines in
+// flight do not fit into it.
 template <class S>
 struct AskOnce {
     static void far(const bf16* line) { S::prefetch_once(line); }

@@ -1,4 +1,4 @@
-// The work of an attention call, cut into items, and what a variant gives to do them.
+// The work of an attention call, cut into items, and the functions of a variant that compute them.
 //
 // One definition of the arithmetic of a query row:
 //   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens (64 with AMX, 16 by bf16 pairs), a partial 512, both at multiples of their
@@ -8,8 +8,8 @@
 //       tile's largest logit reaches m, m becomes that, and for products of bf16 8 more), then o += p v, tokens in order. Tiles and
 //       tokens that a row does not see add nothing to it. l is summed tile by tile; by bf16 pairs lane by lane, and by the tree at the end.
 //   R4  partials are merged in order into (M, L, O), beginning with (-inf, 0, 0); then the sink; then O / L is rounded.
-// All of it is the same code and the same instructions for any number of rows, so which rows share an item, where an item
-// takes over from another, and which thread runs it, cannot be seen in the result.
+// All of it is the same code and the same instructions for any number of rows. So the result does not depend on the
+// rows that share an item, on the cut between items, or on the thread.
 #pragma once
 
 #include <atomic>
@@ -37,17 +37,17 @@ struct AttentionItem {
     std::int32_t shared_row;  // of row_start, among the rows in the order of sharing; where it or `before` has a run
 };
 
-// Rows whose partials several items compute: each leaves its states here, and the last to end merges them.
+// Rows whose partials several items compute: each item stores its states here, and the last to end merges them.
 struct AttentionSplit {
     std::int64_t offset;  // of the first state in AttentionJob::states, in floats
     std::int32_t partial_start, num_partials;
     std::int32_t num_items;
 };
 
-// A run of tokens that the rows of several sequences share (attention_sharing.hpp). What its items leave in
-// AttentionJob::states for those who take over: `merged` runs (M, L, O) up to the end of the run's last whole partial, and
-// (m, l, o) of the one then begun; other runs, whose tokens several items share, (m, l, o) of each partial. So a row goes
-// through R3 and R4 step by step as it would alone.
+// A run of tokens that the rows of several sequences share (attention_sharing.hpp). Its items store in
+// AttentionJob::states for the items that continue: `merged` runs (M, L, O) up to the end of the run's last whole
+// partial, and (m, l, o) of the one then begun; other runs, whose tokens several items share, (m, l, o) of each
+// partial. So a row goes through R3 and R4 step by step as it would alone.
 struct AttentionRun {
     std::int32_t before;  // its parent, or -1
     bool merged;
@@ -93,14 +93,14 @@ inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t 
     return 0;
 }
 
-// Scratch memory of the calling thread, 64-byte aligned; the contents do not last.
+// Scratch memory of the calling thread, 64-byte aligned, valid until the next call.
 constexpr std::int64_t kScratchBytes = 1 << 21;
 unsigned char* attention_scratch();
 
-// Returns when the items of a run are done. They stand before the item that waits, so they have been begun.
+// Returns when the items of a run are done. They precede the waiting item, so they have begun.
 void attention_wait(const std::atomic<std::int32_t>& items_left);
 
-// A row of zeros: stands for tokens that are not to be read.
+// A row of zeros, in place of tokens that must not be read.
 extern const unsigned char kZeroRow[kMaxHeadWidth * 4];
 
 // Does item `index` of the job; one per variant.

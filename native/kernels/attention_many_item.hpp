@@ -1,8 +1,8 @@
 // One item of attention of many rows: the tiles of a partial in groups, heads within a group, rows within a head, tiles within
-// 32 rows. A row goes through what attention_item.hpp would take it through, with the same results (attention_many_rows.hpp).
+// 32 rows. A row's arithmetic equals that of attention_item.hpp, bit for bit (attention_many_rows.hpp).
 //
-// What comes after a group is asked for while that one is packed and rows pass by it; of the first group, a tile before the one
-// ahead of it is packed.
+// The memory of the next group is prefetched while a group is packed and multiplied; in the first group, each tile is
+// prefetched while the tile before it is packed.
 #pragma once
 
 #include "kernels/attention_item.hpp"
@@ -62,7 +62,7 @@ class AttendManyRows {
   private:
     bf16* queries_of(int head) const { return queries_ + head * products_.query_elements(); }
 
-    // Queries lie a token's heads apart, which is too far for the processor to see what comes next.
+    // Queries are a token's heads apart, too far for the processor's prefetcher.
     void pack_queries() {
         constexpr int kRowsAhead = 16, kLine = 64 / sizeof(bf16);
         const int count = rows_.count();
@@ -98,7 +98,7 @@ class AttendManyRows {
         return num_listed_ == 0 ? 0 : ahead_.lines_of(Tokens::kTileShares, static_cast<int>(steps * larger(1, num_turns_ / num_next_)));
     }
 
-    // Tiles [start, stop) of a head. `cold`: nobody has asked for them.
+    // Tiles [start, stop) of a head. `cold`: not prefetched.
     void pack(std::int64_t start, std::int64_t stop, int head, bool cold) {
         typename Tokens::Tile tile;
         typename Tokens::Rows rows;

@@ -1,10 +1,11 @@
-// Both products of attention by AMX tiles for more than 32 rows: 32 at a time pass by the tiles of a group, whose keys and values
-// are packed once. (Up to 32 the memory decides, and packing costs as much as it saves: attention_tiles.hpp.)
+// Both products of attention by AMX tiles for more than 32 rows: 32 rows at a time are multiplied with the tiles of a
+// group, whose keys and values are packed once. (Up to 32 rows memory bandwidth limits, and packing costs as much as it
+// saves: attention_tiles.hpp.)
 //
-// A row's arithmetic is that of attention_tiles.hpp, operation for operation; only the order in which rows and tiles take
-// their turns differs. The states of 32 rows stay in the first cache while the group's keys and values, in the second, pass by
-// it (tileloaddt1). Products are made of steps, of four tile products each, so that their caller can put a tile's softmax
-// between the values of the tile before and the scores of the tile after.
+// A row's arithmetic is that of attention_tiles.hpp, operation for operation; only the order of rows and tiles differs.
+// The states of 32 rows stay in the first cache while the group's keys and values stream from the second (tileloaddt1).
+// Products are made of steps, of four tile products each, so that their caller can put a tile's softmax between the
+// values of the tile before and the scores of the tile after.
 //
 // Tiles: 0 to 3 sums, of the upper half of the rows (0, 1) and the lower (2, 3); 4, 5 queries or p of the halves; 6, 7 keys, or
 // values.

@@ -1,5 +1,6 @@
-// What the ways of attention by bf16 products have in common: interleaved values, and of products by pairs (vdpbf16ps) the arithmetic
-// of a row, which few rows (attention_pairs_few.hpp) and many (attention_pairs_many.hpp) take in different orders with the same bits.
+// Common parts of attention by bf16 products: interleaved values, and the arithmetic of a row by pairs (vdpbf16ps),
+// which few rows (attention_pairs_few.hpp) and many (attention_pairs_many.hpp) run in different orders with the same
+// bits.
 //
 // Scores: pairs of d, 16 lanes of them, in order; then the fold tree. Tiles of 16 tokens, so that a tile's keys and values lie in one
 // block of 16 and memory is read as it lies. Values: lanes of d, pairs of tokens in order, p rounded to bf16. l: a sum for each of a

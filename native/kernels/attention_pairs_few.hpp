@@ -1,15 +1,15 @@
-// One item of attention of up to six rows by bf16 pairs (vdpbf16ps): a token's decode, whose time is its memory's.
+// One item of attention of up to six rows by bf16 pairs (vdpbf16ps): decode of a token, which is memory-bound.
 //
-// A row's arithmetic is that of attention_pairs.hpp. Tiles in order, heads within a span of tiles; keys and values are multiplied
-// as they lie. While a head tile (a tile of one head) is computed, the lines of the next one are asked for in the order of their addresses,
-// a few at a time: the processor's own prefetching follows addresses too, and goes on where they do. (Zen 5, one thread, blocks of
-// 16: 32 GB/s so, 28 with four rows' lines in turn, 22 without any asking. A tile of 32 tokens, which goes to and fro between
-// two blocks, made 25.)
+// A row's arithmetic is that of attention_pairs.hpp. Tiles in order, heads within a span of tiles; keys and values are
+// multiplied in place. While a head tile (a tile of one head) is computed, the lines of the next are prefetched in the
+// order of their addresses, a few at a time: the processor's own prefetcher follows addresses too and continues the
+// stream. (Zen 5, one thread, blocks of 16: 32 GB/s so, 28 with four rows' lines in turn, 22 without prefetching. A
+// tile of 32 tokens, which alternates between two blocks, reached 25.)
 //
-// A core can be under way with so many operations, and with the lines that are asked for among them: whatever a head tile does without
-// is time gained, though it would not wait for it. So rows lie at distances known to the compiler, keys and values are loaded by the
-// operations that take them (dot_from, interleave_from), queries stay in registers. (Zen 5, 8 x 8 192 tokens, two threads: 650
-// operations a head tile at 64 GB/s, 850 at 55.)
+// A core has a limited number of operations in flight, the prefetches among them: every operation saved in a head tile
+// saves time, even if it would not stall. So rows lie at distances known to the compiler, keys and values are loaded by
+// the operations that take them (dot_from, interleave_from), queries stay in registers. (Zen 5, 8 x 8 192 tokens, two
+// threads: 650 operations a head tile at 64 GB/s, 850 at 55.)
 #pragma once
 
 #include <type_traits>

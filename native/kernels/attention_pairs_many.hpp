@@ -1,9 +1,9 @@
 // One item of attention of more than six rows by bf16 pairs (vdpbf16ps): groups of tiles in order, heads within a group, rows
-// within a head. A group's keys and values are packed once, then six rows at a time pass by it.
+// within a head. A group's keys and values are packed once, then multiplied with six rows at a time.
 //
-// A row goes through what attention_pairs_few.hpp would take it through, with the same results. Scores: lanes of tokens; a register
-// holds the same one of the 16 sums of 16 tokens, and the fold tree is 15 additions of registers. Four tiles' values are one product
-// wherever no row's m is raised within them: then o has the same factor before all.
+// A row's arithmetic equals that of attention_pairs_few.hpp, bit for bit. Scores: lanes of tokens; a register holds the
+// same one of the 16 sums of 16 tokens, and the fold tree is 15 additions of registers. Four tiles' values are one
+// product wherever no row's m is raised within them: then o has the same factor before all.
 #pragma once
 
 #include "kernels/attention_pairs.hpp"

@@ -1,5 +1,5 @@
-// The query rows of an item, whatever computes their products: which tokens each sees, the softmax of a tile's scores, what the
-// rows come to at the end.
+// The query rows of an item, common to all product kernels: the tokens that each sees, the softmax of a tile's scores,
+// the output at the end.
 #pragma once
 
 #include <algorithm>
@@ -91,7 +91,7 @@ class ItemRows {
         float tops[kItemRowsTogether], sums[kItemRowsTogether];
         for (int r = 0; r < count; ++r) {
             between();
-            // Mostly no lane reaches m, and then nothing waits for the largest of them.
+            // Usually no lane reaches m, and then no instruction waits for the largest lane.
             const Vec most = row_most(row + r, base, s + r * kTileTokens);
             const bool raised = S::any_from(S::mul(most, S::broadcast(rest_of_scale_)), S::broadcast(states.m[r]));
             tops[r] = raised ? S::reduce_max(most) * rest_of_scale_ + kHeadroom : states.m[r];
@@ -197,7 +197,7 @@ class ItemRows {
         for (int r = 0; r < count; ++r) rescale(states.o + r * states.stride, states.stride, factors_[row + r]);
     }
 
-    // What the rows of every head come to, rounded by the products.
+    // Writes the output of the rows of every head, rounded by the products.
     template <class Products>
     void write_out(const ItemStates<S>& states, const Products& products) const {
         for (int head = 0; head < item_.head_stop - item_.head_start; ++head) write_head(head, states.all(head), products);

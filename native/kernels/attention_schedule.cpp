@@ -34,8 +34,8 @@ void check_tables(const PagedView& view, const AttentionBatch& batch, const Atte
     }
 }
 
-// Cuts a call into items of about equal work: enough that no thread waits long for another, none so small that handing
-// it out costs more than doing it.
+// Cuts a call into items of about equal work: enough that no thread waits long for another, and none so small that
+// scheduling it costs more than computing it.
 class Partition {
   public:
     Partition(const AttentionKind& kind, const AttentionBatch& batch, const AttentionOptions& options, AttentionSchedule& schedule)
@@ -84,7 +84,7 @@ class Partition {
         std::int64_t num_partials() const { return (token_stop - 1) / kPartialTokens + 1 - first_partial(); }
     };
 
-    // What one row tile has read of a head's keys and values the next one finds in the second cache.
+    // A row tile finds a head's keys and values in the second cache if the tile before has read them.
     static bool head_by_head(const AttentionItem& a, const AttentionItem& b) {
         if (a.head_start != b.head_start) return a.head_start < b.head_start;
         return a.row_start != b.row_start ? a.row_start > b.row_start : a.token_start < b.token_start;

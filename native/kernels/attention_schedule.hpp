@@ -1,7 +1,7 @@
-// What an attention call derives from its batch alone: checked tables, shared runs, items. Made once per step and kind of
-// layer, and kept by the batch.
+// The schedule of an attention call, which depends only on its batch: checked tables, shared runs, items. Made once per
+// step and kind of layer, and cached by the batch.
 //
-// Not here: keys, values, queries. A schedule decides nothing about the results (A2).
+// Not here: keys, values, queries. A schedule does not affect the results (A2).
 //
 //   Items stand in an order in which each waits only for items before it: runs after their parents, then the sequences
 //   without a run, then those with one. Threads take them in that order (ThreadPool, T6).
@@ -25,7 +25,7 @@ struct AttentionSchedule {
     AttentionTraffic traffic{};
 };
 
-// What a schedule depends on besides the batch.
+// The other inputs of a schedule.
 struct AttentionKind {
     std::int64_t num_blocks, block_size, num_kv_heads, group, token_bytes, state_stride, window, chunk;
     bool token_major;  // see PagedView
@@ -34,7 +34,7 @@ struct AttentionKind {
 
 class AttentionSchedules {
   public:
-    // The schedule of a batch; made by the first that asks. Stays where it is.
+    // The schedule of a batch; the first call makes it. Its address is stable.
     const AttentionSchedule& of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options, std::int64_t num_q_heads,
                                 Isa isa);
 

@@ -1,19 +1,22 @@
-// Runs of tokens that several sequences of a batch read alike, found from the block tables alone: equal entries at equal
-// positions, from the first token that is seen. Nested: what all share, then what half of them share beyond, and so on.
+// Runs of tokens that several sequences of a batch share, found from the block tables only: equal entries at equal
+// positions, from the first token that is seen. Runs are nested: a run shared by all members, then the further tokens
+// shared by half of them, and so on.
 //
-// Not here: how a run becomes items (attention_schedule.cpp), or is computed (attention_item.hpp).
+// Not here: cutting a run into items (attention_schedule.cpp), computing it (attention_item.hpp).
 //
 //   S1  A run is whole tiles of kMostTileTokens, begins where its parent ends, and ends before the first query row of each member:
 //       every row of every member sees all of it.
 //   S2  A sequence takes part if all its rows see from one token on, the start of a partial (that is token 0 without a window),
-//       and two of its like fit into an item; longer pieces of a prefill read their tokens at no price already.
-//   S3  A run is kept only where it wins:
+//       and two such sequences fit into an item; longer pieces of a prefill read their tokens at negligible cost
+//       already.
+//   S3  A run is kept only if it saves time:
 //           tokens x kReadRows x (items that would read them - items that read the run) > rows x kStateRows + kRunRows
-//       in units of one row seeing one token: kReadRows is the price of reading a token, kStateRows of handing a row's state
-//       over, kRunRows of one item waiting for another. A run that does not win is left to the runs below it, or to its sequences.
+//       in units of one row seeing one token: kReadRows is the price of reading a token, kStateRows of handing a row's
+//       state over, kRunRows of one item waiting for another. Otherwise its tokens go to the runs below it, or to its
+//       sequences.
 //
-// Cost: every shared table entry is compared once, plus a sort of the members where they part: 256 sequences that share
-// nothing take about 10 us, once per step and kind of layer.
+// Cost: every shared table entry is compared once, plus a sort of the members where they diverge: 256 sequences without
+// shared tokens take about 10 us, once per step and kind of layer.
 #pragma once
 
 #include <cstdint>

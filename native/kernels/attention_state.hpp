@@ -1,5 +1,5 @@
-// The running softmax of an item's query rows: where it lies, how it is taken over from another item, and how partials are
-// merged (R4).
+// The running softmax of an item's query rows: its memory, its continuation from another item, and the merging of
+// partials (R4).
 #pragma once
 
 #include <cstring>

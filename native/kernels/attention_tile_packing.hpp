@@ -1,6 +1,6 @@
-// What both ways of AMX have in common (attention_tiles.hpp, attention_many_rows.hpp), so that their rows' bits are the same: the
-// form of a tile of tokens, and keys, queries and values as operands of tdpbf16ps, the second of which has two elements of the
-// sum's dimension side by side.
+// Common parts of both AMX kernels (attention_tiles.hpp, attention_many_rows.hpp), so that their rows have the same
+// bits: the form of a tile of tokens, and keys, queries and values as operands of tdpbf16ps, the second of which has
+// two elements of the sum's dimension side by side.
 #pragma once
 
 #include "kernels/attention_pairs.hpp"

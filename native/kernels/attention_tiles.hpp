@@ -5,8 +5,8 @@
 // tokens interleaved into scratch on the way; C = o. Four sums at once where there are sixteen rows: each waits for its last
 // product three times as long as the next takes.
 //
-// What is asked for ahead is spread over all of it: while a core waits for as many lines as it can, whatever else would miss
-// its first cache waits too, and few instructions between two lines let it go on meanwhile.
+// Prefetches are spread over the whole computation: while a core has its maximum of lines in flight, every other miss
+// of its first cache waits too, and a few instructions between two prefetches avoid that.
 //
 // Tiles: 0 to 3 sums (2, 3 and 7 of as many rows as o has); 4, 5 keys, or values; 6 queries; 7 p. The sums of scores, and the
 // queries, have as many columns as there are rows, up to the next power of two.

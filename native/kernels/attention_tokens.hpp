@@ -1,5 +1,5 @@
-// Where the tokens of an item's tiles lie: their keys and values by head, and the memory of the tiles to come as pieces for
-// LinesAhead. From the block table and the strides of the storage; no arithmetic on their contents.
+// Addresses of the tokens of an item's tiles: their keys and values by head, and the memory of the next tiles as pieces
+// for LinesAhead. Computed from the block table and the storage's strides, not from their contents.
 #pragma once
 
 #include "kernels/attention_ahead.hpp"

@@ -1,6 +1,6 @@
 // Copying between a payload and the places of a storage: many pieces, each some rows of equal bytes.
 //
-// Not parallel: one call is one core's copying, so that a transfer beside a step takes no thread of the pool from it.
+// Not parallel: a call copies on one core, so that a transfer during a step takes no thread from the pool.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,18 @@
 // A decoder layer's two halves in one call each: attention (norm, q k v, their norms, rotary embedding, K and V to their
 // slots, attention, output) and MLP (norm, gate and up, activation, down), each with its residual.
 //
-// Not here: which layer of a model has this structure (quire/model/fused), the products (linear.hpp), the attention
+// Not here: finding the layers with this structure (quire/model/fused), the products (linear.hpp), the attention
 // (attention.hpp), the arithmetic of the small operators (row_ops.hpp).
 //
-//   D1  A row of `out` depends on the row of `hidden`, its position, and the KV it sees: every operator keeps the rows
-//       apart, and the products and the attention keep the order of their sums.
+//   D1  A row of `out` depends on the row of `hidden`, its position, and the KV it sees: no operator mixes rows, and
+//       the products and the attention keep the order of their sums.
 //   D2  Weights, norms and biases are not owned and must outlive the block.
 //   D3  std::invalid_argument for parts that do not fit or a slot outside the view, before anything is written; for a block
 //       outside the view after K and V are.
 //
-// Cost beside the products and the attention: about 1 us a call and one pass over the rows for each norm; activation, residual,
-// head norms, rotary embedding and the way to the slots are done to a product's results block by block, in the cache.
-// Scratch of the calling thread is kept, as large as the largest call so far.
+// Cost in addition to the products and the attention: about 1 us a call and one pass over the rows for each norm;
+// activation, residual, head norms, rotary embedding and the way to the slots are done to a product's results block by
+// block, in the cache. Scratch of the calling thread is kept, as large as the largest call so far.
 #pragma once
 
 #include <cstdint>

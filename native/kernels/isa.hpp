@@ -1,9 +1,9 @@
-// Which instruction set the kernels use: chosen once at run time, or forced by QUIRE_ISA.
+// The instruction set of the kernels: chosen once at run time, or forced by QUIRE_ISA.
 //
 // A variant is one translation unit of the same source, compiled for one instruction set. "The same request gives the
 // same bits" is a promise per variant: a process uses one for all its products. The emulated variants run the
-// arithmetic of an instruction set in plain C++, so that its results can be tested where the processor lacks it. They are
-// there with QUIRE_TEST_KERNELS (CMakeLists.txt), which scripts/build-native sets; what users install has none.
+// arithmetic of an instruction set in plain C++, so that its results can be tested where the processor lacks it.
+// QUIRE_TEST_KERNELS (CMakeLists.txt), which scripts/build-native sets, adds them; released wheels have none.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// What the halves of a layer have in common (decoder_layer.cpp, state_mixer.cpp): the way in, norm and products, and the way out,
-// output product, norm and residual; how many rows go together, and who takes them.
+// Common parts of the halves of a layer (decoder_layer.cpp, state_mixer.cpp): the input side (norm and products), the
+// output side (output product, norm and residual), and the cut of rows into tasks.
 #pragma once
 
 #include <algorithm>

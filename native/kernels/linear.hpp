@@ -3,16 +3,15 @@
 // Not here: the register tiles of each instruction set (linear_tiles.hpp) and anything of Python or torch.
 //
 //   L1  The order of accumulation belongs to the layer: an output has one float32 accumulator that takes its K products in
-//       order, by one kind of instruction whatever the number of rows. Threads split columns and rows, never K; blocks of
-//       K hand their float32 sums on unrounded. So a row of `out` has the same bits in any company and on any number
-//       of threads.
-//       (Of codes: quantized.hpp, U1.)
+//       order, by one kind of instruction whatever the number of rows. Threads split columns and rows, never K; blocks
+//       of K pass on their float32 sums unrounded. So a row of `out` has the same bits with any other rows and any
+//       number of threads. (For codes: quantized.hpp, U1.)
 //   L2  unpack() and gather_rows() return the weight bit for bit.
 //   L3  A panel is kColumns outputs x all of K, padded with zeros to whole panels and to a multiple of the kernel's
-//       depth; outside the padding the packed form takes the bytes of the weight, no more.
+//       depth; without the padding the packed form has exactly the bytes of the weight.
 //
-// Cost of a call: one read of the packed weight per pass of 60 to 512 rows, a copy of the rows where their type is
-// not the kernel's; about 0.5 us beside that. Buffers of the calls are kept per thread (the largest so far).
+// Cost of a call: one read of the packed weight per pass of 60 to 512 rows, a copy of the rows if their type is not the
+// kernel's; plus about 0.5 us. Each thread keeps its largest buffers so far.
 #pragma once
 
 #include <cstddef>

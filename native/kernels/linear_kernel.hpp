@@ -1,4 +1,4 @@
-// What a variant gives to the packed linear layer: the form of its panels and two functions. The implementations are
+// A variant's part of the packed linear layer: the form of its panels and two functions. The implementations are
 // linear_tiles.hpp, compiled once per variant by linear_variant.cpp; linear.cpp cuts the work up and calls them.
 #pragma once
 

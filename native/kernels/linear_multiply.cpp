@@ -1,4 +1,4 @@
-// The product of a packed linear layer: how the work is cut into tasks and blocks. linear.hpp has the contract, the tiles
+// The product of a packed linear layer: cutting the work into tasks and blocks. linear.hpp has the contract, the tiles
 // (linear_tiles.hpp, linear_amx.hpp) the arithmetic.
 #include "kernels/linear.hpp"
 

@@ -2,8 +2,8 @@
 //
 // A tile is `rows` x `panels` panels of two vectors of float32 sums. Whatever its shape, a sum takes its products in the
 // order of k by one kind of instruction (linear.hpp, L1): a fused multiply-add of widened elements, or of bf16 pairs.
-// With few rows a tile spans several panels, so that enough independent sums are under way to hide the latency.
-// Tiles of the matrix unit: linear_amx.hpp.
+// With few rows a tile spans several panels, so that enough independent sums hide the latency. Tiles of the matrix
+// unit: linear_amx.hpp.
 #pragma once
 
 #include <cstddef>

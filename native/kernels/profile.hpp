@@ -1,9 +1,9 @@
-// When a step's native work began and how long it took: one record for each call of an operator, for the profile of a step.
+// Start and duration of a step's native work: one record for each call of an operator, for the profile of a step.
 //
 // `const Span span(Operator::linear);` at the top of an operator records the time from there to the end of the scope.
 // Recording belongs to a thread: `start_recording()` and `take_records()` are called by the thread that runs the steps,
 // and spans on other threads (the pool's workers among them) record nothing, so a record is the wall time of a call.
-// Durations may nest; `fused` is the one whose scope holds others.
+// Scopes may nest; `fused` is the operator whose scope contains others.
 //
 // Cost: a thread-local load while nothing is recorded, else two readings of the clock and 24 bytes.
 #pragma once

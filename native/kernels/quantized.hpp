@@ -1,15 +1,17 @@
-// A linear layer's weight held as codes: how a panel of them lies in memory, and what a kernel must know of it.
+// A quantized weight of a linear layer: the layout of a panel of codes, and the parameters that a kernel needs.
 //
-// A weight so held is a PackedWeight (linear.hpp) like any other: multiply_together and what is built on it take it where
-// they take dense ones. What differs is the form of a panel and the kernel. The definition of the product, and with it every
-// bit, is quire/quantized/quantized_reference.py:
+// A quantized weight is a PackedWeight (linear.hpp): multiply_together and its callers take it like a dense weight.
+// Only the form of a panel and the kernel differ. quire/quantized/quantized_reference.py defines the product, bit for
+// bit:
 //
 //   U1  products of a block of 32 inputs (16 where a group is 16) are summed apart for even and odd inputs, in order, each
 //       difference, product and sum rounded by itself; then even + odd; blocks of a group in order; then acc + scale * sum,
-//       acc - minimum * (sum of x); groups in order. No fused operation but where a product is exact. So the bits are the same in
-//       every variant, at any number of rows and of threads; the matrix unit's tdpbf16ps computes in that very order.
+//       acc - minimum * (sum of x); groups in order. Fused operations are used only if the product is exact. So the
+//       bits are the same in every variant, at any number of rows and of threads; the matrix unit's tdpbf16ps computes
+//       in that very order.
 //   U2  an x below 2^-100 in size counts as zero: no sum is a subnormal number.
-//   U3  a panel is 16 outputs: first what belongs to groups, then the codes, four bits or more each; nothing is widened in memory.
+//   U3  a panel is 16 outputs: first the parameters of groups, then the codes, four bits or more each; codes are never
+//       expanded in memory.
 //
 // A panel:   fine scales [groups][16], coarse ones, zeros, fine minimums, coarse ones: each as given, 64-byte aligned; then
 //            for each 32 inputs the codes' planes, in 32-bit words [..][16 columns]:

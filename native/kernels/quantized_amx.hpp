@@ -1,9 +1,10 @@
-// Products of bf16 rows with panels of codes on AMX tiles: tdpbf16ps sums a block of 32 inputs as quantized_reference.py says, even and odd
-// ones apart, and adds the sum to its tile, which holds a group's sum.
+// Products of bf16 rows with panels of codes on AMX tiles: tdpbf16ps sums a block of 32 inputs as in
+// quantized_reference.py, even and odd inputs apart, and adds the sum to its tile, which holds a group's sum.
 //
-// Codes become bf16 pairs in the thread's scratch, of two panels at a time, once for all rows of a block: a range of K of two panels is widened
-// while that before it is multiplied, since vectors and matrix unit work side by side. Two tiles of rows by two panels are four sums. Where a
-// group ends they are set down, and scaled and added by vector instructions while the next groups' products run.
+// Codes become bf16 pairs in the thread's scratch, of two panels at a time, once for all rows of a block: a range of K
+// of two panels is decoded while the range before it is multiplied, since vector and matrix units work in parallel. Two
+// tiles of rows by two panels are four sums. At the end of a group they are stored, and vector instructions scale and
+// add them while the next groups' products run.
 #pragma once
 
 #include "kernels/amx.hpp"

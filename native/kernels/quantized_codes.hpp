@@ -1,4 +1,4 @@
-// Codes and numbers of a panel, one at a time: for packing, for rows of an embedding, and where no instruction set is known.
+// Codes and numbers of a panel, one at a time: for packing, for rows of an embedding, and for unknown instruction sets.
 #pragma once
 
 #include "kernels/quantized.hpp"

@@ -1,11 +1,12 @@
-// Rows of activations as the products with codes take them, and sums of x, which minimums are multiplied by.
+// Rows of activations in the form of the products with codes, and the sums of x that are multiplied by minimums.
 //
 //     float32                      for vector instructions
 //     bf16, in order               for the matrix unit
 //     bf16, in chains              for vdpbf16ps: of each four inputs the third, the first, the fourth, the second, so that a pair is two inputs
 //                                  that follow each other in a sum of even or odd ones, the earlier one in the upper half
 //
-// An x below 2^-100 in size becomes zero (quantized.hpp, U2). Behind a row, at the next line, are its sums over blocks, if they are wanted.
+// An x below 2^-100 in size becomes zero (quantized.hpp, U2). Behind a row, at the next line, are its sums over blocks,
+// if requested.
 #pragma once
 
 #include <cstdint>

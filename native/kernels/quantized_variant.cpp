@@ -1,5 +1,6 @@
-// The kernels of weights held as codes for one instruction set. Compiled once per variant, with that variant's flags, without
-// contraction, and -DQUIRE_VARIANT_<name> (linear.cmake). No standard library templates here: the linker could hand their code to others.
+// The kernels of quantized weights for one instruction set. Compiled once per variant, with that variant's flags,
+// without contraction, and -DQUIRE_VARIANT_<name> (linear.cmake). No standard library templates here: the linker could
+// hand their code to others.
 #include "kernels/quantized_vector.hpp"
 
 #if defined(QUIRE_VARIANT_portable)

@@ -1,12 +1,12 @@
-// Codes of a panel made into numbers: in registers, for a few rows, or in a thread's scratch, a few hundred inputs at a time, where the first
-// cache keeps them:
+// Decodes codes of a panel: into registers for a few rows, or into a thread's scratch, a few hundred inputs at a time,
+// which stay in the first cache:
 //
 //     floats   [input][16 columns] float32, for vector instructions
 //     pairs    [input / 2][16 columns][2] bf16, for the matrix unit
 //     chains   the same, a pair being inputs 4 j + 2 and 4 j, then 4 j + 3 and 4 j + 1 (quantized_rows.hpp), for vdpbf16ps
 //
-// What comes out is exact, so every instruction set gives the same. A whole code becomes a float by lying in the low bits of
-// 2^23, from which 2^23 + zero is taken; codes of 4 bits with one zero, and tables of 16, by a table in registers.
+// The result is exact, so it is the same in every instruction set. An integer code becomes a float in the low bits of
+// 2^23, from which 2^23 + zero is subtracted; codes of 4 bits with one zero, and tables of 16, by a table in registers.
 #pragma once
 
 #include "kernels/linear_kernel.hpp"

@@ -1,7 +1,7 @@
-// Reading a value from a file to where it is wanted, as long as that waits for nothing, and its digest on the way.
+// Reads a value from a file to its target and computes its digest, unless a read would block.
 //
-// Why here: two threads that load take turns with Python's lock for every piece of every value; a turn of a load is one call, and
-// the lock is taken once. The rest of the file's business is `quire.tiers.files`'.
+// It is native because two loading threads would alternate on the GIL for every piece of every value; here a load is
+// one call and takes the GIL once. `quire.tiers.files` has the rest of a file's handling.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct ValueRead {
     std::vector<std::span<unsigned char>> parts;  // take the rest, one after the other: kShortestXxh3 bytes at least
 };
 
-// The XXH3-64 of the parts; nothing where the system would have to wait for the medium, or cannot tell, or the file ends before:
-// what is in the buffers then says nothing. Throws std::system_error where reading fails otherwise.
+// The XXH3-64 of the parts; nullopt if a read would wait for the medium, the system cannot tell, or the file ends
+// early: then the buffers' contents are undefined. Throws std::system_error if reading fails otherwise.
 std::optional<std::uint64_t> read_now(const ValueRead& read);
 
 }  // namespace quire

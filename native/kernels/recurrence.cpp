@@ -1,4 +1,4 @@
-// How a call of a recurrence is cut up for the threads; see recurrence.hpp.
+// Cuts a call of a recurrence into tasks for the threads; see recurrence.hpp.
 #include "kernels/recurrence.hpp"
 
 #include "kernels/rounding.hpp"

@@ -1,13 +1,13 @@
 // The recurrences of state layers (Mamba 1 and 2, gated delta rule and KDA, linear attention, RG-LRU, short convolution) over
 // the rows of many sequences: token by token, in float32. src/quire/recurrence/reference_recurrence.py is the definition.
 //
-//   R1  A row's result and a state depend on that sequence's rows and state alone: sums run in one order, whatever the cut of
-//       the work, so a prompt may be cut into calls anywhere.
+//   R1  A row's result and a state depend only on that sequence's rows and state: sums have one order, whatever the cut
+//       of the work, so a prompt may be cut into calls anywhere.
 //   R2  Slots that the step does not name are neither read nor written.
-//   R3  What a call writes is checked by the binding before: slots are distinct and there, sizes are 1 or more.
+//   R3  The binding checks the targets of a call before: slots are distinct and exist, sizes are 1 or more.
 //
-// Work is cut into sequences x heads (or blocks of channels), and into blocks of columns where those are few. All tokens of a
-// sequence pass over a block that stays in the first cache.
+// Work is cut into sequences x heads (or blocks of channels), and into blocks of columns if these are few. All tokens
+// of a sequence pass over a block that stays in the first cache.
 //
 // Cost: a decode step reads and writes each state once.
 #pragma once

@@ -1,5 +1,5 @@
-// What the recurrences share in one width of vectors: exponentials, rows that end within a vector, checkpoints, memory of a thread.
-// A part of recurrence_variant.cpp, which says before what S is.
+// Common parts of the recurrences in one width of vectors: exponentials, rows that end within a vector, checkpoints,
+// memory of a thread. A part of recurrence_variant.cpp, which says before what S is.
 #pragma once
 
 #include <algorithm>

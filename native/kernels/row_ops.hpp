@@ -1,9 +1,9 @@
 // The small operators between the products of a decoder layer, one row at a time: norms, rotary embedding, activation,
-// residual. What a variant gives; decoder_layer.cpp calls them.
+// residual. Each variant has them; decoder_layer.cpp calls them.
 //
 //   O1  A row's result depends on the row (and the operator's parameters) alone: its sums run over lanes in a fixed order.
-//   O2  Everything is computed in float32 and rounded once, at the end. A pretrained model's own modules round
-//       after each of their steps; the difference is theirs.
+//   O2  Everything is computed in float32 and rounded once, at the end. A pretrained model's own modules round after
+//       each of their steps, which causes the difference.
 //
 // Cost: one read of the inputs and one write of the output; rows stay in the first cache. `out` may be an input.
 #pragma once

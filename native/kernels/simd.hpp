@@ -1,12 +1,13 @@
-// Numbers and vectors the kernels compute with: bf16 and f16 as types, and what is the same in every instruction set.
+// Numbers and vectors the kernels compute with: bf16 and f16 as types, and functions common to all instruction sets.
 //
 // An instruction set is a struct of static functions with one interface (simd_portable, simd_avx2, simd_avx512,
 // simd_emulated); kernels are templates over it:
 //
 //   kWidth            lanes of float32 in a Vec
 //   kRegisters        vector registers there are, for the sizes of register tiles
-//   load, store       float32, bf16, f16 or (loads alone) code8 and code4 in memory, float32 in the register; no alignment asked for; stores round to
-//                     nearest even (of bf16 by the processor's own rounding where kHasPairs: subnormals to zero)
+//   load, store       float32, bf16, f16 or (loads alone) code8 and code4 in memory, float32 in the register; no
+//                     alignment needed; stores round to nearest even (of bf16 by the processor's own rounding where
+//                     kHasPairs: subnormals to zero)
 //   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
 //   held(v)           v, in a register from here on: one load for several uses
 //   load_split_pairs  2 kWidth bf16 in pairs (column j, column j + kWidth) -> two Vecs: a shift and a mask, no shuffle

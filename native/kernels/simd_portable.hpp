@@ -1,4 +1,4 @@
-// The vector layer for any processor: four lanes by the compiler's vector extension (SSE2, NEON, or whatever there is).
+// The vector layer for any processor: four lanes by the compiler's vector extension (SSE2, NEON or other).
 #pragma once
 
 #include <cmath>

@@ -2,15 +2,16 @@
 // residual. Gated delta nets (one decay a head), Mamba 2, and short convolutions alone, which have a product with the row before
 // and one behind. quire/model/state has the same in torch.
 //
-// Not here: which mixer of a model is one of these (quire/model/fused), the products (linear.hpp), convolution and recurrences
-// (recurrence.hpp), the arithmetic of norms and gates (row_ops.hpp).
+// Not here: finding the mixers of these kinds (quire/model/fused), the products (linear.hpp), convolution and
+// recurrences (recurrence.hpp), the arithmetic of norms and gates (row_ops.hpp).
 //
 //   X1  A row of `out` and a state depend on that sequence's rows and state alone. Rows go through in parts of kRowsAtOnce, which
 //       cuts sequences as prompts are cut into calls.
 //   X2  Weights, norms and constants are not owned and must outlive the parts.
 //
-// Cost beside the products and the recurrence: a pass over the rows for each of convolution, gated norm and what is not one column
-// behind another in one product; two exponentials and a logarithm a head. Scratch of the calling thread is kept.
+// Cost in addition to the products and the recurrence: a pass over the rows for each of convolution, gated norm and
+// inputs that are not adjacent columns of one product; two exponentials and a logarithm a head. Scratch of the calling
+// thread is kept.
 #pragma once
 
 #include <cstdint>

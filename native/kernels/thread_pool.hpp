@@ -1,25 +1,26 @@
-// The threads of the native kernels: one pool for the process, no OpenMP runtime beside torch's.
+// The threads of the native kernels: one pool for the process, without a second OpenMP runtime in addition to torch's.
 //
 // `run(n, task)` calls task(i) for every i in [0, n), each exactly once, on the calling thread and the workers, and
-// returns when all have ended. Which thread takes which index is not fixed, so a task's result must depend on its
-// index only (that is how kernels keep the same bits with any number of threads).
+// returns when all have ended. The assignment of indices to threads varies, so a task's result must depend on its index
+// only (so kernels have the same bits with any number of threads).
 //
 //   T1  One owner at a time: a second thread calling run() waits for the first (a mutex). run() does not nest.
-//   T2  Idle workers sleep (futex), and so does a caller whose workers are late. Before that they wait for at most about
-//       0.4 ms, most of which they leave to any other thread that could run there: waking a sleeper takes 50 to 90 us,
-//       and a step has hundreds of products, of which one thread is done before the other (Xeon with AMX, seven products of
-//       480 rows: 8.0 ms asleep after 0.1 ms, 7.4 so; a small model's step takes 5 to 10 % more processor time for it).
+//   T2  Idle workers sleep (futex), and so does a caller whose workers are late. Before that they wait for at most
+//       about 0.4 ms, most of which they yield to other threads: waking a sleeper takes 50 to 90 us, and a step has
+//       hundreds of products, of which one thread is done before the other (Xeon with AMX, seven products of 480 rows:
+//       8.0 ms asleep after 0.1 ms, 7.4 so; a small model's step takes 5 to 10 % more processor time for it).
 //   T3  A task must not throw.
-//   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
-//       itself, closes the job, and waits only for workers that have begun.
-//   T5  After fork() the child has a pool of its own, as large: workers begin with its first job. Whatever other threads of
-//       the parent were doing (a job under way, the mutex held) is forgotten there.
-//   T6  Indices are taken in rising order, so that a task may wait for one with a smaller index: that has been begun.
-//   T7  A worker is kept off the processor that the caller runs on, and has one of its own where there is one for each:
-//       some kernels put a woken thread beside the one that wakes it, where it waits for the end of its time slice
-//       (measured on one that packs virtual processors: 3.9 ms from notify to running, 0.09 ms so).
-//   T8  The pool is never taken down: threads that compute while the process ends find it as it was, and end with the process.
-//   T9  Where the system gives fewer threads than asked for, those that could be started serve, and a line on stderr says so.
+//   T4  The caller does not wait for a late worker (whose processor is busy): it takes the tasks itself, closes the
+//       job, and waits only for workers that have begun.
+//   T5  After fork() the child has a pool of its own, as large: workers begin with its first job. It drops the state of
+//       the parent's other threads (a running job, a locked mutex).
+//   T6  Indices are taken in rising order, so that a task may wait for one with a smaller index, which has begun.
+//   T7  A worker is kept off the processor that the caller runs on, and has one of its own if there are enough: some
+//       kernels put a woken thread beside the one that wakes it, where it waits for the end of its time slice (measured
+//       on one that packs virtual processors: 3.9 ms from notify to running, 0.09 ms so).
+//   T8  The pool is never destroyed: threads that compute while the process ends can still use it, and end with the
+//       process.
+//   T9  If the system refuses some threads, the pool works with the started ones and reports that on stderr.
 #pragma once
 
 #include <atomic>

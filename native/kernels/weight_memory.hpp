@@ -1,9 +1,11 @@
-// Memory of packed weights, in huge pages: a pass through the weights of a model waits for few address translations then.
+// Memory of packed weights, in huge pages: so a pass through the weights of a model waits for few address translations.
 //
-// Weights of up to some MiB lie one behind the other in regions, so that small ones share pages; a region is given back when its last weight
-// is. Of a freed weight the system has the pages before; its addresses are not taken again. Larger weights have memory of their own.
+// Weights of up to some MiB lie one behind the other in regions, so that small ones share pages; a region is given back
+// with its last weight. A freed weight's pages go back to the system at once; its addresses are not reused. Larger
+// weights have memory of their own.
 //
-// Cost: a lock, and a mapping for each kRegionBytes. Of a region only what is written is resident, in whole pages where the system gives them.
+// Cost: a lock, and a mapping for each kRegionBytes. Only written parts of a region are resident, in huge pages if the
+// system has them.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // XXH3, 64 bits, of bytes that lie in several places (the algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
 //
-// Why here, where the library `xxhash` has it: for `read_now`, which reads and checks without Python.
+// `read_now` needs it to read and check without Python, so the library `xxhash` does not serve.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""Which back end is taken, and what is said where it cannot be."""
+"""The choice of a back end, and the error if it is not available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of K and V: the definition, what it loses, and what it does with rows that are not numbers."""
+"""Codes of K and V: the definition, their loss, and rows with NaN or infinity."""
 
 from __future__ import annotations
 

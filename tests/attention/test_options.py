@@ -1,4 +1,4 @@
-"""Options refuse what no model means, and know what a query sees."""
+"""Attention options: invalid combinations are refused, and visible ranges are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan takes over, and what it refuses."""
+"""The arguments of an attention plan: what it copies and what it refuses."""
 
 from __future__ import annotations
 

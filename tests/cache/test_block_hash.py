@@ -1,4 +1,4 @@
-"""The bytes of chained keys: they are on disks and on wires, and never change."""
+"""The bytes of chained keys, which are on disks and on wires and never change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`block_map` and `content_of`: the counts and the tree told block by block; both back ends alike on random calls."""
+"""`block_map` and `content_of` against the counts and the tree; both back ends agree on random calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Cache.drop`: what begins with given tokens is found no more, whoever holds it, and free when nobody does."""
+"""`Cache.drop`: content with a given prefix is not found any more, and its blocks are free once unused."""
 
 from __future__ import annotations
 

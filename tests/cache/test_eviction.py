@@ -1,4 +1,4 @@
-"""What is given up when room is needed, and in which order."""
+"""The order of eviction."""
 
 from __future__ import annotations
 

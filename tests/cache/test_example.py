@@ -1,4 +1,4 @@
-"""The example engine runs, ends for any prompts, stays an example in size; its answers do not depend on sharing."""
+"""The example engine runs, ends for any prompts and stays small; its answers do not depend on sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the cost of the Python back end grows, in nodes compared: never with the number of prompts in the cache."""
+"""The growth of the Python back end's cost, in nodes compared: independent of the number of cached prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mirror of the tree, the log of what was lost, and the figures made of them."""
+"""The mirror of the tree, the log of lost content, and the figures made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found: token-granular prefixes, identity, sharing on commit, sequences that keep looking."""
+"""Hits: token-granular prefixes, identity, sharing on commit, sequences that keep looking."""
 
 from __future__ import annotations
 

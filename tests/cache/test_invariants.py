@@ -1,4 +1,4 @@
-"""`check()` finds each kind of damage: a check that cannot fail proves nothing."""
+"""`check()` finds each kind of damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups with several blocks to a node of the prefix tree: what is shared, copied, kept and told of (the laws draw them
+"""Groups with several blocks to a node of the prefix tree: sharing, copies, windows and reports (the laws draw them
 too)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owners and cache priorities: what goes first when room is needed, what nobody else may take, and what is too much."""
+"""Owners and cache priorities: the order of eviction, protected floors, and quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence that was longer than its windows comes back with what it had, and nothing else is found of it."""
+"""A sequence longer than its windows is restored with its content, and no other part of it is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence's blocks side by side: runs of ids, neighbours, and what is evicted together."""
+"""Adjacent blocks of a sequence: runs of ids, neighbours, and blocks evicted together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StateCache`: a simulated machine of states beside it proves that every slot holds the state of its very tokens."""
+"""`StateCache` against a simulated machine of states: every slot holds the state of exactly its tokens."""
 
 from __future__ import annotations
 

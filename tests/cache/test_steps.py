@@ -1,4 +1,4 @@
-"""Overlapped steps: what a step under way may still see is neither reused nor evicted before it completes."""
+"""Overlapped steps: blocks that a running step may still read are neither reused nor evicted before it completes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public Mooncake conversation trace, replayed: as many blocks hit as its authors' ids say, 105 710 of 288 500."""
+"""The public Mooncake conversation trace, replayed: 105 710 of 288 500 blocks hit, as by the authors' ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Window and chunked groups: they free what is behind them and still find prefixes."""
+"""Window and chunked groups: they free blocks behind the window and still find prefixes."""
 
 from __future__ import annotations
 

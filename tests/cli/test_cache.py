@@ -1,4 +1,4 @@
-"""`quire cache` over a folder: results on stdout, one clear line and an exit status for whatever is wrong."""
+"""`quire cache` over a folder: results on stdout; for every fault one clear line and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire chat`: what a line may say, what a turn tells, and how an answer or the chat ends."""
+"""`quire chat`: input lines, the report of a turn, and the end of an answer and of the chat."""
 
 from __future__ import annotations
 

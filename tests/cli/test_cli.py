@@ -1,4 +1,4 @@
-"""The command line as a user sees it: results on stdout, one clear line and an exit status for whatever is wrong."""
+"""The command line as a user sees it: results on stdout; for every fault one clear line and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of the Hub that cannot be had: each command says so in one line, and before it waits for torch."""
+"""A model of the Hub that is not available: each command says so in one line, before it imports torch."""
 
 from __future__ import annotations
 

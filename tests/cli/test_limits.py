@@ -1,4 +1,4 @@
-"""Limits of the machine: a start takes what is to be had, or one line names the limit."""
+"""Limits of the machine: a start takes the available memory, or one line names the limit."""
 
 from __future__ import annotations
 

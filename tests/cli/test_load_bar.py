@@ -1,4 +1,4 @@
-"""A load as a terminal shows it, and as nothing else does."""
+"""The progress bar of a load on a terminal, and its absence elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command that reads a model takes it in one way: `--model M`, and as its argument where it has no other."""
+"""Each command that reads a model takes it as `--model M`, and as its argument if it has no other."""
 
 from __future__ import annotations
 

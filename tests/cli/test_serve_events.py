@@ -1,4 +1,4 @@
-"""`quire serve --kv-events` as a process: what a router hears of it, and hears again where it has missed something."""
+"""`quire serve --kv-events` as a process: a router receives its events, and a replay after a gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire serve` as a process: it ends as it is told, says in one line why it does not start, and keeps its secrets."""
+"""`quire serve` as a process: it ends on request, names a failed start's reason in one line, and keeps its secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire top`: a frame of a real server, and one line where there is none, another one, or a wrong key."""
+"""`quire top`: a frame of a real server, and one line without a server, for another server or with a wrong key."""
 
 from __future__ import annotations
 

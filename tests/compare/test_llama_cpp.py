@@ -1,4 +1,4 @@
-"""What Quire makes of a GGUF file computes what llama.cpp computes of the same file, for each architecture.
+"""Quire's results on a GGUF file against llama.cpp's on the same file, for each architecture.
 
 The files are written by llama.cpp's own converter, in float32. `scripts/llama-cpp` builds what QUIRE_LLAMA_CPP names.
 """

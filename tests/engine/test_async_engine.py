@@ -1,4 +1,4 @@
-"""`quire.AsyncEngine`: concurrent streams, abort, cancellation, errors that reach whoever waits."""
+"""`quire.AsyncEngine`: concurrent streams, abort, cancellation, errors that reach every waiting caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM(backend="python")` calls nothing of the extension: in its place is an object whose every attribute raises."""
+"""`LLM(backend="python")` never calls the extension: an object whose every attribute raises replaces it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from support.state_layers import tiny_model
 import quire
 from quire import LLM, SamplingParams, plan
 from quire.hf import QuireCache, accelerate
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.model.weight_sizes import held_weights
 
 NAME = "quire._native"
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 START = "What is written twice is read once. " * 3
-needs_mapping = pytest.mark.skipif(why_not() is not None, reason="memory cannot be mapped at will here")
+needs_mapping = pytest.mark.skipif(
+    unsupported_reason() is not None, reason="memory cannot be mapped at will here"
+)
 STORAGES = [
     "paged",
     "contiguous",

@@ -1,5 +1,5 @@
-"""Laws of the budget of models with state layers: whatever is asked when, cache, exchange and budget hold; a call that
-is refused leaves their numbers as they were, and every state is that of its very tokens."""
+"""Laws of the budget of models with state layers: cache, exchange and budget hold after any calls; a refused call
+leaves their numbers unchanged, and every state belongs to exactly its tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Runner:
 
     def _fields(self, slot: int) -> list[torch.Tensor]:
         layers = [one.layer for one in self._states.spec.states]
-        return [field[slot] for layer in layers for field in self._states.of(layer).values()]
+        return [field[slot] for layer in layers for field in self._states.layer_fields(layer).values()]
 
     def _has(self, slot: int, value: float) -> None:
         for field in self._fields(slot):

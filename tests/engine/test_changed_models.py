@@ -1,4 +1,4 @@
-"""A model that somebody changes while an LLM has it open: followed, with nothing cached of what it was, or refused."""
+"""A model that changes while an LLM has it open: prepared again, without content cached before, or refused."""
 
 from __future__ import annotations
 

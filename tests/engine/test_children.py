@@ -1,4 +1,4 @@
-"""An LLM in a child of `os.fork`: one error from every call, at once, and nothing of the parent's is touched."""
+"""An LLM in a child of `os.fork`: every call raises one error at once, and the parent is unaffected."""
 
 from __future__ import annotations
 

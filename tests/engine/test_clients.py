@@ -1,4 +1,4 @@
-"""Places between clients: one that waits gets its share of them, whatever another one has running."""
+"""Fairness between clients: a waiting client gets its share, whatever the others have running."""
 
 from __future__ import annotations
 

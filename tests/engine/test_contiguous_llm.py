@@ -1,4 +1,4 @@
-"""`LLM(storage="contiguous")`: who waits while no gap is large enough, and sequences that share nothing."""
+"""`LLM(storage="contiguous")`: waiting while no gap is large enough, and sequences without sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: after a fork, a rewind, a turn under pressure the very bits of a run that never branched."""
+"""Conversations: after a fork, a rewind or a turn under pressure, the bits equal those of a run that never branched."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quire import LLM, AsyncEngine, SamplingParams
 from quire.engine.conversation import Conversation
 from quire.engine.driver import Mailbox
 from quire.errors import ArgumentError, CapacityError, PromptError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.scheduler.request import RequestOutput
 
 DRAWN = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
 STORAGES: list[dict[str, str]] = [{"storage": "paged"}, {"storage": "contiguous"}]
-if why_not() is None:
+if unsupported_reason() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
 
 

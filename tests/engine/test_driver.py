@@ -1,4 +1,4 @@
-"""One thread computes an LLM's steps: many callers, interruptions, faults, and every way of ending it."""
+"""The thread that computes an LLM's steps: many callers, interruptions, faults, and every way to end it."""
 
 from __future__ import annotations
 

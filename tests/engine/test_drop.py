@@ -1,4 +1,4 @@
-"""Content dropped while requests hold it: nobody finds it again, answers stay, nothing is left when they end."""
+"""Content dropped while requests hold it: it is not found again, answers stay, and all of it is free at their end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from support.fake_engine import FakeEngine
 
 from quire import LLM, SamplingParams
 from quire.cache.prefix_key import ResolvedKey
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.offload.swap import Mode
 from quire.scheduler.request import Request
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = [(7 * j) % 90 + 5 for j in range(40)]
 STORAGES: list[dict[str, Any]] = [{"storage": "paged"}]
-if why_not() is None:
+if unsupported_reason() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in one place stays there, and every block is returned."""
+"""A fault in one place stays local, and every block is returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An idle engine: what the cache holds stays, unless the system is short; and why content went is told."""
+"""An idle engine: cached content stays unless the system is short of memory; the reason of a loss is reported."""
 
 from __future__ import annotations
 

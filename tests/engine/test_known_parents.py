@@ -1,4 +1,4 @@
-"""A consumer's index, kept from events alone: every block's parent is in it, and nothing that could be is missing."""
+"""A consumer's index built from events only: it has every block's parent, and every block that it could have."""
 
 from __future__ import annotations
 

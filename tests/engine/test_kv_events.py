@@ -1,4 +1,4 @@
-"""KV events: what subscribers are told is what the cache has, in process and over ZeroMQ."""
+"""KV events: subscribers' maps equal the cache, in process and over ZeroMQ."""
 
 from __future__ import annotations
 

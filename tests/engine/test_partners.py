@@ -1,4 +1,4 @@
-"""An option that means nothing without another one is refused where it stands alone, before a model is loaded."""
+"""An option that modifies another option is refused without it, before a model is loaded."""
 
 from __future__ import annotations
 

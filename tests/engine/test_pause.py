@@ -1,4 +1,4 @@
-"""A request that nobody reads: it pauses, whoever is read goes on, and it misses nothing."""
+"""A request whose stream is not read pauses and later misses no token; the others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words for what a sequence does or waits for."""
+"""The names of a sequence's phases."""
 
 from __future__ import annotations
 

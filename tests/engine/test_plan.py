@@ -1,4 +1,4 @@
-"""`quire.plan`: what it says is what a start decides, holds and takes. A model of each kind against its own engine."""
+"""`quire.plan` against the decisions and memory of a start, for a model of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Preempted requests, swapped out or computed again, get the bits they get alone; the oldest request always goes on."""
+"""Preempted requests, swapped out or recomputed, get the same bits as alone; the oldest request always makes
+progress."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from support.fake_model import expected_tokens, window_spec
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.offload.swap import Mode
 from quire.offload.throughputs import Throughputs
 from quire.scheduler.request import RequestOutput, RequestSequence
@@ -21,7 +22,7 @@ from quire.scheduler.request import RequestOutput, RequestSequence
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = [[(7 * i + j) % 90 + 5 for j in range(20 + 5 * i)] for i in range(12)]
 STORAGES: list[dict[str, str]] = [{"storage": "paged"}]
-if why_not() is None:
+if unsupported_reason() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
 
 

@@ -1,4 +1,4 @@
-"""Why a prompt is found no further: every reason, and nothing of another tenant's."""
+"""The reason why a hit ends: every reason, and no data of another tenant."""
 
 from __future__ import annotations
 

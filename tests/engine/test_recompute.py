@@ -1,4 +1,4 @@
-"""`quire cache verify --recompute`: equal bits for what engines stored, a clear place for what is different."""
+"""`quire cache verify --recompute`: equal bits for stored content, and the place of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused and how it says so, and whose value wins."""
+"""SamplingParams: invalid values, their errors, and the precedence of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of scheduling: whatever arrives when, in whatever pool, every request gets the tokens it gets alone."""
+"""Laws of scheduling: in any pool and any order of arrival, every request gets the same tokens as alone."""
 
 from __future__ import annotations
 

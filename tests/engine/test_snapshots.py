@@ -1,4 +1,4 @@
-"""Snapshots: a conversation goes on in another process, bit for bit; what cannot be is said in one line."""
+"""Snapshots: a conversation continues in another process, bit for bit; refusals take one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of every kind over the embedded model's KV shape: nothing is lost, and decisions follow from the seed alone.
+"""Requests of every kind over the embedded model's KV shape: no block is lost, and decisions depend only on the seed.
 
 `scripts/soak requests` runs 100 000 of them.
 """

@@ -1,4 +1,4 @@
-"""Answers that follow a schema or an expression, alone and in company, whatever the model would rather say."""
+"""Answers that follow a schema or an expression, alone and with other requests, whatever the model prefers."""
 
 from __future__ import annotations
 

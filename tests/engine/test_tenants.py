@@ -1,4 +1,4 @@
-"""Tenants: nobody finds another's content, quotas and floors hold, and one who waits for itself delays nobody else."""
+"""Tenants: content is isolated, quotas and floors hold, and a tenant at its quota does not delay others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into tiers and comes out of them: by cache priority, by cost, within quotas and floors."""
+"""The choice of content for tiers and of loads from them: by cache priority, by cost, within quotas and floors."""
 
 from __future__ import annotations
 

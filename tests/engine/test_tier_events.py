@@ -1,4 +1,4 @@
-"""KV events of tiers: what subscribers are told is what each tier has, in process and over ZeroMQ."""
+"""KV events of tiers: subscribers' maps equal the content of each tier, in process and over ZeroMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too.
+"""Tiers below the engine: evicted content is found again, bit for bit, after a restart too.
 
 Faults in a tier change no token.
 """
@@ -30,7 +30,7 @@ from support.faulty_tier import FaultyTier
 from quire import LLM, SamplingParams
 from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.offload.store import Policy
 from quire.scheduler.loading_queue import LoadingQueue
 from quire.scheduler.request import RequestOutput
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=
 SHARED = [(5 * i) % 200 + 5 for i in range(70)]
 PROMPTS = [SHARED + [(7 * i + j) % 90 + 5 for j in range(20 + 9 * i)] for i in range(8)]
 STORAGES: list[dict[str, str]] = [{"storage": "paged"}]
-if why_not() is None:
+if unsupported_reason() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
 # Segments of 2 MiB would hold all of a tiny model's tokens.
 SMALL_POOL = {"kv_memory": "128KiB", "max_num_seqs": 2}

@@ -1,4 +1,4 @@
-"""Tokens that a request forbids: the mask against its definition, and answers that keep to it."""
+"""Tokens that a request forbids: the mask against its definition, and answers that obey it."""
 
 from __future__ import annotations
 

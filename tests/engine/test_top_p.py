@@ -1,4 +1,4 @@
-"""`keep_top_p` against the sort that it stands for, token by token."""
+"""`keep_top_p` against a sort, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM(storage="virtual")`: the same answers, and what a machine that cannot do it is told."""
+"""`LLM(storage="virtual")`: the same answers, and the error on a machine without support."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_machine_that_cannot_is_refused_and_auto_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in (virtual, placement):
-        monkeypatch.setattr(module, "why_not", lambda: "no memfd")
+        monkeypatch.setattr(module, "unsupported_reason", lambda: "no memfd")
     with pytest.raises(
         BackendError, match="virtual does not work on this machine: no memfd; use storage paged"
     ):
@@ -137,7 +137,7 @@ def test_a_call_that_fails_lets_requests_wait_or_ends_one_that_is_alone(
 
 def test_auto_is_virtual_where_it_works() -> None:
     with tiny_llm.llm(storage="auto", kv_memory="8MiB") as llm:
-        assert llm.storage == ("virtual" if placement.why_not() is None else "paged")
+        assert llm.storage == ("virtual" if placement.unsupported_reason() is None else "paged")
 
 
 @pytest.mark.parametrize("piece_size", ["1KiB", "6000", "4MiB", "much"])

@@ -1,4 +1,4 @@
-"""The same request gives the same bits, whatever runs beside it and however it is cut up (docs/exactness.md).
+"""The same request gives the same bits, with any other requests and any chunking (docs/exactness.md).
 
 Logits (as bytes), tokens and logprobs of every drawn position against those of the request alone: one prompt in one
 piece, one thread, blocks of 16, nothing cached. Drawn at random: how many requests, whether they arrive together, the

@@ -1,4 +1,5 @@
-"""Models that run by their own forward token by token: the tokens of `model.generate`, and bits that depend on nothing.
+"""Models that run by their own forward token by token: the tokens of `model.generate`, and bits independent of the
+batch.
 
 Those whose layers choose tokens by an indexer (DSA): sixteen, of prompts of up to 30. Dots 3 Note has windows too, and
 GLM's second layer takes the choice of the first. And those whose states only their own forward knows (RWKV, xLSTM).
@@ -19,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.model import load
 from quire.model.sequence_cache import SequenceCache
 from quire.model.sequential_model import SequentialModel, prepare
@@ -89,7 +90,7 @@ def test_tokens_are_generates_and_bits_the_same_however_a_request_comes(name: st
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(why_not() is not None, reason="no virtual storage here")
+@pytest.mark.skipif(unsupported_reason() is not None, reason="no virtual storage here")
 @pytest.mark.parametrize("name", INDEXED)
 def test_on_virtual_storage(name: str) -> None:
     model, tokens = expected(name)

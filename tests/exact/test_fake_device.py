@@ -1,4 +1,4 @@
-"""A device whose memory only its own calls reach gives the tokens of `model.generate`, however a request is served.
+"""A device with private memory gives the tokens of `model.generate`, in every way of serving.
 
 Cold, hit, in chunks, preempted and swapped out and in, restored from a disk after a restart: on `support.fake_device`,
 where K or V that anything above the device reads itself are NaN, and what it writes there is lost.

@@ -1,5 +1,5 @@
-"""K and V in codes: within a format a request has the same bits cold, found at every length, chunked, swapped, restored
-from a tier and in company (docs/kv-formats.md)."""
+"""K and V in codes: within a format a request has the same bits cold, as a hit of every length, chunked, swapped,
+restored from a tier and with other requests (docs/kv-formats.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The real engine where one full layer among many windowed ones has blocks of several times as many tokens."""
+"""The real engine on a model with one full layer among many windowed layers, whose blocks have several times as many
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that run by their own forward, one sequence at a time: the tokens of `model.generate`, whatever the storage.
+"""Models that run by their own forward, one sequence at a time: the tokens of `model.generate`, on every storage.
 
 Hits, chunks, preemption, swap and tiers are those of every model; here they are asked of an encoder-decoder's half, of
 a model whose layers compute attention themselves and mask it by a window, and of one that alters K after `update`.
@@ -23,7 +23,7 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.model import load
 from quire.model.sequence_cache import SequenceCache
 from quire.model.sequential_model import SequentialModel, prepare
@@ -79,7 +79,7 @@ def test_native_paged(name: str) -> None:
         assert [answer.token_ids for answer in run.answer()] == tokens
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no virtual storage here")
+@pytest.mark.skipif(unsupported_reason() is not None, reason="no virtual storage here")
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.ci) for n in MORE)])
 def test_virtual(name: str) -> None:
     model, tokens = expected(name)

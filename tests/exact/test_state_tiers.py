@@ -1,4 +1,4 @@
-"""Models with state layers over tiers: states go down with keys and values, and come back bit for bit.
+"""Models with state layers over tiers: states are stored with keys and values, and restored bit for bit.
 
 A restart with a disk cache computes a prompt from its last block boundary; a damaged state, or one without its keys
 and values, costs time and no token.

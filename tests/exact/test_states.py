@@ -1,4 +1,4 @@
-"""Models with state layers in the engine: the tokens of `model.generate`, and the same bits however a request comes.
+"""Models with state layers in the engine: the tokens of `model.generate`, and the same bits in every way of serving.
 
 Hits end at checkpoints: the same prompt again computes its last token, a next turn its new tokens. Slots are poisoned
 with NaN before anything runs.
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from quire import LLM, KVSpec, SamplingParams
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.memory.state_slots import StateSlots
 from quire.model.cache_keyword import cache_keyword
 from quire.server.metrics import Metrics
@@ -115,7 +115,7 @@ def test_tokens_are_generates(name: str, backend: str) -> None:
     _check(name, backend, "paged")
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no virtual storage on this machine")
+@pytest.mark.skipif(unsupported_reason() is not None, reason="no virtual storage on this machine")
 def test_tokens_are_generates_on_virtual_storage() -> None:
     _check("falcon_h1", "python", "virtual")
 
@@ -212,9 +212,9 @@ def test_slots_are_given_back_with_the_engine() -> None:
     with serve(model, backend="python") as llm:
         storage: Any = llm.core.storage
         layer = storage.spec.states[0].layer
-        assert storage.states.of(layer)
+        assert storage.states.layer_fields(layer)
     with pytest.raises(ArgumentError, match="a layer that keeps a state"):
-        storage.states.of(layer)
+        storage.states.layer_fields(layer)
 
 
 def test_states_are_counted() -> None:
@@ -288,7 +288,7 @@ def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
             answers_of(llm, [long])
 
 
-@pytest.mark.skipif(why_not() is not None, reason="no virtual storage on this machine")
+@pytest.mark.skipif(unsupported_reason() is not None, reason="no virtual storage on this machine")
 def test_states_and_blocks_of_virtual_storage_exchange_memory() -> None:
     model, _ = expected("qwen3_next")
     draw = random.Random(6)
@@ -324,7 +324,7 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
     slots.fill(1.0)
     slots.give_back([3, 0, 1, 39, 12])
     for layer in spec.states:
-        for field in slots.of(layer.layer).values():
+        for field in slots.layer_fields(layer.layer).values():
             kept = [slot for slot in range(40) if slot not in (0, 1, 3, 12, 39)]
             assert bool((field[kept] == 1.0).all())
     slots.close()

@@ -11,9 +11,9 @@ from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.virtual_run import VirtualRun
 
 from quire import KVSpec
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
 # Windows, chunks, sinks, layers that share KV, keys and values of unequal width, latents; the rest in CI.

@@ -15,10 +15,10 @@ from support.virtual_run import VirtualRun
 from transformers import PreTrainedModel
 
 from quire import KVSpec
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.memory.virtual.window_ring import WindowRing
 
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
 MAX_TOKENS = 60

@@ -1,4 +1,4 @@
-"""A disk that is really full, as far as a process may have one: files that cannot grow beyond a limit."""
+"""A full disk, simulated by a limit on the size of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 of processes that write: what they had acknowledged is there, and nothing torn is served."""
+"""kill -9 of writing processes: acknowledged values are kept, and no torn value is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot's file where every n-th call of the system fails, or the process ends there: old or new, never torn."""
+"""A snapshot's file when every n-th system call fails or the process dies there: old or new, never torn."""
 
 from __future__ import annotations
 

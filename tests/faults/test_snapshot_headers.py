@@ -1,4 +1,4 @@
-"""Snapshots with a header that no engine has written, checksums right: LoadError, or what it says, never else."""
+"""Snapshots with a forged header and right checksums: LoadError, or the content of the header, no other result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accelerate`: the same tokens, on Quire's kernels; what it does not serve is the model's own; `restore` undoes it."""
+"""`accelerate`: the same tokens on Quire's kernels; the model's own forward for other calls; `restore` undoes it."""
 
 from __future__ import annotations
 

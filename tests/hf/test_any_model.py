@@ -1,4 +1,5 @@
-"""A QuireCache under models of every kind: right tokens, or told what is needed; and what `accelerate` leaves alone."""
+"""A QuireCache under models of every kind: right tokens or a clear error, and the models that `accelerate` leaves
+alone."""
 
 from __future__ import annotations
 
@@ -191,13 +192,13 @@ def test_an_image_s_tiles_go_through_packed_layers() -> None:
     ("config", "said"),
     [
         (_indexed, r"deepseek_v32: kv_memory does not bind .*an indexer's keys, .* \(layers 0 to 1\)"),
-        (lambda: tiny_config("deepseek_v4"), r"deepseek_v4: .*what DeepseekV4\w+ keeps"),
+        (lambda: tiny_config("deepseek_v4"), r"deepseek_v4: .*the data of DeepseekV4\w+"),
     ],
 )
 def test_layers_that_kv_memory_does_not_bind_are_named_once(
     config: Callable[[], Any], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unbound, "_told", set())
+    monkeypatch.setattr(unbound, "_warned", set())
     made = config()
     with caplog.at_level(logging.WARNING, "quire"):
         QuireCache(made)

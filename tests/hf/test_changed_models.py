@@ -1,4 +1,4 @@
-"""A model that somebody changes while it is accelerated: what it answers is what it would answer without Quire."""
+"""A model that changes while it is accelerated answers as it would without Quire."""
 
 from __future__ import annotations
 

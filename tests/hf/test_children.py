@@ -1,4 +1,4 @@
-"""What a child of `os.fork` can do with the caches and models of its parent, and that the parent notices nothing."""
+"""A child of `os.fork` with the caches and models of its parent; the parent is unaffected."""
 
 from __future__ import annotations
 
@@ -204,6 +204,6 @@ def test_where_descriptors_run_out_the_message_says_what_helps() -> None:
         return message, len(caches)
 
     message, count = in_child(many)
-    for words in ("file descriptor", "drop caches", "ulimit -n", '"growing"'):
+    for words in ("file descriptor", "drop unneeded caches", "ulimit -n", '"growing"'):
         assert words in message
     assert count >= 20

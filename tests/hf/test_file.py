@@ -1,4 +1,4 @@
-"""Cache files: they come back whole, for the same model, or not at all."""
+"""Cache files: loaded completely, for the same model, or not at all."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[place] ^= 1 << random_.randrange(8)
         path.write_bytes(bad)
-        with pytest.raises(LoadError, match="nothing of it is used"):
+        with pytest.raises(LoadError, match="the file is not used"):
             QuireCache.load(path, model, **OPTIONS)
     path.write_bytes(good)
     QuireCache.load(path, model, **OPTIONS)
@@ -197,7 +197,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
     import gc
 
     gc.collect()
-    with pytest.raises(ArgumentError, match="still there"):
+    with pytest.raises(ArgumentError, match="still exists"):
         cache.save(tmp_path / "cache")
 
 

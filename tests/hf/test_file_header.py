@@ -1,4 +1,4 @@
-"""Cache files with a header that nobody's `save` has written: refused by a LoadError, or as good as it was."""
+"""Cache files with a forged header: refused by a LoadError, or loaded as valid."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _saved(name: str) -> bytes:
     with torch.no_grad():
         model(ids, past_key_values=filled, use_cache=True)
     if kv_dtype:
-        filled.formats.loaded(0, torch.zeros(2, 16))  # as if its keys needed one
+        filled.formats.set_offset(0, torch.zeros(2, 16))  # as if its keys needed one
     with tempfile.TemporaryDirectory() as folder:
         filled.save(Path(folder) / "cache", model)
         return (Path(folder) / "cache").read_bytes()
@@ -180,13 +180,13 @@ def test_a_forged_header_whose_checksums_are_right_is_refused(
     answer = _load(tmp_path / "cache", "gemma3_text", _forged("gemma3_text", change(header)))
     assert isinstance(answer, str)
     assert told in answer
-    assert "nothing of it is used" in answer
+    assert "the file is not used" in answer
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_change("kv_dtype", to="int3"), "kept in 'int3'"),
+        (_change("kv_dtype", to="int3"), "stored as 'int3'"),
         (
             _change("kv_dtype", to="auto"),
             "expected keys and values in the model's dtype, got ('int8', 'int8')",
@@ -202,7 +202,7 @@ def test_a_forged_header_whose_checksums_are_right_is_refused(
         (lambda header: _as_rows(header, num_heads=[1, 1]), "expected heads"),
         (lambda header: _as_rows(header, num_heads=[2, 1]), "expected as many heads of V as of K"),
         (lambda header: _as_rows(header, foretold=False, widths=[8, 8]), "of widths"),
-        (lambda header: _as_rows(header, formats=["", ""]), "expected an offset of keys in codes alone"),
+        (lambda header: _as_rows(header, formats=["", ""]), "expected an offset only for keys in codes"),
     ],
 )
 def test_forged_codes_whose_checksums_are_right_are_refused(
@@ -212,7 +212,7 @@ def test_forged_codes_whose_checksums_are_right_are_refused(
     answer = _load(tmp_path / "cache", name, _forged(name, change(_parts(_saved(name))[0])))
     assert isinstance(answer, str)
     assert told in answer
-    assert "nothing of it is used" in answer
+    assert "the file is not used" in answer
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_forged_codes_whose_checksums_are_right_are_refused(
         (
             _change("layers", 0, "states", 0, to={"has_previous_state": False, "conv_kernel_size": None,
                                                   "conv_states": None, "recurrent_states": None}),
-            "expected states in every layer that keeps some, got none in layers[0]",
+            "expected states in every state layer, got none in layers[0]",
         ),
     ],
 )  # fmt: skip
@@ -239,7 +239,7 @@ def test_forged_states_whose_checksums_are_right_are_refused(
     answer = _load(tmp_path / "cache", "falcon_h1", _forged("falcon_h1", change(header)))
     assert isinstance(answer, str)
     assert told in answer
-    assert "nothing of it is used" in answer
+    assert "the file is not used" in answer
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""`QuireCache(kv_dtype=...)`: memory holds codes, which are the engine's; tokens are those of a cache whose keys and
-values have been codes."""
+"""`QuireCache(kv_dtype=...)`: memory holds the engine's codes; tokens equal those of a cache with encoded and decoded
+keys and values."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_file_keeps_codes_and_offsets(storage: Any, tmp_path: Path) -> None:
     ids = torch.randint(3, 131, (2, 37), generator=torch.Generator().manual_seed(1))
     model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
     # As if its keys needed one: any will do for what is stored from now on.
-    cache.formats.loaded(1, torch.randn(HEADS, WIDTH))
+    cache.formats.set_offset(1, torch.randn(HEADS, WIDTH))
     cache.save(tmp_path / "one")
     shape, rows = cache.row_layers[1].shape, cache.row_layers[1].rows[0]
     unused = bytes_of_row(rows, 0, 0, 41).view(41, -1)[:, shape.padding(0)]
@@ -336,9 +336,9 @@ def test_a_file_of_another_format_or_with_a_wrong_byte_is_refused(tmp_path: Path
         for layer in (0, 1):
             cache.update(_keys(1, 20), _keys(1, 20, seed=1), layer)
         cache.save(tmp_path / name, model)
-    with pytest.raises(LoadError, match="kept as kv_dtype='auto' says, got 'int8'"):
+    with pytest.raises(LoadError, match="of kv_dtype='auto', got 'int8'"):
         QuireCache.load(tmp_path / "codes", model, kv_dtype="auto", **OPTIONS)
-    with pytest.raises(LoadError, match="kept as kv_dtype='int8' says, got 'auto'"):
+    with pytest.raises(LoadError, match="of kv_dtype='int8', got 'auto'"):
         QuireCache.load(tmp_path / "plain", model, kv_dtype="int8", **OPTIONS)
     content = bytearray((tmp_path / "codes").read_bytes())
     content[-1] ^= 1  # of the last layer's offset
@@ -360,7 +360,7 @@ def test_what_cannot_be_kept_so_is_refused() -> None:
         (T5Config(), {"kv_dtype": "int8"}, "encoder-decoder"),
         (LlamaConfig(hidden_size=80, num_attention_heads=8), {"kv_dtype": "int8"}, "multiple of 8"),
         (llama, {"key_offsets": {0: offset}}, "kv_dtype='auto'"),
-        (llama, {"kv_dtype": "int8", "key_offsets": {2: offset}}, "0, 1, got some of layer 2"),
+        (llama, {"kv_dtype": "int8", "key_offsets": {2: offset}}, "0, 1, got offsets of layer 2"),
         (llama, {"kv_dtype": "int8", "key_offsets": {1: offset[0]}}, r"\[2, 16\]"),
         (llama, {"kv_dtype": "int8", "key_offsets": {1: offset / 0}}, "finite"),
     ]

@@ -1,4 +1,4 @@
-"""Memory that runs out, calls that fail, forks that share: nothing changes but what was asked for."""
+"""Exhausted memory, failing calls and forks: only the requested change happens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_less_memory_than_a_piece_of_each_layer_is_refused() -> None:
 
 
 def test_a_machine_without_such_mappings_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "why_not", lambda: "it needs Linux, this is a test")
+    monkeypatch.setattr(virtual, "unsupported_reason", lambda: "it needs Linux, this is a test")
     with pytest.raises(BackendError, match="growing"):
         quire_cache(model_of("llama"))
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused, clearly, and changes nothing."""
+"""Unsupported uses are refused with a clear error and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of a QuireCache: bound by `kv_memory`, forked, chosen, given back; and what happens without room for them."""
+"""States of a QuireCache: limited by `kv_memory`, forked, selected, given back; and steps without room for them."""
 
 from __future__ import annotations
 
@@ -352,6 +352,8 @@ def test_a_model_that_keeps_its_states_itself_cannot_be_saved(tmp_path: Path) ->
     model = state_layers.tiny_model("recurrent_gemma")
     cache = quire_cache(model)
     _run(model, cache)
-    with pytest.raises(ArgumentError, match=r"expected states in every layer .* got none in layers \[0\]"):
+    with pytest.raises(
+        ArgumentError, match=r"expected states in every state layer, got none in layers \[0\]"
+    ):
         cache.save(tmp_path / "cache", model)
     assert list(tmp_path.iterdir()) == []

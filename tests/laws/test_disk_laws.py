@@ -1,4 +1,4 @@
-"""The disk tier under random use by two, and under faults at every n-th call."""
+"""The disk tier under random use by two processes, and under faults at every n-th call."""
 
 from __future__ import annotations
 

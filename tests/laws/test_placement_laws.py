@@ -1,4 +1,4 @@
-"""Whatever is done to a placement heap, in any order: references, mappings and memory are those of a simple model.
+"""A placement heap under random calls: references, mappings and memory equal those of a simple model.
 
 The machine is the simulated one, with little memory and few mappings, so that calls fail in the middle; it refuses by
 itself what a real one would punish. The model is a dictionary of who leads where.

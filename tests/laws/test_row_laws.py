@@ -1,4 +1,4 @@
-"""The laws of storages whose sequences lie in one piece: a small run by default, a long one in CI (`at_length`)."""
+"""The laws of storages with contiguous sequences: a small run by default, a long run in CI (`at_length`)."""
 
 from __future__ import annotations
 

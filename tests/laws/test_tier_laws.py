@@ -1,6 +1,5 @@
-"""The laws of a stack of tiers: whatever a tier does at whichever call, right bytes or none, nothing raised, no more
-than a time-out lost. A small run by default, the full one in CI.
-"""
+"""The laws of a stack of tiers: under faults at any call it returns right bytes or none, raises nothing, and loses no
+more than a time-out. A small run by default, the full run in CI."""
 
 from __future__ import annotations
 

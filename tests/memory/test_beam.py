@@ -1,4 +1,4 @@
-"""A beam table against gathering: the same bits from one buffer with a rewritten table as from copies that move."""
+"""A beam table against gathering: a rewritten table over one buffer gives the same bits as moved copies."""
 
 from __future__ import annotations
 

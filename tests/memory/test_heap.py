@@ -1,4 +1,4 @@
-"""The heap takes memory at the first write and really gives it back; measured at the operating system."""
+"""The heap takes memory at the first write and gives it back; measured at the operating system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups whose blocks have several times as many tokens: where their bytes lie, and the payloads they make."""
+"""Groups whose blocks have several times as many tokens: the places of their bytes, and their payloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.cache_case import FULL, spec_of
 
 from quire.memory.block_bytes import node_table
 from quire.memory.paged import PagedStorage
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.memory.virtual.page_sizes import virtual_block_size
 from quire.memory.virtual.virtual_storage import VirtualStorage
 from quire.spec import KVSpec, LayerSpec, Span
@@ -27,7 +27,7 @@ PIECES = KVSpec(  # of equal bytes in every layer, with twice the tokens to a bl
 def _storage(kind: str) -> tuple[Any, KVSpec]:
     if kind == "paged":
         return PagedStorage(SPEC, 24, 4, max_blocks=24), SPEC
-    if (reason := why_not()) is not None:
+    if (reason := unsupported_reason()) is not None:
         pytest.skip(f"no virtual storage here: {reason}")
     size = virtual_block_size(PIECES, 4096)
     return VirtualStorage(PIECES, 24, size, max_model_len=8 * size, max_num_seqs=2), PIECES

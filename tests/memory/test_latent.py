@@ -1,4 +1,4 @@
-"""Latent layers in every storage: the values are the keys' first columns, and nothing else is kept for them."""
+"""Latent layers in every storage: the values are the keys' first columns and take no memory of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire import KVSpec
 from quire.baselines.contiguous import ContiguousStorage
 from quire.baselines.growing import GrowingStorage, granule
 from quire.memory.paged import PagedStorage
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.memory.virtual.page_sizes import virtual_block_size
 from quire.memory.virtual.virtual_storage import VirtualStorage
 from quire.spec import LayerSpec, Span
@@ -23,7 +23,7 @@ SPEC = KVSpec((LATENT, SMALL, LayerSpec(Span(), 2, 16, 24)), "bfloat16")
 
 
 def virtual(spec: KVSpec) -> VirtualStorage:
-    if (reason := why_not()) is not None:
+    if (reason := unsupported_reason()) is not None:
         pytest.skip(f"no virtual storage here: {reason}")
     size = virtual_block_size(spec)
     return VirtualStorage(spec, 4, size, max_model_len=2 * size, max_num_seqs=2, max_blocks=4)

@@ -1,4 +1,4 @@
-"""Blocks of the paged storage: where they lie, that they keep their bytes, and that shrinking gives memory back."""
+"""Blocks of the paged storage: their places, their bytes, and the memory that shrinking gives back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a placement heap: what is mapped where, what it costs, and that failing calls leave all as it was."""
+"""Blocks of a placement heap: mappings and their cost, and failing calls that change nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.memory.placement import (
     MappingBudget,
     MemfdBackend,
     PlacementHeap,
-    why_not,
+    unsupported_reason,
 )
 from quire.memory.placement.system_calls import SystemCalls
 
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
 
 PAGE = 4096
@@ -615,7 +615,7 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_crash() -> None:
 def test_a_probe_tells_what_does_not_work(every: int) -> None:
     calls = FaultyCalls()
     calls.arm(every, once=True)
-    reason = why_not(calls)
+    reason = unsupported_reason(calls)
     assert (reason is None) == (calls.num_failed == 0)
     if reason is not None:
         assert "failed: " in reason

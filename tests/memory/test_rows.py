@@ -1,4 +1,4 @@
-"""Contiguous and growing storages: where a slot lies, what a step copies, what goes back to the operating system."""
+"""Contiguous and growing storages: places of slots, copies of a step, memory given back to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the system is short of memory: the machine, its groups, and where a shortage begins and ends."""
+"""Shortage of memory of the machine and its control groups: its beginning and its end."""
 
 from __future__ import annotations
 

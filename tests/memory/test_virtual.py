@@ -1,4 +1,4 @@
-"""The virtual storage: rows lead to their sequences' blocks, whatever the cache does with them."""
+"""The virtual storage: rows lead to their sequences' blocks after any operation of the cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quire import Cache
 from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import VirtualStorage
-from quire.memory.placement import MappingBudget, MemfdBackend, why_not
+from quire.memory.placement import MappingBudget, MemfdBackend, unsupported_reason
 from quire.memory.virtual import virtual_storage as virtual_module
 from quire.memory.virtual.virtual_storage import virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
 FULL, WINDOW = Span(), Span("window", 10)
@@ -388,7 +388,7 @@ def test_shapes_and_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"block size in multiples of 4, .* got 6"):
         VirtualStorage(UNIFORM, 4, 6, max_model_len=10, max_num_seqs=1)
     with pytest.raises(ArgumentError, match="within 3 tokens, got a shape that needs 4"):
-        virtual_block_size(UNIFORM, most=3)
+        virtual_block_size(UNIFORM, max_tokens=3)
     with pytest.raises(ArgumentError, match="max_num_seqs of at least 1"):
         VirtualStorage(UNIFORM, 4, 4, max_model_len=10, max_num_seqs=0)
     with pytest.raises(ArgumentError, match="max_blocks of at least num_blocks=4"):
@@ -398,7 +398,7 @@ def test_shapes_and_sizes_that_cannot_be_are_refused() -> None:
 
 
 def test_a_machine_that_cannot_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_module, "why_not", lambda: "no memfd")
+    monkeypatch.setattr(virtual_module, "unsupported_reason", lambda: "no memfd")
     with pytest.raises(BackendError, match="does not work on this machine: no memfd; use storage paged"):
         VirtualStorage(UNIFORM, 4, 4, max_model_len=10, max_num_seqs=1)
 

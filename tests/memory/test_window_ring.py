@@ -1,4 +1,4 @@
-"""Mirror rings: a row of a windowed layer goes round, and any window of it is one stretch of memory."""
+"""Mirror rings: a row of a windowed layer wraps round, and any window of it is contiguous in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire import Cache
 from quire.attention import AttentionOptions, attention_batch, reference_attention
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory import VirtualStorage
-from quire.memory.placement import MemfdBackend, why_not
+from quire.memory.placement import MemfdBackend, unsupported_reason
 from quire.memory.virtual.window_ring import WindowRing
 from quire.spec import KVSpec, LayerSpec, Span
 
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
 FULL, WINDOW, CHUNKED = Span(), Span("window", 10), Span("chunked", 12)

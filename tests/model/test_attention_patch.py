@@ -1,4 +1,4 @@
-"""Attention modules of Bloom, MPT and Falcon, led to Quire's attention: proved, or left as they are."""
+"""Attention modules of Bloom, MPT and Falcon on Quire's attention: proved, or left unchanged."""
 
 from __future__ import annotations
 

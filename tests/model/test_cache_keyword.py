@@ -1,4 +1,4 @@
-"""A forward is given its cache by the name that its own signature has, whatever the installed transformers says."""
+"""A forward gets its cache by the keyword of its own signature, in every installed transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with one field or one tensor changed: the same weights, or a refusal that names what was changed.
+"""Checkpoints with one changed field or tensor: the same weights, or a refusal that names the change.
 
 A few of the changes in the default suite, all of them in CI.
 """

@@ -1,4 +1,4 @@
-"""Folders whose weights are what a file beside config.json says: settings of early tools, and adapters."""
+"""Folders whose weights depend on a file next to config.json: settings of early tools, and adapters."""
 
 from __future__ import annotations
 

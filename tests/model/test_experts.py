@@ -1,4 +1,4 @@
-"""Packed experts: the model's answer, each token's own bits, and everything given back."""
+"""Packed experts: the model's output, bits independent of the batch, and a complete restore."""
 
 from __future__ import annotations
 

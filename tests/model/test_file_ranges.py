@@ -1,4 +1,4 @@
-"""Weights that lie in a mapped file leave the process once packed, and keep their bits."""
+"""Weights in a mapped file leave the process's memory once packed, and keep their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for a model's bits: another for whatever changes them; digests of large files are kept beside them."""
+"""The fingerprint of a model's bits: it changes with every change of them; digests of large files are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules are fused, that the proof turns a wrong one down, and that everything comes off again."""
+"""The fused modules, the refusal of a wrong one by the proof, and a complete restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mixers of state layers in one native call: which serve, that a wrong constant does not, and the adapter as twin.
+"""Mixers of state layers in one native call: the kinds served, the refusal of a wrong constant, and the adapter as
+twin.
 
 Sizes are no whole vectors, slots that nobody wrote hold NaN.
 """

@@ -1,4 +1,4 @@
-"""Every architecture that a GGUF file opens as: the file computes what the model does that it was made of.
+"""Every architecture of GGUF files: the file computes the same as the model it was made from.
 
 Each key of the header is off its default in some case. A key that is changed in the file changes the answer, or
 refuses the file, or stands in the lists of keys that change none.

@@ -1,4 +1,4 @@
-"""Bytes mapped from a file that move to huge pages: the same for every reader at all times, whatever call fails."""
+"""Bytes of a mapped file that move to huge pages: unchanged for every reader at all times, whatever call fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent layers (MLA) on paged memory: proved, seen when they change, and never expanded."""
+"""Latent layers (MLA) on paged memory: proved, compared with their record, and never expanded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing the linear layers of whole models: same answers, nothing held twice, everything given back."""
+"""Packing the linear layers of whole models: same outputs, no weight in memory twice, a complete restore."""
 
 from __future__ import annotations
 

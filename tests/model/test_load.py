@@ -1,4 +1,4 @@
-"""Loading from a folder, and what each bad input says in one line."""
+"""Loading from a folder, and the one-line error of each bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model out of one GGUF file: what transformers makes of it, with less; and what each bad file says in one line."""
+"""A model from one GGUF file: the same as transformers makes of it, with less memory; and the error of each bad
+file."""
 
 from __future__ import annotations
 

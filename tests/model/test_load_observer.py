@@ -1,4 +1,4 @@
-"""A load tells whoever watches it its phases in turn, and bytes of weights up to what the files have."""
+"""A load reports its phases in order to its observer, and bytes of weights up to the files' total."""
 
 from __future__ import annotations
 

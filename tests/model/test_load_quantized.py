@@ -1,4 +1,5 @@
-"""Models out of quantized checkpoints: the weights their codes stand for, and what is not understood in one line."""
+"""Models from quantized checkpoints: the weights that their codes stand for, and one-line errors for unknown
+formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/models.md says which types run; they do, and no other does, with the transformers it was printed for."""
+"""docs/models.md lists the types that run; exactly these run with the transformers it was printed for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One prepared model at a time: the second is refused, and what a dropped one left is undone."""
+"""One prepared model at a time: a second is refused, and the changes of a dropped one are undone."""
 
 from __future__ import annotations
 

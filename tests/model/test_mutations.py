@@ -1,4 +1,4 @@
-"""F1 and F2 at work: one constant of the fused side is wrong, and nothing that has it serves.
+"""F1 and F2: with one wrong constant in fused blocks, no block with it serves.
 
 Weights have the statistics of real ones, the working type is bfloat16 (the constant is decided in float32) or float32.
 """

@@ -1,4 +1,4 @@
-"""Models open for what they can do, or say what is missing in their own terms; none answers otherwise than generate."""
+"""Models open for what they can do, or name what is missing; none gives another output than `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Parameter that stands for a weight held in another form: torch reads and writes it as if nothing were."""
+"""A Parameter for a weight in packed form: torch reads and writes it like a dense one."""
 
 from __future__ import annotations
 

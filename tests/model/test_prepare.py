@@ -1,4 +1,4 @@
-"""Preparation is reversible, and holds length-dependent rotary embeddings still."""
+"""Preparation is reversible, and keeps length-dependent rotary embeddings fixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that do not run exactly are refused, with their type and the reason; never answered wrongly."""
+"""Models that do not run exactly are refused, with their type and the reason; none gives a wrong answer."""
 
 from __future__ import annotations
 

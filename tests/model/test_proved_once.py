@@ -1,4 +1,4 @@
-"""`support.proved_once`: the same model is proved once, and what computes otherwise is proved."""
+"""`support.proved_once`: an unchanged model is proved once, and a changed one is proved again."""
 
 from __future__ import annotations
 

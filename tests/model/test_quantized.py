@@ -1,4 +1,4 @@
-"""Modules that compute from codes: same objects, refused where they do not fit, proved and served like others."""
+"""Modules that compute from codes: same objects, refused if they do not fit, proved and served like others."""
 
 from __future__ import annotations
 

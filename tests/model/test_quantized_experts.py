@@ -1,4 +1,4 @@
-"""Experts that compute from codes: the twin's bits in any company, what was asked for and no more, and back again."""
+"""Experts that compute from codes: the twin's bits in any batch, only the requested experts, and a complete restore."""
 
 from __future__ import annotations
 

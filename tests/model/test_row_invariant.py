@@ -1,4 +1,4 @@
-"""Every operator of a forward, row by row: what torch leaves to the rows is replaced, what is relied on is measured.
+"""Every operator of a forward, row by row: batch-dependent operators of torch are replaced, assumptions are measured.
 
 Rows alone against the same rows among others, compared by bytes, on one thread as in `PreparedModel.forward`.
 """

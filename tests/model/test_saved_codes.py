@@ -1,4 +1,4 @@
-"""Codes kept in a file: the second start rounds nothing and has the same bits, and what changes is another file."""
+"""Codes saved in a file: the second start quantizes nothing and has the same bits; a change makes another file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kept proof: the same model with and without, under its own key only, and no file that is not whole is believed."""
+"""A saved proof: the same model with and without it, only under its own key, and only from an intact file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights kept in a file: the same bits with and without, and never a file that is not exactly the right one."""
+"""Packed weights saved in a file: the same bits with and without it, and only from exactly the right file."""
 
 from __future__ import annotations
 

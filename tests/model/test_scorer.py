@@ -1,4 +1,4 @@
-"""`support.scorer`, which real checkpoints are judged by, gives what a whole forward of each window gives."""
+"""`support.scorer`, which judges real checkpoints, equals a whole forward of each window."""
 
 from __future__ import annotations
 

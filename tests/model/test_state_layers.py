@@ -1,4 +1,4 @@
-"""State layers run over the rows of many sequences as each sequence's own forward runs, in every family."""
+"""State layers over the rows of many sequences compute the same as each sequence's own forward, in every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the native kernels' threads may run."""
+"""The processors on which the native kernels' threads may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer's memory: counted from its file, held by the library as the counts say, its Python copies let go of."""
+"""A tokenizer's memory: predicted from its file, equal to the library's use, without its Python copies."""
 
 from __future__ import annotations
 

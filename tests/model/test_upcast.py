@@ -1,4 +1,4 @@
-"""A module computed in a wider type: all that its code reads is of that type, and as it was afterwards."""
+"""A module computed in a wider type: all tensors that its code reads have that type, and are unchanged afterwards."""
 
 from __future__ import annotations
 

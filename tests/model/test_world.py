@@ -1,4 +1,4 @@
-"""The world of a model is that of its own weights, whatever else the process has loaded."""
+"""The context of a model belongs to its own weights, whatever other models the process has loaded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from quire.errors import ArgumentError
 from quire.memory.block_bytes import BlockWriter
 from quire.memory.device import HOST
 from quire.memory.paged import PagedStorage
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 from quire.memory.virtual.virtual_storage import VirtualStorage, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
@@ -92,7 +92,7 @@ class Pool:
         self.storage.close()
 
 
-KINDS = ["paged", "virtual"] if why_not() is None else ["paged"]
+KINDS = ["paged", "virtual"] if unsupported_reason() is None else ["paged"]
 
 
 @pytest.fixture(params=["native", "python"])

@@ -1,4 +1,4 @@
-"""No kernel touches a byte of K or V that its queries may not see: what lies there may be no memory at all."""
+"""Kernels read no byte of K or V that their queries may not see: those addresses are unmapped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.memory.placement import why_not
+from quire.memory.placement import unsupported_reason
 
 _native = pytest.importorskip("quire._native")
-if (_reason := why_not()) is not None:
+if (_reason := unsupported_reason()) is not None:
     pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
 
 TESTS = Path(__file__).resolve().parent.parent

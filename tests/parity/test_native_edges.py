@@ -1,6 +1,5 @@
-"""The bindings against wrong callers: an exception, never the end of the process; and what a native object refers to
-lives as long as it.
-"""
+"""The bindings with wrong arguments: an exception, never the end of the process; and objects that keep their referents
+alive."""
 
 from __future__ import annotations
 

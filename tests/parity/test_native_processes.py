@@ -1,4 +1,4 @@
-"""The kernels where a process ends, forks, or gets fewer threads than it asks for.
+"""The kernels in a process that ends, forks, or gets fewer threads than requested.
 
 Each in a process of its own, with the extension's module alone: no torch, so that they are quick.
 """

@@ -1,4 +1,4 @@
-"""Tokens that several sequences share are read once, and nobody can tell from the bits.
+"""Tokens that several sequences share are read once, with unchanged bits.
 
 The twin is the same call with sharing switched off (`native_attention.unshared`); each sequence alone is another.
 That sharing happened is told by the bytes that the call reads.

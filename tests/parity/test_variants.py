@@ -1,4 +1,4 @@
-"""Which variants of the kernels a build has, and what it says of those that it has not."""
+"""The kernel variants of a build, and its message about missing ones."""
 
 from __future__ import annotations
 

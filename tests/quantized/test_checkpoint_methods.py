@@ -1,4 +1,4 @@
-"""Quantized checkpoints: codes stand for what the tool that wrote them says, and what is not understood is refused."""
+"""Quantized checkpoints: decoded weights equal those of the tool that wrote them; unknown formats are refused."""
 
 from __future__ import annotations
 

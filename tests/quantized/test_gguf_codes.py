@@ -1,4 +1,4 @@
-"""GGUF blocks as codes: the bits of the package's own dequantization, whatever the bytes are."""
+"""GGUF blocks as codes: the bits of the gguf package's own dequantization, for any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding plain weights to codes: the nearest, a scale that is no worse than the plain one, groups that fit."""
+"""Quantizing dense weights: nearest codes, a scale at least as good as the simple one, groups that fit."""
 
 from __future__ import annotations
 

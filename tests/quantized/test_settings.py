@@ -1,4 +1,4 @@
-"""Fields of a quantization_config: the document names those that are read, and others are refused by name."""
+"""Fields of a quantization_config: the document names the fields that are read; others are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In bfloat16 bits are Quire's own: the same in any company, and as good as the model's own at the text."""
+"""bfloat16: Quire's bits are the same in any batch, and its likelihood of the text is as good as the model's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantized checkpoint computed from its own codes is as likely to find a real text as its widened form is."""
+"""A quantized checkpoint computed from its codes has the same likelihood of a real text as its dense form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What formats of K and V cost on a real text: perplexity beside 16 bits, token by token (docs/kv-formats.md)."""
+"""The cost of formats of K and V on a real text: perplexity against 16 bits, token by token (docs/kv-formats.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start takes at its peak, beside what a process has that imported everything and made the tokenizer."""
+"""The peak memory of a start, compared with a process that has imported everything and made the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire plan` beside what an engine takes that has a tokenizer of real size: four kinds of model."""
+"""`quire plan` compared with the memory of an engine with a tokenizer of real size: four kinds of model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fused on a real checkpoint has been proved on its weights, and the model then says something sane."""
+"""Fused blocks of a real checkpoint are proved on its weights, and the model's output is sane."""
 
 from __future__ import annotations
 

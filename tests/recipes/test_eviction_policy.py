@@ -1,4 +1,5 @@
-"""The recipe of an eviction policy: one file that registers it. It orders what may go; the laws of the cache hold."""
+"""The recipe of an eviction policy: one file that registers it. It orders the evictable blocks; the laws of the cache
+hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's bits depend on its sequence alone, in both back ends; slots that a step does not name are not touched."""
+"""A row's bits depend only on its sequence, in both back ends; slots that a step does not name are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step and a call refuse, with one error and nothing changed; and the registry."""
+"""Arguments that a step and a call refuse, with one error and no change; and the registry."""
 
 from __future__ import annotations
 

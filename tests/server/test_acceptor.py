@@ -1,4 +1,4 @@
-"""Whose connection begins next: many of one address keep another's waiting for one turn."""
+"""Connections are accepted round-robin by address: many of one address delay another's by one turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/admin` over HTTP: who may, what it does while requests run, and what it refuses."""
+"""`/admin` over HTTP: permissions, its effects while requests run, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in: places are taken at once, given back once, and a refusal takes none."""
+"""Admission: places are taken at once and given back once, and a refusal takes none."""
 
 from __future__ import annotations
 

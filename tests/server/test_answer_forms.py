@@ -1,4 +1,4 @@
-"""How answers are read and forced: thoughts, calls, schemas, and histories of what was answered before."""
+"""Parsing and forcing of answers: thoughts, calls, schemas, and histories of earlier answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies and tool schemas that nobody would send: a plain answer to each, never a 5xx, nothing left behind."""
+"""Malformed bodies and tool schemas: a plain answer to each, never a 5xx, no state left behind."""
 
 from __future__ import annotations
 

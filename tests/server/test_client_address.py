@@ -1,4 +1,4 @@
-"""Whose a request is, by address: a header is believed of proxies that are trusted, and of nobody else."""
+"""Identification of clients by address: forwarding headers are believed only from trusted proxies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections at their bounds, on a transport and a clock of our own: nothing is sent, nothing waited for."""
+"""Connections at their limits, on a simulated transport and clock."""
 
 from __future__ import annotations
 

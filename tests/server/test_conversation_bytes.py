@@ -1,4 +1,4 @@
-"""What a tenant's conversations keep: what a template reads, within a number of bytes of all of them."""
+"""The size of a tenant's conversations: they keep what a template reads, within a total number of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/quire/conversations` over HTTP: turns, branches, the past, whose they are, and nothing left when they are gone."""
+"""`/quire/conversations` over HTTP: turns, branches, history, ownership, and complete removal."""
 
 from __future__ import annotations
 

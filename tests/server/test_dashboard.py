@@ -1,4 +1,4 @@
-"""vLLM's own Grafana dashboard on a server of Quire's: each panel asks for figures that are there, and right.
+"""vLLM's own Grafana dashboard on a Quire server: each panel's figures exist and are right.
 
 The panels and what they ask for are those of examples/observability/prometheus_grafana/grafana.json of vLLM 0.11 on.
 """

@@ -1,4 +1,4 @@
-"""Pieces of data in their turns: so many a turn of the loop, of each address one, none lost, none out of order."""
+"""The fair queue: a number of pieces for each turn of the loop, one for each address, none lost, none out of order."""
 
 from __future__ import annotations
 

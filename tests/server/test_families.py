@@ -1,4 +1,4 @@
-"""Requests as other people's programs send them, on tokenizers whose markers are tokens of their own.
+"""Requests as third-party programs send them, on tokenizers whose markers are single tokens.
 
 The bodies in recorded_requests.json are what instructor, pydantic-ai, LangChain and the Vercel AI SDK sent to a server
 that wrote them down, with lengths in their schemas, so that a random model's texts end. And what the coding agents

@@ -1,4 +1,4 @@
-"""What a field asks for is done, or the request is refused by that field's name."""
+"""Each field of a request takes effect, or the request is refused by that field's name."""
 
 from __future__ import annotations
 

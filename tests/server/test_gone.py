@@ -1,4 +1,4 @@
-"""Clients that leave: what they asked for ends before the next step, wherever it was."""
+"""Clients that disconnect: their request ends before the next step, in every phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that are meant to stop a server: refused for little, with one answer, and never in everybody's way."""
+"""Hostile bodies: refused cheaply, with one answer, without delaying other clients."""
 
 from __future__ import annotations
 

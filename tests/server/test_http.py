@@ -1,4 +1,4 @@
-"""What HTTP's corners ask: packed bodies, HEAD, HTTP/1.0, paths that lead nowhere, addresses as URLs."""
+"""Corner cases of HTTP: packed bodies, HEAD, HTTP/1.0, unknown paths, addresses as URLs."""
 
 from __future__ import annotations
 

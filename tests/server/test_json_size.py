@@ -1,4 +1,4 @@
-"""Depth and length of JSON values, and that what is beyond the limits is not looked at to its end."""
+"""Depth and length of JSON values; values beyond the limits are not read to their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask, how much at once, and what is left when a client has gone."""
+"""Permissions, limits of concurrent requests, and the state after a client has gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message's content comes to in the prompt: parts, refusals, thoughts, and answers that are sent back."""
+"""The prompt text of a message's content: parts, refusals, thoughts, and answers that are sent back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is scraped of the tiers: the figures of `LLM.stats`, under names that the documentation lists."""
+"""Metrics of the tiers: the figures of `LLM.stats`, under documented names."""
 
 from __future__ import annotations
 

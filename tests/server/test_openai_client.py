@@ -1,4 +1,4 @@
-"""The `openai` package against our server, unchanged: what it sends is understood, what it reads is right."""
+"""The `openai` package, unchanged, against the server: its requests are understood, and it reads right answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that OpenAI's API allows though few send them, and the exact shape of what comes back."""
+"""Rare requests of OpenAI's API, and the exact shape of the answers."""
 
 from __future__ import annotations
 

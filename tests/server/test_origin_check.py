@@ -1,4 +1,4 @@
-"""Who is let in without a key, from which pages and under which names; and who is the administrator then."""
+"""Access without a key: allowed pages and host names; and the administrator in that case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight times what the server manages: each answer is a 200 or a 429, and nothing stays of any of them.
+"""Eight times the server's capacity: each answer is a 200 or a 429, and no state is left.
 
 Counted in objects, not in bytes or seconds: what the process's allocator keeps free between requests is its own matter,
 but an object that stays for a request, or for a block the cache has lost, is there in every count from then on.

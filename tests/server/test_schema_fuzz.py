@@ -1,4 +1,5 @@
-"""Requests made from our own OpenAPI schema, and against it: every answer is one the schema has, and never a 5xx."""
+"""Requests generated from the server's OpenAPI schema, valid and invalid: every answer matches the schema, never a
+5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model of each family writes of awkward calls, token by token, comes out of the stream as those calls."""
+"""Awkward calls written token by token by a model of each family come out of the stream as those calls."""
 
 from __future__ import annotations
 

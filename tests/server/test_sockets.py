@@ -1,4 +1,4 @@
-"""What clients do below HTTP: odd headers, halves of requests, closed halves, reading slowly or not at all."""
+"""Clients below HTTP: odd headers, partial requests, half-closed connections, slow or no reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events written by hand are those that JSON's own writer writes."""
+"""Events written by hand equal those of the JSON writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams before their first token, between two, and when something fails: what goes over the wire, and as what."""
+"""Streams before their first token, between two, and on failure: the bytes on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No route ignores a field: what is unknown is refused by name, and what changes nothing is on one list."""
+"""No route ignores a field: unknown fields are refused by name, and one list names the fields without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are no JSON object: learnt, read from text cut anywhere, forced in the model's own tokens, streamed."""
+"""Calls that are not JSON objects: learnt from templates, parsed from text cut anywhere, forced, and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs beside the event loop: its result, its error, and its end when it has had its time."""
+"""Threads outside the event loop: result, error, and time-out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens that are parts of characters: their bytes, names of their own, and places in the text."""
+"""Log probabilities of tokens that are parts of characters: their bytes, names, and places in the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of functions as clients and bridges to MCP servers write them: told, forced, read back, and sent back."""
+"""Names of functions as clients and bridges to MCP servers write them: in prompts, forced, parsed, and sent back."""
 
 from __future__ import annotations
 

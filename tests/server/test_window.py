@@ -1,4 +1,4 @@
-"""The window over HTTP: who sees what, headers, details, one snapshot for all, and nothing computed for nobody."""
+"""The live page over HTTP: permissions, headers, details, one snapshot for all, and no work without viewers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person sees, hears and can do with a keyboard."""
+"""The live page in a real browser: display, sound and keyboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window's arithmetic: cells against counting one by one, runs, the prefix tree's rows against a walk, ages."""
+"""The live page's arithmetic: cells against counting one by one, runs, the prefix tree's rows against a walk, ages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window into storages that keep a sequence in one piece, and tenants there: who has which tokens or pages."""
+"""The live page on storages with contiguous sequences, and tenants there: the owners of tokens or pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat and completion of the live page: what is sent, what is told of it, errors, and the streams that they come in."""
+"""Chat and completion of the live page: requests, reports, errors, and their streams."""
 
 from __future__ import annotations
 

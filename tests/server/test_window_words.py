@@ -1,4 +1,4 @@
-"""What the live page says: states, evictions, branches and axes in words and numbers; and who can read it."""
+"""The texts of the live page: states, evictions, branches and axes in words and numbers; and their accessibility."""
 
 from __future__ import annotations
 

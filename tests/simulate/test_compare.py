@@ -1,4 +1,4 @@
-"""`quire compare`: the storages' figures come from real allocations, agree with each other, and are told plainly."""
+"""`quire compare`: the storages' figures come from real allocations, are consistent, and are printed plainly."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_comparison_refuses_what_no_storage_knows() -> None:
 
 def test_virtual_waits_where_mappings_run_out_and_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget in which one request can live at its worst, but not all that the memory holds."""
-    if (reason := placement.why_not()) is not None:
+    if (reason := placement.unsupported_reason()) is not None:
         pytest.skip(reason)
     workload = synthetic(Lengths.parse("uniform:100-400/uniform:20-100"), 24, seed=2)
     budget = placement.MappingBudget(30, "mappings")

@@ -1,4 +1,4 @@
-"""Storages side by side: what is told of them is what their caches say, and every request ends everywhere."""
+"""Storages side by side: their figures equal their caches', and every request ends in each of them."""
 
 from __future__ import annotations
 

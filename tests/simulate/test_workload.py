@@ -1,4 +1,4 @@
-"""Workloads: trace files, mixes of lengths, and what is wrong with bad ones said in a line."""
+"""Workloads: trace files, distributions of lengths, and the one-line errors of bad ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says of the states of its layers; that it agrees with the modules is in model/test_state_layers."""
+"""The states of a config's layers; model/test_state_layers compares them with the modules."""
 
 from __future__ import annotations
 

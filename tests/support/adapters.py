@@ -1,4 +1,4 @@
-"""Adapters in a transformers model, by its own methods, or by peft's where this transformers asks for a newer peft."""
+"""Adds adapters to a transformers model, by its own methods, or by peft's if transformers requires a newer peft."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a model is made to say to a coding agent: sessions of three turns, each with calls of the agent's own tools.
+"""Scripted answers of a model to a coding agent: sessions of three turns, each with calls of the agent's own tools.
 
-A turn is what the user asks, with a marker of its own in it, and the answers to the requests that it leads to. Every
-kind of turn is there: a call, calls one after the other, several in one answer, none of the arguments given, nested and
-awkward ones, an answer and a call that are cut by their length.
+A turn is a user message with its own marker, and the answers to the requests that it causes. The turns cover: one call,
+successive calls, several calls in one answer, calls without arguments, with nested and with awkward arguments, and an
+answer and a call that are cut by their length.
 """
 
 from __future__ import annotations

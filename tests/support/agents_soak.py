@@ -1,4 +1,5 @@
-"""Coding agents, unchanged and of exact versions, in sessions with a `quire serve` whose model says what it is told.
+"""Runs coding agents, unchanged and of exact versions, in sessions with a `quire serve` whose model gives scripted
+answers.
 
     python tests/support/agents_soak.py DIR [--agents NAME ...] [--families NAME ...] [--sessions 20] [--keep FILE]
     python tests/support/agents_soak.py DIR --real [MODEL] [--agents NAME ...]
@@ -6,9 +7,9 @@
 DIR: for the servers' models and the agents' homes. Each agent has `--sessions` sessions of three turns, spread over the
 families of models; a family is a tokenizer, a chat template and a tiny random model. A JSON line a session: its calls,
 the share of the second and third turn's prompts that came from the cache, and its faults; then a line an agent. Fails
-where there is a fault. QUIRE_AGENTS: the folder the agents are installed in, from npm, if they are not there.
---keep: a file that gets every request with its answer. --real: one session of each agent with a model that somebody
-trained, which says what it likes: the one of the extra `real`, or this one. Its answers are short.
+if there is a fault. QUIRE_AGENTS: the folder the agents are installed in, from npm, if they are not there. --keep: a
+file that gets every request with its answer. --real: one session of each agent with a trained model and its own
+answers: the model of the extra `real`, or MODEL. Its answers are short.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A tool server for coding agents (MCP over stdin and stdout): `nothing` takes no arguments, `echo` says back a value.
+"""A tool server for coding agents (MCP over stdin and stdout): `nothing` takes no arguments, `echo` returns a value.
 
-No module beyond Python's own, so that any Python runs it: python agents_tools.py
+It imports only the standard library, so that any Python runs it: python agents_tools.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny random float32 models of many architectures, none from the Hub: what exactness is proved on.
+"""Tiny random float32 models of many architectures, none from the Hub, for the exactness tests.
 
 Each name maps to a transformers model type and the fields that differ from the common tiny shape. Windows and chunks
 are shorter than the test prompts, so that they matter.

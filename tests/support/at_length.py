@@ -1,5 +1,5 @@
-"""How many examples a long run draws, or tokens it reads: a quarter, the same ones every time. QUIRE_EXAMPLES=short: a
-sixteenth (`.ci/run`). QUIRE_EXAMPLES=full: all of them (`scripts/soak laws` and `fuzz`, which draw new ones)."""
+"""The number of examples, or tokens, of a long run: a quarter, the same in every run. QUIRE_EXAMPLES=short: a sixteenth
+(`.ci/run`). QUIRE_EXAMPLES=full: all of them (`scripts/soak laws` and `fuzz`, which draw new ones)."""
 
 from __future__ import annotations
 

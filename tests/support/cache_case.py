@@ -1,4 +1,4 @@
-"""What the tests of the cache share: the back ends there are, small specs, and prompts that get computed."""
+"""Helpers of the cache tests: the available back ends, small specs, and computing of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat completion's stream, read strictly: what is not of its form is an error, never skipped."""
+"""Reads a chat completion's stream strictly: any part of another form is an error, never skipped."""
 
 from __future__ import annotations
 

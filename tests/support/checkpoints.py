@@ -1,7 +1,7 @@
-"""Checkpoints that somebody trained, for `pytest -m real`.
+"""Trained checkpoints, for `pytest -m real`.
 
-The one of the extra `real`, Gemma 3 270M as a GGUF file; or, where QUIRE_REAL_MODELS names a folder, every checkpoint
-in it: folders with a config.json, and GGUF files.
+The checkpoint of the extra `real`, Gemma 3 270M as a GGUF file; or, if QUIRE_REAL_MODELS names a folder, every
+checkpoint in it: folders with a config.json, and GGUF files.
 """
 
 from __future__ import annotations

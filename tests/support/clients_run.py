@@ -1,4 +1,5 @@
-"""One client's calls, in an environment of its own: `python clients_run.py CLIENT BASE_URL MODEL`; a JSON line out."""
+"""Makes one client's calls, in an environment of its own: `python clients_run.py CLIENT BASE_URL MODEL`; a JSON line
+out."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Other people's clients, unchanged and of exact versions, against a `quire serve` of the embedded model.
+"""Runs third-party clients, unchanged and of exact versions, against a `quire serve` of the embedded model.
 
     python tests/support/clients_soak.py DIR      (scripts/soak clients)
 
-DIR: for their environments, which need the package registries. Each client asks plainly and streamed, has a tool
-called, and has answers in a form. A JSON line a client: its version, and of each thing it does "ok" or what was wrong.
-Fails where anything was; without node and npm the Vercel AI SDK is skipped, and its line says so.
+DIR: for their environments, which need the package registries. Each client makes a plain and a streamed request, a tool
+call, and a structured output. A JSON line a client: its version, and for each call "ok" or the fault. Fails if there
+was a fault; without node and npm the Vercel AI SDK is skipped, and its line says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two coding agents from npm, of exact versions: how each is installed, set up for a server of ours, and asked a turn.
+"""Two coding agents from npm, of exact versions: installs each, configures it for a test server, and runs a turn.
 
-They live in a folder of their own and see no other home, no other tools and no network but the server: what each would
-fetch on its own (updates, lists of models, telemetry, language servers) is turned off by its own settings.
+They live in a folder of their own and see no other home, no other tools and no network but the server: their own
+settings turn off all other downloads (updates, lists of models, telemetry, language servers).
 """
 
 from __future__ import annotations

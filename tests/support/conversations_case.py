@@ -1,4 +1,4 @@
-"""What the tests of conversations and of snapshots share."""
+"""Helpers of the tests of conversations and of snapshots."""
 
 from __future__ import annotations
 

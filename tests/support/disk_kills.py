@@ -1,4 +1,4 @@
-"""Processes that write to a disk tier and are killed; and what must hold of the folder afterwards.
+"""Processes that write to a disk tier and are killed, and the checks of the folder afterwards.
 
 python tests/support/disk_kills.py write FOLDER FIRST     stores chains until it is killed, a line for each kept
 python tests/support/disk_kills.py kill FOLDER ROUNDS     kills such writers, prints figures as a JSON line

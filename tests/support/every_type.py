@@ -1,4 +1,4 @@
-"""A tiny random float32 model of every type that transformers maps to a class, as far as it can be built.
+"""A tiny random float32 model of every type that transformers maps to a class, if it can be built.
 
 `architectures` has models chosen to be hard for a cache; here every type is taken as its config class describes it,
 with sizes made small and one layer (or more) of every kind that its config names by default.

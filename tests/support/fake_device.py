@@ -1,9 +1,8 @@
-"""A device whose bytes no code but its own can reach, on the reference kernels.
+"""A device whose bytes only its own code can reach, on the reference kernels.
 
-Its memory is private. What `reserve` hands out is a range of addresses with nothing of it behind them: every byte there
-is 0xFF, a NaN in each floating dtype. So K or V that anybody reads past the device are NaN, and what he writes is lost.
-Tensors of a step, and what the model computes of them, refuse to be looked at from the host (`OnDevice`).
-Packed weights are behind handles.
+Its memory is private. `reserve` returns a range of decoy addresses: every byte there is 0xFF, a NaN in each floating
+dtype. So K or V read without the device are NaN, and such writes are lost. Tensors of a step, and results computed from
+them, refuse access from the host (`OnDevice`). Packed weights are behind handles.
 
     with registered() as device: LLM(..., backend="fake")
 """

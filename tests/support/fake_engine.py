@@ -1,4 +1,4 @@
-"""An engine over the fake model, and the checks every test ends with."""
+"""An engine over the fake model, and the checks at the end of every test."""
 
 from __future__ import annotations
 

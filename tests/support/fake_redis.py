@@ -1,7 +1,7 @@
-"""A Redis server without a network: sockets whose other end is a dict, with a fault at any call that is asked for.
+"""A Redis server without a network: sockets whose other end is a dict, with a fault at any chosen call.
 
 It speaks RESP2, as far as the remote tier and redis-py's handshake use it, so that redis-py itself runs in the tests.
-Time passes only where a call waits in vain: by the socket's time-out, on the clock given.
+Time passes only when a call waits in vain: by the socket's time-out, on the given clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""System calls that fail when told to: each n-th of those that take something from the operating system."""
+"""System calls that fail on demand: each n-th call that takes a resource of the operating system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk tier's calls to the system and to SQLite, failing when told to: each n-th, in one of several ways."""
+"""The disk tier's calls to the system and to SQLite, failing on demand: each n-th, in one of several ways."""
 
 from __future__ import annotations
 

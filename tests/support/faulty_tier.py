@@ -1,4 +1,4 @@
-"""A tier of which every n-th call fails, or gives back something else than was stored."""
+"""A tier whose every n-th call fails, or returns other bytes than were stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `model.generate` answers, one prompt at a time, computed once per architecture."""
+"""The outputs of `model.generate`, one prompt at a time, computed once per architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers' as the GGUF file that llama.cpp's converter would make of it, weights in float32.
+"""Writes a transformers model as the GGUF file that llama.cpp's converter would make, weights in float32.
 
 What the converter writes: its folder "conversion"; the header of every decoder: set_gguf_parameters of its TextModel.
 """

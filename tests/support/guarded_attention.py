@@ -1,7 +1,8 @@
-"""Attention where every token has pages of its own, and nothing lies before the first one seen and behind the last.
+"""Attention over tokens with pages of their own, with unmapped addresses before the first visible token and behind the
+last.
 
 Run as a program: a kernel that reads one byte too far ends the process. Both back ends, compared with each other.
-With `--beyond` it reads the first byte behind a context itself, and has to end.
+With `--beyond` the program itself reads the first byte behind a context, and must be killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The smallest loop that serves several prompts from paged memory, by hand: what `PreparedModel` alone is tested with.
+"""The smallest loop that serves several prompts from paged memory, for tests of `PreparedModel` without an engine.
 
 Blocks come in shuffled order out of a pool poisoned with NaN, and are poisoned again when they are given back.
-Prompts arrive one step apart and are computed in chunks beside the others' decodes, under a token budget; full blocks
-of prompts that begin alike are shared; one sequence is preempted on the way and computed anew. Windows and chunks give
+Prompts arrive one step apart and are computed in chunks in the steps of the others' decodes, under a token budget; full
+blocks of prompts that begin alike are shared; one sequence is preempted and computed again. Windows and chunks give
 their blocks back as soon as no query needs them.
 """
 

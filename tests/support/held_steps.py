@@ -1,4 +1,4 @@
-"""An engine whose steps a test lets go one by one, and raw connections to a server over it."""
+"""An engine whose steps a test releases one by one, and raw connections to a server over it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the tests of the drop-in cache share: models, ways of generating, and the twin's answers.
+"""Helpers of the tests of the drop-in cache: models, modes of generation, and the twin's outputs.
 
-The twin is transformers' own DynamicCache on the same model: every mode's tokens must be the same. Of codes it is one
-whose keys and values have been codes (`CodedTwin`).
+The twin is transformers' own DynamicCache on the same model: every mode's tokens must be the same. For codes, the
+twin's keys and values are encoded and decoded (`CodedTwin`).
 """
 
 from __future__ import annotations

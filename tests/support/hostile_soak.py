@@ -1,13 +1,13 @@
-"""A server process, one client that attacks it, one that asks for little: how long the second waits, and the memory.
+"""A server process, an attacking client and a small client: measures the small client's waits and the memory.
 
     python tests/support/hostile_soak.py [--seconds 10] [--only ATTACK] [--keyless] [--one-address]
 
 Each attack is made for some seconds by a process of its own, under an address and a key of its own. --keyless: the
-server has no keys, so that the address alone says who asks. --one-address: the attack comes from that of the other
-client, of whom nothing is promised then if it has no key. Meanwhile the
-other client asks for /health and for a completion of two tokens, again and again. A JSON line an attack: the statuses
-it got, the longest that the other client waited, the server's memory before, at its peak, after. Fails where a wait is
-a second or more, where an answer is not a 200, or where memory does not come back.
+server has no keys, so that only the address identifies a client. --one-address: the attack comes from the small
+client's address, which has no guarantee then if it has no key. Meanwhile the small client repeatedly requests /health
+and a completion of two tokens. A JSON line an attack: its statuses, the small client's longest wait, the server's
+memory before, at its peak, after. Fails if a wait is a second or more, an answer is not a 200, or memory does not come
+back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A router's map of blocks, kept from KV events, and what it ought to be: derived from the tokens served alone."""
+"""A router's map of blocks, built from KV events, and the expected map, derived only from the served tokens."""
 
 from __future__ import annotations
 

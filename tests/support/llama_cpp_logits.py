@@ -1,4 +1,4 @@
-"""The logits that llama.cpp computes of a GGUF file, in float32, with keys and values in float32, on one thread.
+"""Computes the logits of a GGUF file with llama.cpp, in float32, with keys and values in float32, on one thread.
 
     python llama_cpp_logits.py FILE TOKENS OUT
 

@@ -1,4 +1,5 @@
-"""What a tier has is loaded, however quick computing it would be: which takes longer depends on the machine's load.
+"""Makes engines always load a tier's values: the real choice between loading and computing depends on the machine's
+load.
 
 Tests of the choice itself replace `estimate_seconds` by their own; `tests/tiers`, which has the estimate itself under
 test, has a fixture of this name that does nothing.

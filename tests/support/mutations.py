@@ -1,7 +1,7 @@
-"""Faults of the fused side: each constant and choice that a fused block has, changed there and nowhere else.
+"""Faults of fused blocks: each constant and choice of a fused block, changed only there.
 
-A mutation names what of a model it concerns (`kind`, as `Fused.counts` has it, or "decoder"), the models it means
-something for, and how it is done. None of them changes the model: what is compared with stays right.
+A mutation names the part of a model (`kind`, as in `Fused.counts`, or "decoder"), the models that it applies to, and
+the change. No mutation changes the model itself, which stays the correct reference.
 """
 
 from __future__ import annotations

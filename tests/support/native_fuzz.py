@@ -2,9 +2,9 @@
 
 A call may succeed or raise any exception; it may not end the process, and a block manager must still prove its
 invariants.
-Which bindings there are is read off the module. Half of the calls take a valid call (`recipes`) and spoil one or two
-of its arguments; the others take anything. Before each call what it is is written to the file FUZZ_LOG, so that a crash
-can be told. Prints the number of calls of each binding as JSON.
+The bindings are listed from the module. Half of the calls change one or two arguments of a valid call (`recipes`); the
+others use random arguments. Each call is first written to the file FUZZ_LOG, so that a crash can be reported. Prints
+the number of calls of each binding as JSON.
 """
 
 from __future__ import annotations

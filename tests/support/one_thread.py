@@ -1,8 +1,8 @@
-"""One torch thread in every test (`tests/conftest.py`) but those on trained weights.
+"""One torch thread in every test (`tests/conftest.py`) except tests on trained weights.
 
 OpenMP's barriers cost more than the arithmetic of models this small, tens of times as much on the busy machine of a
-test run, and its threads spin beside the kernels' own. By module, so that what a module's tests share is made on one
-thread too. The kernels' pool keeps its threads; tests of what threads change name their number.
+test run, and its threads compete with the kernels' own. The fixture is per module, so that a module's shared objects
+are made on one thread too. The kernels' pool keeps its threads; tests that depend on threads set their number.
 """
 
 from __future__ import annotations

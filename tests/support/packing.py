@@ -1,7 +1,7 @@
-"""Quantized weights written as their tools write them, and what those tools make of them again: numpy alone.
+"""Writes quantized weights as their tools do, and decodes them as those tools do, in numpy only.
 
 Each function takes [N, K] codes with their scales and zeros and gives the tensors of one module, by their last names;
-`values` is what they stand for, in float32, as the format's own text defines it. Nothing of Quire's is used.
+`values` are the decoded numbers in float32, as the format's specification defines them. It uses no code of Quire.
 """
 
 from __future__ import annotations

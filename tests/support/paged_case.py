@@ -1,7 +1,7 @@
 """A random batch for attention: contiguous tokens, and the same tokens in shuffled, NaN-poisoned blocks.
 
-Everything a query must not need is NaN in the blocks: slots never written, blocks of nobody, and tokens that no query
-of the batch may see (their blocks are taken from the table altogether where nothing else is in them).
+Everything that a query must not read is NaN in the blocks: unwritten slots, free blocks, and tokens that no query of
+the batch may see (the table omits blocks with only such tokens).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a plan says of a process beside what the process then takes: a program of its own.
+"""A program that compares a plan's memory with the memory that the process then takes.
 
     python plan_run.py MODEL WEIGHTS    WEIGHTS: as of the engine, or "as they are"
 
 Prints {"planned": bytes, "measured": bytes, "rows": {part: bytes}}. Bytes of libraries that other processes map too
-count whole on both sides, the runtime row included: their share changes with what runs beside.
+count in full on both sides, the runtime row included: their share would depend on other processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests some of which are preempted while they decode, whatever the model's blocks are."""
+"""Runs requests so that some are preempted while they decode, for any model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sequences that share prefixes as a tree: the same tokens in blocks that tables name together, and poisoned storage.
 
-A sequence is the path from the root to a node, and tokens of its own. A block is shared by the sequences that agree on
-every token up to its end, as a prefix cache shares them; what nobody wrote is NaN, table entries of no use are -1.
+A sequence is the path from the root to a node, and tokens of its own. Sequences share a block if they agree on every
+token up to its end, as in a prefix cache; unwritten slots are NaN, unused table entries -1.
 """
 
 from __future__ import annotations

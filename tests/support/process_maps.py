@@ -1,4 +1,4 @@
-"""What the operating system says about this process's mappings: /proc/self/maps and /proc/self/pagemap."""
+"""Reads this process's mappings from the operating system: /proc/self/maps and /proc/self/pagemap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that this process has proved is not proved again: most of what opening a tiny model costs is its proof.
+"""Proves a model once per process: the proof is most of the cost of opening a tiny model.
 
 `proved_once` is a fixture of every test in whose conftest.py it is named. It keeps what the proof of a model has found
 (`PreparedModel._prove`) in memory, as `quire.model.saved_proof` keeps it in a file. It is taken under exactly the same
@@ -10,9 +10,8 @@ Not for tests of the proof itself (`tests/model`), and tests marked `ci` prove e
 Invariants
     1  These are proved every time: a model with a hook or a forward of its own, a subclass of `PreparedModel`, and a
        back end that somebody has registered.
-    2  A refusal is never kept. Nor are findings that cannot be written down, nor the proof of a model that its own
-       forwards change.
-    3  The first proof of a key is the real one, in every process.
+    2  Refusals are never kept, nor findings that cannot be serialised, nor the proof of a model that its own forwards
+    change. 3  The first proof of a key is the real one, in every process.
 
 Cost: a hash of the parameters, under a millisecond for a tiny model.
 """

@@ -1,4 +1,4 @@
-"""Random quantized weights of every kind that readers give, and the product written out number by number."""
+"""Random quantized weights of every kind that readers return, and their product computed number by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models saved as tools for quantization save them, each beside the plain model of what its codes stand for."""
+"""Tiny models saved in the formats of quantization tools, each with the dense model of its decoded weights."""
 
 from __future__ import annotations
 

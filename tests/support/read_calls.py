@@ -1,4 +1,4 @@
-"""An answer's text read in pieces, put together again."""
+"""Parses an answer's text in pieces and joins the results."""
 
 from __future__ import annotations
 

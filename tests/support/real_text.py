@@ -1,6 +1,6 @@
-"""Text that people wrote, from what every machine has: Python's own sources, the licence; and a meeting's transcript.
+"""Real text that every machine has: Python's own sources, the licence; and a meeting's transcript.
 
-The transcript lies beside the repository (`shared/traces`, see its README) on some machines only.
+Only some machines have the transcript, in `shared/traces` (see its README).
 """
 
 from __future__ import annotations

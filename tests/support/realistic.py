@@ -1,8 +1,9 @@
 """Tiny random models whose weights have the statistics of real checkpoints, on which wrong kernels look right.
 
-They have what was measured on real models of the Gemma and Qwen kinds. Norm weights are far from 1: counting from 0 or
-from 1 then differs by less than a 16-bit type shows. Two channels of the residual are a hundred times as large as the
-others and hide what a layer adds. Some channels of the keys are all but constant. Values grow a hundredfold with depth.
+Their statistics were measured on real models of the Gemma and Qwen families. Norm weights are far from 1: counting from
+0 or from 1 then differs by less than a 16-bit type shows. Two channels of the residual are a hundred times as large as
+the others and hide what a layer adds. Some channels of the keys are all but constant. Values grow a hundredfold with
+depth.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Requests of every kind over the embedded model's KV shape, without the model; and what must hold when all have ended.
+"""Requests of every kind over the embedded model's KV shape, without the model, and the checks after all have ended.
 
 python tests/support/request_soak.py FOLDER [--requests N] [--seed N] [--twin N]
 
 The scheduler, the cache, the storage on its heap, tenants, pins, swapping and the tiers are real; the model is a sum: a
 step writes a number made of token and position into the storage and draws each token from a sum over all that it reads
-back through the block tables. So a wrong slot, copy, hit, swapped out or loaded byte changes the tokens, and every
-request's are compared with those computed from its token list alone. --twin: so many requests are run twice with
-tiers that use no threads: the digest of all that the scheduler decided is equal. Prints one JSON line.
+back through the block tables. So a wrong slot, copy, hit, swapped out or loaded byte changes the tokens, and each
+request's tokens are compared with those computed from its token list alone. --twin: number of requests that run twice
+with tiers without threads: the digests of all scheduler decisions must be equal. Prints one JSON line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A state machine of hypothesis, run as a test: slow examples and large machines are no fault of theirs."""
+"""Runs a hypothesis state machine as a test, without its health checks for slow examples and large machines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How likely a model finds given text: by Quire, through `ForwardStep.logits_rows`, and by transformers itself.
+"""The likelihood of a text under a model: by Quire, through `ForwardStep.logits_rows`, and by transformers.
 
-Both go through a text in windows of WINDOW tokens, each STRIDE after the last, and score the tokens that no window
-before has: every token but the first WINDOW - STRIDE has at least that many before it. Logits exist for ROWS tokens at
-a time, in float32 where they are compared: 128 x 262 144 x 4 bytes are 134 MB.
+Both go through a text in windows of WINDOW tokens, each STRIDE after the last, and score the tokens that no earlier
+window has: every token after the first WINDOW - STRIDE has at least that many before it. Logits exist for ROWS tokens
+at a time, in float32 where they are compared: 128 x 262 144 x 4 bytes are 134 MB.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`quire serve` whose model says what a script has it say, and that writes down every request with its answer.
+"""`quire serve` with a scripted model; it records every request with its answer.
 
     python tests/support/scripted_serve.py SCRIPT RECORD [ARGUMENTS of quire serve]
 
-SCRIPT: a JSON file `{"answers": {marker: [[token, ...], ...]}, "tool": text, "else": [token, ...]}`. The marker that
-stands last in a prompt says whose turn it is: the prompt's first request gets the first answer, and so on. A prompt
-without a marker or without the text `tool` (a title, a summary), or behind the last answer, gets "else". RECORD gets a
-JSON line a request: path, headers, body, status, answer.
+SCRIPT: a JSON file `{"answers": {marker: [[token, ...], ...]}, "tool": text, "else": [token, ...]}`. The last marker in
+a prompt selects the turn: its first request gets the first answer, and so on. A prompt without a marker or without the
+text `tool` (a title, a summary), or after the last answer, gets "else". RECORD gets a JSON line a request: path,
+headers, body, status, answer.
 
-Only the logits are touched, behind the model's forward: the token that is due gets the largest. Prefill, cache,
-scheduler, sampler, detokenizer and HTTP are those of every server.
+Only the logits are changed, after the model's forward: the scripted token gets the largest. Prefill, cache, scheduler,
+sampler, detokenizer and HTTP are those of every server.
 """
 
 from __future__ import annotations

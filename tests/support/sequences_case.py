@@ -1,7 +1,7 @@
-"""Random work on a cache over a storage, every slot's bytes known: what a recompute would write.
+"""Random work on a cache over a storage with known bytes in every slot: those that a recompute would write.
 
-Each token's K and V are made of the tokens before it and of the layer, so that a byte that came from another
-sequence, or is missing, shows. Slots are written through the step's own slot mapping, as a model would.
+Each token's K and V depend on the tokens before it and on the layer, so that a byte from another sequence, or a missing
+byte, is detected. Slots are written through the step's own slot mapping, as a model would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`quire serve` as a process of its own: started, listened to, and ended whatever happens."""
+"""Runs `quire serve` as a process of its own: starts it, reads its output, and always ends it."""
 
 from __future__ import annotations
 

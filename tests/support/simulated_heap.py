@@ -1,8 +1,9 @@
-"""A machine that only keeps books: the contract of a placement back end with any page size, and a price for each call.
+"""A simulated machine without memory: the contract of a placement back end with any page size, and a price for each
+call.
 
-For policies that are meant for devices whose pages are 2 MiB and whose calls are slow. It has no bytes: no tensors,
-and copies are counted only. What a real machine would punish later is refused at once: unaligned addresses, mapping
-beyond a heap or outside a reservation, giving back or dropping what is mapped or never was there.
+For policies that are meant for devices whose pages are 2 MiB and whose calls are slow. It has no bytes: no tensors, and
+copies are only counted. It refuses at once faults that a real machine would show later: unaligned addresses, mapping
+beyond a heap or outside a reservation, giving back or dropping mapped or nonexistent memory.
 
 Cost: O(pages) a call.
 """

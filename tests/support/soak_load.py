@@ -1,4 +1,4 @@
-"""Who asks what of a `SoakEngine`: talks, shared beginnings, tenants, forks, cancels, pins, resizes; by a seed."""
+"""The load of a `SoakEngine`, from a seed: conversations, shared prefixes, tenants, forks, cancels, pins, resizes."""
 
 from __future__ import annotations
 

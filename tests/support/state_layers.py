@@ -1,6 +1,6 @@
-"""Tiny models of every family with state layers, with decays of real ones, and what their mixers answer themselves.
+"""Tiny models of every family with state layers, with realistic decays, and the outputs of their own mixers.
 
-The mixers' own forward in torch is the yardstick: a whole prompt at once, or a token at a time with a cache.
+The mixers' own forward in torch is the reference: a whole prompt at once, or a token at a time with a cache.
 """
 
 from __future__ import annotations

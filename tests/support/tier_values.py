@@ -1,4 +1,4 @@
-"""Values for tiers: a key, the value that belongs to it, and what an index says of it; all from one seed."""
+"""Values for tiers: a key, its value, and its index entry; all from one seed."""
 
 from __future__ import annotations
 

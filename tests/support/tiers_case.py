@@ -1,4 +1,4 @@
-"""Segments whose bytes follow from their key, and a tier that fails on demand: what the tests of tiers share."""
+"""Helpers of the tests of tiers: segments whose bytes follow from their key, and a tier that fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are no Redis servers: one thread each, a plain socket, a bad habit."""
+"""Servers that misbehave as Redis servers, each in its own way: a thread and a plain socket each."""
 
 from __future__ import annotations
 

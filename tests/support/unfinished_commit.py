@@ -1,4 +1,4 @@
-"""Writers of a disk tier that die where it hurts: one within a commit, the next before its own.
+"""Writers of a disk tier that die at critical points: one within a commit, one before it.
 
 python tests/support/unfinished_commit.py within FOLDER    dies when the log has its commit, the others do not know it
 python tests/support/unfinished_commit.py before FOLDER    opens the folder, waits for a line, dies with bytes written

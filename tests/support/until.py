@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, however busy the machine is."""
+"""Waits for a condition of another thread or process, however busy the machine is."""
 
 from __future__ import annotations
 

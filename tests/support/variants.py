@@ -1,4 +1,4 @@
-"""Instruction sets of the native kernels, as this build has them."""
+"""The instruction sets of the native kernels in this build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks through the window in tests: plain requests, a watcher of the events, a request that runs meanwhile."""
+"""Test clients of the live page: plain requests, a reader of the events, a request that runs meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The circuit breaker: refuses after a failure, tries again after pauses that grow, one trial at a time."""
+"""The circuit breaker: refuses after a failure, retries after growing pauses, one trial at a time."""
 
 from __future__ import annotations
 

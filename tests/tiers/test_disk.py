@@ -1,4 +1,4 @@
-"""The disk tier: what it keeps, what goes first, what it takes of the disk, and what an opening finds."""
+"""The disk tier: its content, its order of eviction, its use of the disk, and its recovery at opening."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier: its cap at every moment, what goes first, values that stay valid."""
+"""The host tier: its limit at every moment, its order of eviction, values that stay valid."""
 
 from __future__ import annotations
 

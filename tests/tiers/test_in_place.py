@@ -1,4 +1,4 @@
-"""Segments that a tier reads to where they are wanted, without a copy between."""
+"""Segments that a tier reads directly into their target, without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for values is used again, and never while somebody can still see it."""
+"""Memory of values is reused, and never while it is still visible."""
 
 from __future__ import annotations
 

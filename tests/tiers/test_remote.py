@@ -1,4 +1,4 @@
-"""The remote tier on a real server: what is there, who shares it, what a full or a strict one costs."""
+"""The remote tier on a real server: its content, sharing, and the cost of a full or a strict server."""
 
 from __future__ import annotations
 

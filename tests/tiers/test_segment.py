@@ -1,4 +1,4 @@
-"""A segment's bytes: whatever is changed in them, or asked of them, they are right or refused."""
+"""A segment's bytes: after any change or request they are right or refused."""
 
 from __future__ import annotations
 

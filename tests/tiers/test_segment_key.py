@@ -1,4 +1,4 @@
-"""The chain of segments that a prompt is: keys that say everything, wherever the chain is entered."""
+"""The chain of a prompt's segments: complete keys, from any entry point of the chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a tier that others write to: signed ones are believed, others are damage; so are numbers that are none."""
+"""Values of a shared tier: signed values are believed, others count as damage; so do values with NaN."""
 
 from __future__ import annotations
 

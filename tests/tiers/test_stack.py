@@ -1,4 +1,4 @@
-"""The stack with threads: what is loaded, cancelled, dropped, promoted, measured, logged and left behind."""
+"""The stack with threads: loads, cancellation, drops, promotion, measurements, logs and leftovers."""
 
 from __future__ import annotations
 

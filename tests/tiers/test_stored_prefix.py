@@ -1,4 +1,4 @@
-"""How far a prompt is stored in a disk cache, and where what is stored leaves it."""
+"""The length of a prompt's stored prefix in a disk cache, and the point where stored content diverges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that hang, drip, flood, close, talk nonsense or refuse: a time-out once, no answer that is wrong."""
+"""Servers that hang, drip, flood, close, talk nonsense or refuse: at most one time-out, never a wrong answer."""
 
 from __future__ import annotations
 

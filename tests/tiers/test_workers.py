@@ -1,4 +1,4 @@
-"""Threads and their queue: order, bound, what goes first, an end that leaves nothing."""
+"""Threads and their queue: order, limit, priority, and an end without leftovers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""contiguous and growing storage: the same protocol without paging, off the main path.
+"""The contiguous and growing storages: the same protocol without paging, for comparison.
 
 Others may use
     contiguous, growing   the two storages
-    row_cache             the cache protocol where a sequence is one row of memory
-    arena, buffers        which rows are free, of each storage
+    row_cache             the cache protocol for storages with one row of memory a sequence
+    arena, buffers        the free rows of each storage
 """

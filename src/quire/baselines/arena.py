@@ -1,12 +1,12 @@
-"""The space of the contiguous storage: one arena, every sequence one range of it from its admission to its end.
+"""The space of the contiguous storage: one arena, of which every sequence has one range from its admission to its end.
 
-How long a range is: `reservation`
+`reservation` sets the length of a range:
     max     as long as any sequence may become
-    pow2    the next power of two that holds the prompt and all that may be generated, at most `max`
-    exact   just that
+    pow2    the next power of two that holds the prompt and the maximum output, at most `max`
+    exact   the prompt and the maximum output
 
-So it is engines before paging: nothing moves, nothing is shared, a sequence waits while no gap is long enough even if
-the gaps together would do. A block is a token. Invariants and cost: `ranges.Ranges`.
+Engines before paging work so: ranges never move and share no tokens, and a sequence waits while no gap is long enough,
+even if the gaps together would be. A block is a token. Invariants and cost: `ranges.Ranges`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Arena:
         return [self.ranges.highest_taken]
 
     def range_for(self, num_tokens: int) -> int:
-        """Tokens of the range that a sequence of at most `num_tokens` is given."""
+        """Tokens of the range for a sequence of at most `num_tokens`."""
         if self.reservation == "max":
             return self.longest
         if self.reservation == "pow2":
@@ -58,7 +58,7 @@ class Arena:
         return max(1, min(num_tokens, self.longest))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        # Never less than asked for: more than the longest range has room nowhere.
+        # Never less than `num_tokens`: a sequence beyond the longest range must not seem to fit.
         return max(num_tokens, self.range_for(num_tokens))
 
     def limit(self, row: Row) -> int:

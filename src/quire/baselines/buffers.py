@@ -1,19 +1,19 @@
-"""The space of the growing storage: a buffer for every sequence and table (layer), replaced when it is full.
+"""The space of the growing storage: a buffer for every sequence and table (layer), replaced by a larger one when full.
 
-How much more than it holds a buffer takes: `growth`
-    spread     128 + table % 64 tokens: each table has a period of its own, so the layers outgrow their buffers in
-               different steps, and few old and new ones lie side by side
+`growth` sets the spare room of a buffer:
+    spread     128 + table % 64 tokens: each table has its own period, so the layers outgrow their buffers in different
+               steps, and few old and new buffers exist at the same time
     together   up to the next multiple of `step` tokens, in all tables at once
 
-A table's buffers are ranges of its *layer buffer*, address space that is many times what memory can fill; what is
-scarce is memory, counted in pages over all tables. A buffer begins and ends on pages, and takes a whole number of
-*granules*: the fewest tokens that fill whole pages in each of the layer's lines. A block is a page.
+A table's buffers are ranges of its *layer buffer*, whose address space is many times the memory; memory is the limit,
+counted in pages over all tables. A buffer begins and ends on pages, and takes a whole number of *granules*: the fewest
+tokens that fill whole pages in each of the layer's lines. A block is a page.
 
 Invariants
-    B1  pages of all buffers, old ones that a step still reads included, never exceed `num_blocks`.
-    B2  a sequence gets all of the buffers that it needs or none.
+    B1  pages of all buffers, including old buffers that a step still reads, never exceed `num_blocks`.
+    B2  a sequence gets all buffers that it needs or none.
 
-Cost: `find` O(tables that grow + free ranges of their layer buffers); asking whether a row has room O(1).
+Cost: `find` O(tables that grow + free ranges of their layer buffers); checking whether a row has room O(1).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _AHEAD, _PERIODS = 128, 64
 
 @dataclass(frozen=True)
 class LayerBuffer:
-    """A table's address space, in tokens; and its granule, in tokens and in pages."""
+    """A table's address space in tokens, and its granule in tokens and in pages."""
 
     num_tokens: int
     granule_tokens: int
@@ -78,7 +78,7 @@ class Buffers:
             Ranges(layer_buffer.num_tokens // layer_buffer.granule_tokens) for layer_buffer in layer_buffers
         ]
         self._ahead = _AHEAD + np.arange(self.num_tables, dtype=np.int64) % _PERIODS
-        self._most_at_once = np.zeros(1, np.int64)  # see _coinciding
+        self._max_coinciding = np.zeros(1, np.int64)  # see _coinciding
 
     @property
     def num_free(self) -> int:
@@ -96,7 +96,7 @@ class Buffers:
         ]
 
     def capacities(self, num_tokens: int) -> Int64Array:
-        """int64 [num_tables]: tokens that the buffers taken for `num_tokens` hold."""
+        """int64 [num_tables]: capacities of the buffers taken for `num_tokens` tokens."""
         if self.growth == "together":
             wanted = np.full(self.num_tables, -(-num_tokens // self.step) * self.step, np.int64)
         else:
@@ -113,35 +113,35 @@ class Buffers:
         assert row.place is not None
         return min(row.room, row.most_tokens)
 
-    # What is needed
+    # Demand
 
     def num_blocks_for(self, num_tokens: int) -> int:
         new = int(self._pages(self.capacities(num_tokens)).sum())
         if self.growth == "together":
-            before = num_tokens - self.step  # what the buffers that are replaced were taken for
+            before = num_tokens - self.step  # tokens for which the replaced buffers were taken
             return new + (int(self._pages(self.capacities(before)).sum()) if before > 0 else 0)
         largest = int(self._pages(np.full(self.num_tables, num_tokens, np.int64)).max())
         return new + self._coinciding(num_tokens) * largest
 
     def _coinciding(self, num_tokens: int) -> int:
-        """Most tables that grow in one step while a sequence becomes `num_tokens` long, token by token.
+        """Maximum number of tables that grow in one step while a sequence grows to `num_tokens`, token by token.
 
-        A buffer taken for n tokens is outgrown by token n + ahead + 1, and taken anew for that many: x tokens after the
-        first place was taken those tables grow whose ahead + 1 divides x, wherever that was.
+        Token n + ahead + 1 outgrows a buffer taken for n tokens, and the new buffer is taken for that many. So x tokens
+        after the first reservation exactly the tables grow whose ahead + 1 divides x.
         """
-        if num_tokens >= len(self._most_at_once):
+        if num_tokens >= len(self._max_coinciding):
             length = min(2 * num_tokens + 1, max(self.longest, num_tokens) + 1)
             growing = np.zeros(length, np.int64)
             for period in (self._ahead + 1).tolist():
                 growing[period::period] += 1
-            self._most_at_once = np.maximum.accumulate(growing)
-        return int(self._most_at_once[num_tokens])
+            self._max_coinciding = np.maximum.accumulate(growing)
+        return int(self._max_coinciding[num_tokens])
 
     def blocks_needed(self, row: Row, end: int) -> int:
         return 0 if end <= row.room else int(self._pages(self._wanted(row, end))[self._grows(row, end)].sum())
 
     def _wanted(self, row: Row, end: int) -> Int64Array:
-        # For all that is known: a prompt in chunks takes its place once.
+        # For all known tokens: a prompt in chunks takes its place once.
         return self.capacities(max(end, row.num_tokens))
 
     def _grows(self, row: Row, end: int) -> np.ndarray:
@@ -164,7 +164,7 @@ class Buffers:
         for table in np.flatnonzero(grows).tolist():
             size = self._granule_tokens[table]
             start = self._ranges[table].take(int(-(-wanted[table] // size)))
-            if start is None:  # a layer buffer so cut up that its address space is used up
+            if start is None:  # the layer buffer's address space is too fragmented
                 for other in taken:
                     self._give(other, int(starts[other]), int(capacities[other]))
                 return None
@@ -183,7 +183,7 @@ class Buffers:
             self._give(table, int(place.starts[table]), int(place.capacities[table]))
 
     def _left(self, place: RowRanges, kept: RowRanges | None) -> Int64Array:
-        """The tables whose range in `place` is not that of `kept`."""
+        """The tables whose range in `place` differs from that in `kept`."""
         return np.arange(self.num_tables) if kept is None else np.flatnonzero(place.starts != kept.starts)
 
     def blocks_of(self, place: RowRanges, kept: RowRanges | None) -> int:
@@ -192,12 +192,14 @@ class Buffers:
     def check(self, places: list[RowRanges]) -> None:
         pages = 0
         for table, (ranges, layer_buffer) in enumerate(zip(self._ranges, self.layer_buffers, strict=True)):
-            out = {(int(place.starts[table]), int(place.capacities[table])) for place in places}
+            taken_ranges = {(int(place.starts[table]), int(place.capacities[table])) for place in places}
             sizes = [
                 (start // layer_buffer.granule_tokens, -(-n // layer_buffer.granule_tokens))
-                for start, n in out
+                for start, n in taken_ranges
             ]
             ranges.check(sizes)
             pages += sum(size for _, size in sizes) * layer_buffer.granule_pages
         if pages != self.num_used or pages > self.num_blocks:
-            raise InvariantError(f"B1: {pages} pages are out, {self.num_used} counted, of {self.num_blocks}")
+            raise InvariantError(
+                f"B1: {pages} pages are taken, {self.num_used} counted, of {self.num_blocks}"
+            )

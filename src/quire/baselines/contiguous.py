@@ -1,19 +1,19 @@
-"""The contiguous storage: one arena of tokens, in which every sequence has one range for good.
+"""The contiguous storage: one arena of tokens, in which every sequence has one range for its whole life.
 
-Not an allocator: which range is whose comes with the plan (`quire.baselines.arena`).
+Not an allocator: the plan has each sequence's range (`quire.baselines.arena`).
 
 Every layer has a line of K and one of V for each kv head, `[kv_head, arena token, head_dim]`: a head's tokens are one
-linear stream, as kernels read them. The view makes rows of it that overlap: entry e of a table is the row that begins
-at token e of the arena, so that block_stride = token_stride, and
+linear stream, as kernels read them. The view consists of overlapping rows: entry e of a table is the row that begins at
+token e of the arena, so that block_stride = token_stride, and
 
     address of a slot = (slot // row_tokens + slot % row_tokens) * token_stride
 
 Invariants
     N1  rows reach `row_tokens` beyond the arena's last token: that much address space is reserved behind the last line,
-        so that every address a view names is the heap's. Nothing is written there, nothing committed.
-    N2  memory is committed where a token was written, and stays: a range given up is the arena's, not the system's.
+        so that every address of a view belongs to the heap. It is never written or committed.
+    N2  writing a token commits its memory, which stays: a released range goes to the arena, not to the system.
 
-Cost: `prepare` O(new tokens); nothing is ever copied.
+Cost: `prepare` O(new tokens); it never copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.step import Int64Array, StepPlan
 
 __all__ = ["ContiguousStorage"]
 
-_MOST_TOKENS = 2**31 - 1  # a table's entry is an int32
+_MAX_TOKENS = 2**31 - 1  # a table's entry is an int32
 
 
 class ContiguousStorage:
@@ -43,9 +43,9 @@ class ContiguousStorage:
     generation = 0
 
     def __init__(self, spec: KVSpec, num_tokens: int, row_tokens: int) -> None:
-        if not 1 <= num_tokens <= _MOST_TOKENS or not 1 <= row_tokens <= _MOST_TOKENS:
+        if not 1 <= num_tokens <= _MAX_TOKENS or not 1 <= row_tokens <= _MAX_TOKENS:
             raise ArgumentError(
-                f"expected an arena and rows of 1 to {_MOST_TOKENS} tokens, got {num_tokens} and {row_tokens}"
+                f"expected an arena and rows of 1 to {_MAX_TOKENS} tokens, got {num_tokens} and {row_tokens}"
             )
         self.spec = spec
         self.dtype = format_of(spec.dtype).torch_dtype
@@ -53,7 +53,7 @@ class ContiguousStorage:
         self.row_tokens = row_tokens
         self._offsets: dict[
             int, tuple[int, int]
-        ] = {}  # first element of rows of K and of V of each layer that stores KV
+        ] = {}  # first element of the rows of K and of V, by layer with KV
         elements = widest = 0
         for index, layer in enumerate(spec.layers):
             if layer.stores_kv:
@@ -72,7 +72,7 @@ class ContiguousStorage:
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory the storage really takes now, as the operating system tells it."""
+        """Bytes of memory the storage takes now, as the operating system counts them."""
         return self._heap.committed_bytes()
 
     def table_of(self, layer: int) -> int:
@@ -95,11 +95,11 @@ class ContiguousStorage:
         return KVView.of_rows(rows, shape)
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
-        """The plan's own table: memory comes as it is written."""
+        """The plan's own table; writes commit memory."""
         return [(plan.block_tables, plan.slot_mapping)]
 
     def forget(self, sequence_ids: Int64Array) -> None:
-        """Nothing is kept for a sequence."""
+        """Does nothing: the storage keeps no data of a sequence."""
 
     def fill(self, value: float) -> None:
         """Set every element of the arena, which commits it."""

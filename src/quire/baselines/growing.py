@@ -1,19 +1,20 @@
-"""The growing storage: a buffer for every sequence and layer, filled in place, its past copied when it is replaced.
+"""The growing storage: a buffer for every sequence and layer, filled in place; a replacement copies its past.
 
-Not an allocator: which buffers a sequence has, when it outgrows them and what is free comes with the plan
+Not an allocator: the plan has a sequence's buffers, their replacements and the released ranges
 (`quire.baselines.buffers`).
 
 Every layer has, for each kv head, a line of K and one of V: `[kv_head, token, head_dim]`, as in the contiguous storage,
-but the line is address space only (a *layer buffer*, many times what memory can fill), and every layer has a table of
-its own. A buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so the
-memory of a buffer given up goes back to the operating system whole.
+but the line is address space only (a *layer buffer*, many times the memory), and every layer has a table of its own. A
+buffer is the same range of tokens in all lines of its layer. It begins on a page in each line, so all memory of a
+released buffer goes back to the operating system.
 
 Invariants
-    G1  a step in which no buffer is replaced copies no byte of the past (`copied_bytes` stays).
-    G2  an old buffer is released when the plan says so, which is after the step that copied from it.
+    G1  a step that replaces no buffer copies no byte of the past (`copied_bytes` stays).
+    G2  an old buffer is released when a plan says so, after the step that copied from it.
     G3  views reach `row_tokens` beyond a layer buffer: into the next line, or the space reserved behind the last one.
 
-Cost: `prepare` O(tables), and for each buffer replaced one copy of its tokens and 2 kv heads calls to give memory back.
+Cost: `prepare` O(tables), and for each replaced buffer one copy of its tokens and 2 x kv heads calls to give memory
+back.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from quire.step import Int64Array, StepPlan
 
 __all__ = ["GrowingStorage", "granule"]
 
-_MOST_TOKENS = 2**31 - 1  # a table's entry is an int32
-_SPACE = 8  # address space, in multiples of what memory can fill: room for ranges that do not fit into gaps
+_MAX_TOKENS = 2**31 - 1  # a table's entry is an int32
+_SPACE = 8  # address space as a multiple of the memory: room for ranges that do not fit into gaps
 
 
 def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
@@ -50,7 +51,7 @@ def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
 class GrowingStorage:
     """Keys and values of all layers of `spec` in at most `num_pages` pages, for sequences of at most `row_tokens`.
 
-    copied_bytes: copied so far because buffers were replaced.
+    copied_bytes: bytes copied so far by replacements of buffers.
 
     *raises:* ArgumentError for an argument out of range, CapacityError where address space cannot be reserved.
     """
@@ -61,9 +62,9 @@ class GrowingStorage:
     block_bytes = mmap.PAGESIZE
 
     def __init__(self, spec: KVSpec, num_pages: int, row_tokens: int) -> None:
-        if num_pages < 1 or not 1 <= row_tokens <= _MOST_TOKENS:
+        if num_pages < 1 or not 1 <= row_tokens <= _MAX_TOKENS:
             raise ArgumentError(
-                f"expected at least 1 page and rows of 1 to {_MOST_TOKENS} tokens, got {num_pages} and {row_tokens}"
+                f"expected at least 1 page and rows of 1 to {_MAX_TOKENS} tokens, got {num_pages} and {row_tokens}"
             )
         self.spec = spec
         self.dtype = format_of(spec.dtype).torch_dtype
@@ -74,9 +75,9 @@ class GrowingStorage:
         self.layers = [index for index, layer in enumerate(spec.layers) if layer.stores_kv]
         self._table_of = {layer: table for table, layer in enumerate(self.layers)}
         self.granules = [granule(spec.layers[layer], itemsize) for layer in self.layers]
-        # If all sequences are alike, a layer's share of the pages holds as many tokens as every other's.
+        # If all sequences are equally long, every layer's share of the pages holds equally many tokens.
         fair_tokens = max(1, num_pages * mmap.PAGESIZE // spec.bytes_per_token)
-        self._fair_tokens = min(fair_tokens, _MOST_TOKENS)
+        self._fair_tokens = min(fair_tokens, _MAX_TOKENS)
         self.buffer_tokens: list[int] = []
         self._lines: list[tuple[int, int]] = []  # first element of a layer's K lines and of its V lines
         self._tops = [0] * len(self.layers)
@@ -84,9 +85,9 @@ class GrowingStorage:
         for layer, (tokens, _) in zip(self.layers, self.granules, strict=True):
             shape = spec.layers[layer]
             buffer_tokens = min(
-                -(-_SPACE * self._fair_tokens // tokens) * tokens, _MOST_TOKENS // tokens * tokens
+                -(-_SPACE * self._fair_tokens // tokens) * tokens, _MAX_TOKENS // tokens * tokens
             )
-            # At least one granule more than the pages hold, whatever the rounding.
+            # At least one granule, whatever the rounding.
             self.buffer_tokens.append(max(buffer_tokens, tokens))
             k, *v = shape.row_elements(itemsize)
             self._lines.append((elements, elements + shape.num_kv_heads * k * self.buffer_tokens[-1]))
@@ -100,7 +101,7 @@ class GrowingStorage:
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory the storage really takes now, as the operating system tells it."""
+        """Bytes of memory the storage takes now, as the operating system counts them."""
         return sum(
             self._heap.committed_bytes(start, stop)
             for table, top in enumerate(self._tops)
@@ -115,11 +116,11 @@ class GrowingStorage:
         return self._view(layer, self.row_tokens)
 
     def token_view(self, layer: int) -> KVView:
-        """The same bytes as blocks of one token: what a beam's table (`quire.memory.beam`) reads."""
+        """The same bytes as blocks of one token, for a beam's table (`quire.memory.beam`)."""
         return self._view(layer, 1)
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
-        """Give back what nobody reads any more, and copy the past of the buffers that this step replaces."""
+        """Give back the released ranges, and copy the past of the buffers that this step replaces."""
         assert isinstance(plan, RowPlan)  # of the `RowCache` that is this storage's logical side
         self._tops = [max(pair) for pair in zip(self._tops, plan.rows.tops.tolist(), strict=True)]
         for table, start, stop in plan.rows.released.tolist():
@@ -132,10 +133,10 @@ class GrowingStorage:
         return [(table.block_tables, table.slot_mapping) for table in plan.groups]
 
     def forget(self, sequence_ids: Int64Array) -> None:
-        """Nothing is kept for a sequence: what it leaves comes with a plan."""
+        """Does nothing: a plan has the ranges that an ended sequence releases."""
 
     def fill(self, value: float) -> None:
-        """Set what as many tokens as memory holds would take at the start of every line, which commits it."""
+        """Set as many tokens as memory holds, at the start of every line, which commits them."""
         for table, buffer_tokens in enumerate(self.buffer_tokens):
             for lines in self._tensors(table):
                 lines[:, : min(self._fair_tokens, buffer_tokens)] = value
@@ -157,7 +158,7 @@ class GrowingStorage:
         return KVView.of_rows(rows, self.spec.layers[owner])
 
     def _tensors(self, table: int) -> tuple[torch.Tensor, ...]:
-        """Rows of K and V of a layer: [kv_head, buffer_tokens, row elements]; of K alone of a latent one."""
+        """Rows of K and V of a layer: [kv_head, buffer_tokens, row elements]; only K of a latent layer."""
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         elements = self._heap.tensor(self.dtype)
         return tuple(
@@ -166,7 +167,7 @@ class GrowingStorage:
         )
 
     def _byte_ranges(self, table: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where tokens [start, stop) of a layer lie: a range of bytes for each line. Ends are rounded up to pages."""
+        """The byte ranges of tokens [start, stop) of a layer, one for each line. Ends are rounded up to pages."""
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         tokens = self.granules[table][0]
         stop = -(-stop // tokens) * tokens

@@ -1,11 +1,11 @@
-"""Ranges of a line of places, handed out first fit: the allocator of storages whose sequences lie in one piece.
+"""A first-fit allocator of ranges of a line of places, for storages with contiguous sequences.
 
-Not a pool: a range is taken and given back whole, and nobody's content is known. Places are integers 0 .. size - 1;
-what one stands for (a token of an arena, a granule of a layer buffer) is the caller's affair.
+Not a pool: a range is taken and given back whole, and has no known content. Places are integers 0 .. size - 1; the
+caller defines their meaning (a token of an arena, a granule of a layer buffer).
 
 Invariants
-    A1  free ranges are sorted, none is empty, no two overlap or touch (neighbours are merged at once).
-    A2  free and taken places add up to `size`; so the state depends only on what is taken, not on how it came about.
+    A1  free ranges are sorted and not empty; no two overlap or touch (neighbours are merged at once).
+    A2  free and taken places add up to `size`; so the state depends only on the taken ranges, not on their history.
     A3  a call that fails changes nothing.
 
 Cost: `take` O(free ranges), `give` O(log free ranges) and the shifting of a list.
@@ -33,7 +33,7 @@ class Ranges:
 
     @property
     def largest_free(self) -> int:
-        """Places of the longest free range: the most that `take` can give."""
+        """Places of the longest free range, the maximum for `take`."""
         return max((stop - start for start, stop in self.free()), default=0)
 
     def free(self) -> list[tuple[int, int]]:
@@ -41,7 +41,7 @@ class Ranges:
         return list(zip(self._starts, self._stops, strict=True))
 
     def take(self, size: int) -> int | None:
-        """Start of the first free range of at least `size` places, of which the first `size` are taken; or None."""
+        """Take the first `size` places of the first free range that has them. Returns its start, or None."""
         for index, start in enumerate(self._starts):
             stop = start + size
             if stop > self._stops[index]:
@@ -56,7 +56,7 @@ class Ranges:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """A taken range is free again. InvariantError if any of it is free already."""
+        """Free a taken range. *raises:* InvariantError: a part of it is free already."""
         stop = start + size
         index = bisect_left(self._starts, start)
         joins_left = index > 0 and self._stops[index - 1] >= start
@@ -80,7 +80,7 @@ class Ranges:
         self.num_free += size
 
     def check(self, taken: list[tuple[int, int]]) -> None:
-        """Prove A1 and A2; `taken`: (start, size) of every range that is out."""
+        """Check A1 and A2. taken: (start, size) of every taken range."""
         free = self.free()
         pieces = sorted([(start, stop - start) for start, stop in free] + taken)
         at = 0

@@ -1,24 +1,24 @@
 """`RowCache`: the cache of storages in which every sequence lies in one piece (`contiguous`, `growing`).
 
-The calls of `protocol.KVCache`, so that one scheduler drives it as well; what differs is what such a storage cannot do:
+It has the calls of `protocol.KVCache`, so that the same scheduler drives it, with these differences:
 
-    open      finds nothing; remembers how long the sequence may become
-    reserve   gives a sequence its place when it first reserves, and a larger one when it has outgrown it; what is
-              computed moves with it (the plan's copies), the old place is free once the step has ended
-    commit    counts; nothing becomes findable, so nothing is kept once a sequence ends and a cache priority means
-    nothing fork      refused: two sequences would need one past. Open the tokens anew
-    owners  are counted and have no limits: where every sequence keeps a place of its own there is nothing to take
-              from one that rests for one that runs. An engine that wants to hold somebody back admits less
+    open      finds no prefix; remembers how long the sequence may become
+    reserve   gives a sequence a place at its first call, and a larger place when it outgrows that; computed tokens move
+              with it (the plan's copies), and the old place is free once the step has ended
+    commit    counts; no token becomes findable, so no content is kept once a sequence ends, and a cache priority has no
+              effect
+    fork      refused: two sequences would need one past. Open the tokens anew
+    owners    are counted and have no limits: every sequence has a place of its own, so an idle owner has no cached
+              blocks to take for a running one. An engine that wants to limit an owner admits fewer of its requests
 
-Where places are and how large is `row_space.RowSpace`'s: `Arena` or `Buffers`. It counts blocks of that space (tokens
-of an arena, pages of buffers), and tells what of them is waste. Not thread-safe: one owner at a time.
+`row_space.RowSpace` (`Arena` or `Buffers`) decides where places are and how large. The cache counts blocks of that
+space (tokens of an arena, pages of buffers) and reports how many are wasted. Not thread-safe: one thread at a time.
 
 Invariants
-    W1  no two places overlap, and free + held + in flight = num_blocks: in flight are places given up that a step
-    under way
-        may still read.
-    W2  a row has a place exactly if it has reserved; there is room in it for its `reserved` tokens.
-    W3  reserve is all or nothing: None and nothing has changed.
+    W1  no two places overlap, and free + held + in flight = num_blocks; a place in flight was released, but a running
+        step may still read it.
+    W2  a row has a place exactly if it has reserved; the place has room for its `reserved` tokens.
+    W3  reserve is all or nothing: if it returns None, nothing has changed.
 
 Cost: open and append O(tokens), reserve O(sequences + tables + new tokens), the rest O(1) a sequence.
 """
@@ -54,7 +54,7 @@ _Counts = SequenceOf[int] | NDArray[np.integer]
 class RowCache(KVCache):
     """See the module's text.
 
-    space: `Arena` or `Buffers`. row_tokens: tokens of a table entry in the storage's views, so the longest sequence; a
+    space: `Arena` or `Buffers`. row_tokens: tokens of a table entry in the storage's views and maximum of a sequence; a
     slot is `entry * row_tokens + position`. block_bytes: of one block of the space.
     """
 
@@ -87,17 +87,17 @@ class RowCache(KVCache):
         self.newest_step = 0
         self.completed_step = 0
         self.num_query_tokens = 0
-        self.num_moved_tokens = 0  # copied to a larger place, counted in every table
+        self.num_moved_tokens = 0  # tokens copied to a larger place, counted in every table
         self.num_held = self.num_in_flight = self.most_blocks = 0
-        # Places (or those of their ranges that are not the row's any more) and the step that may still read them.
-        # The last number is the owner they count in.
+        # Released places (or their ranges that the row no longer has), the step that may still read them, and the owner
+        # they count in.
         self._flights: list[tuple[int, RowRanges, RowRanges | None, int]] = []
         self._released: list[tuple[int, int, int]] = []  # not yet in a plan
 
     def __repr__(self) -> str:
         return f"RowCache({type(self.space).__name__}, {self.num_blocks} {self.block_name}s)"
 
-    # Finding a prefix: there is none
+    # Prefixes: never found
 
     def match(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
@@ -115,7 +115,7 @@ class RowCache(KVCache):
         return []
 
     def withdraw(self, sequence: CacheSequence | int) -> None:
-        self._row(sequence, "withdraw")  # nothing is found of it anyway
+        self._row(sequence, "withdraw")  # no token of it is findable anyway
 
     # Sequences
 
@@ -129,11 +129,11 @@ class RowCache(KVCache):
         owner_id: int = 0,
         cache_priority: int = NORMAL,
     ) -> Row:
-        """A sequence of these tokens, none of them computed.
+        """Open a sequence of these tokens, none of them computed.
 
-        Namespace, keys and cache priority matter only to what is shared.
+        Namespace, keys and cache priority have no effect without sharing.
 
-        `max_num_tokens`: it will not become longer; the longest the space allows if not given.
+        `max_num_tokens`: the limit of its length; by default the longest that the space allows.
         """
         tokens, *_ = arguments.prompt(token_ids, namespace, extra_keys)
         owner_id, _ = arguments.owner_and_cache_priority(owner_id, cache_priority)
@@ -304,7 +304,7 @@ class RowCache(KVCache):
         return self.num_blocks_needed([row], [num_computed_tokens - row.num_computed])
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> RowPlan | None:
-        """Nothing lies behind a window here: a row keeps all."""
+        """Like `reserve`: a row keeps all tokens, also behind a window."""
         row = self._row(sequence, "restore")
         return self.reserve([row], [num_computed_tokens - row.num_computed])
 
@@ -341,16 +341,16 @@ class RowCache(KVCache):
             self._settle()
 
     def _flight(self, row: Row, place: RowRanges, kept: RowRanges | None) -> None:
-        """Given up but for `kept`: free once the newest step has ended."""
+        """Release the place except `kept`; it is free once the newest step has ended."""
         num_blocks = self.space.blocks_of(place, kept)
         self.num_held -= num_blocks
         self.num_in_flight += num_blocks
-        # What is closed between two steps nobody reads; what a step copies from is read until it has ended.
+        # No step reads a sequence closed between two steps; a copy's source is read until its step has ended.
         last = self.newest_step if self.overlapped_steps or kept is not None else 0
         self._flights.append((last, place, kept, row.owner_id))
 
     def _settle(self) -> None:
-        """Free the places whose step has ended: without overlapped steps every one, at the next call that changes
+        """Free the places whose step has ended: without overlapped steps all of them, at the next call that changes
         something."""
         if not self._flights:
             return
@@ -373,7 +373,7 @@ class RowCache(KVCache):
     def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
         owner_id, floor, quota = arguments.owner_limits(owner_id, floor_blocks, quota_blocks)
         if not floor and quota < 0:
-            return  # no limits, as ever
+            return  # owners have no limits
         raise ArgumentError(
             f"expected a storage whose sequences share memory, got limits for owner {owner_id} in one where each lies "
             "in one piece of its own; use storage paged or virtual"
@@ -392,7 +392,7 @@ class RowCache(KVCache):
     def max_owner_blocks(self, owner_id: int = 0) -> int:
         return self.num_blocks
 
-    # What fits
+    # Capacity
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return self.space.num_blocks_for(num_tokens)
@@ -421,10 +421,10 @@ class RowCache(KVCache):
     def largest_free_blocks(self) -> int:
         return self.space.largest_free
 
-    # Looking on
+    # Reports
 
     def stats(self) -> dict[str, int]:
-        """As the contract says; moved_tokens: copied to a larger place, counted in every table."""
+        """As in the contract; moved_tokens: tokens copied to a larger place, counted in every table."""
         none = (
             "cached",
             "pinned",
@@ -445,7 +445,7 @@ class RowCache(KVCache):
         }
 
     def memory_use(self) -> MemoryUse:
-        """What the memory is used for now. Cost: O(open sequences)."""
+        """The present use of memory. Cost: O(open sequences)."""
         block_bytes, token_bytes = self.block_bytes, self.spec.bytes_per_token
         used = later = 0
         for row in self.rows.values():
@@ -463,8 +463,8 @@ class RowCache(KVCache):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(sequence id, first block, blocks) of all that is out; id -1: in flight. Buffers lie in many layer buffers of
-        address space: they stand one after another here."""
+        """(sequence id, first block, blocks) of all taken blocks; id -1: in flight. Buffers, which lie in many layer
+        buffers, are listed one after another."""
         out = [(row.id, row.place, None) for row in self.rows.values() if row.place is not None]
         out += [(-1, place, kept) for _, place, kept, _ in self._flights]
         spans: list[tuple[int, int, int]] = []
@@ -476,7 +476,7 @@ class RowCache(KVCache):
         return spans
 
     def computed_share(self, sequence_id: int) -> float:
-        """Of what the sequence's place has room for, the share whose K and V are computed."""
+        """The share of the sequence's place whose K and V are computed."""
         row = self.rows[sequence_id]
         return row.num_computed / row.room if row.room else 0.0
 
@@ -487,7 +487,7 @@ class RowCache(KVCache):
         return BlockMap(states, np.full(len(states), -1, np.int32), [])
 
     def content_of(self, block_id: int) -> None:
-        arguments.count(block_id, "a block", 0)  # nothing is found again
+        arguments.count(block_id, "a block", 0)  # no content is findable again
 
     def check(self) -> None:
         places = [row.place for row in self.rows.values() if row.place is not None]
@@ -509,6 +509,6 @@ class RowCache(KVCache):
 
 
 def _moves(row: Row, old: RowRanges, new: RowRanges) -> list[tuple[int, int, int, int]]:
-    """(table, from, to, tokens) of each range of the row that becomes another."""
+    """(table, from, to, tokens) of each range of the row that moves."""
     moved = np.flatnonzero(old.starts != new.starts)
     return [(t, int(old.starts[t]), int(new.starts[t]), row.num_computed) for t in moved.tolist()]

@@ -1,4 +1,4 @@
-"""The plan of a step where every sequence lies in one piece: a table has one entry, where the piece begins.
+"""The plan of a step for contiguous sequences: a table has one entry, the beginning of the sequence's range.
 
 A slot is `entry * row_tokens + position`. Tables lie one after another in one matrix; a table's part is made when it is
 asked for. See `step.GroupPlan` for every field's shape and dtype. Immutable.

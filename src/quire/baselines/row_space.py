@@ -1,7 +1,7 @@
-"""Where sequences that lie in one piece may lie: what `RowCache` needs of it, and what a place is.
+"""The space of contiguous sequences: the protocol that `RowCache` needs, and the places in it.
 
-Two of them: `arena.Arena` (contiguous: one range for good) and `buffers.Buffers` (growing: a buffer for each layer,
-replaced by a larger one). They count *blocks*: tokens of the arena, pages of the buffers.
+Two classes implement it: `arena.Arena` (contiguous: one fixed range) and `buffers.Buffers` (growing: a buffer for each
+layer, replaced by a larger one). They count *blocks*: tokens of the arena, pages of the buffers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["Row", "RowRanges", "RowSpace"]
 
 @dataclass(frozen=True, eq=False)
 class RowRanges:
-    """Where a sequence lies. int64 [num_tables] each: first token of its range, and tokens that it holds there."""
+    """The place of a sequence. int64 [num_tables] each: first token of its range, and capacity of the range."""
 
     starts: Int64Array
     capacities: Int64Array
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which there is room in every table."""
+        """Tokens for which every table has room."""
         return int(self.capacities.min())
 
 
 class Row(CacheSequence):
-    """An open sequence: its tokens, how far they are computed, and where it lies (None until it first reserves)."""
+    """An open sequence: its tokens, the number computed, and its place (None until it first reserves)."""
 
     __slots__ = (
         "_known",
@@ -51,11 +51,11 @@ class Row(CacheSequence):
         self.is_open = True
         self.id = row_id
         self.owner_id = owner_id
-        self.most_tokens = most_tokens  # it will not have more
+        self.most_tokens = most_tokens  # its limit
         self.num_computed = 0
         self.reserved = 0
         self.place: RowRanges | None = None
-        self.room = 0  # of its place
+        self.room = 0  # tokens of its place
 
     def __repr__(self) -> str:
         return f"Sequence(id={self.id})"
@@ -94,13 +94,13 @@ class Row(CacheSequence):
         self._known.append(arguments.token_array(token_ids))
 
     def block_table(self, group: int = 0) -> Int32Array:
-        """One entry, where its range of table `group` begins; none before it first reserves."""
+        """One entry, the beginning of its range of table `group`; empty before it first reserves."""
         self._require_open("block_table")
         starts = () if self.place is None else self.place.starts[group : group + 1]
         return np.array(starts, np.int32)
 
     def truncate(self, num_tokens: int) -> None:
-        """Known tokens from there on are forgotten."""
+        """Forget the known tokens from `num_tokens` on."""
         self._known.num_tokens = num_tokens
 
     def settle_in(self, place: RowRanges) -> None:
@@ -115,41 +115,41 @@ class RowSpace(Protocol):
     num_blocks: int
     longest: int
     block_name: str
-    grows: bool  # whether a row that runs takes more blocks as it becomes longer
+    grows: bool  # whether a running row takes more blocks as it becomes longer
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has."""
+        """Free blocks."""
         ...
 
     @property
     def largest_free(self) -> int:
-        """Blocks that one sequence could be given now."""
+        """Maximum blocks for one new sequence now."""
         ...
 
     @property
     def tops(self) -> list[int]:
-        """For each table, the end in tokens of what was ever handed out."""
+        """For each table, the end in tokens of the highest range handed out so far."""
         ...
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at most at any time, alone. Never falls as they grow."""
+        """Maximum blocks that a sequence of `num_tokens`, alone, holds at any time. Monotonic."""
         ...
 
     def limit(self, row: Row) -> int:
-        """Tokens that the row may ever have."""
+        """Maximum tokens of the row."""
         ...
 
     def useful(self, row: Row) -> int:
-        """Tokens of the row's place that it may come to."""
+        """Tokens of the row's place that it may use."""
         ...
 
     def blocks_needed(self, row: Row, end: int) -> int:
-        """Blocks it takes for the row to hold `end` tokens; what it has stays with it until then."""
+        """Blocks to take for the row to hold `end` tokens; it keeps its present blocks until then."""
         ...
 
     def find(self, row: Row, end: int) -> RowRanges | None:
-        """A place where the row holds `end` tokens, taken; None if there is no room, and nothing is taken then."""
+        """Take a place where the row holds `end` tokens; None without room, and then nothing is taken."""
         ...
 
     def give(self, place: RowRanges, kept: RowRanges | None) -> None:
@@ -161,5 +161,5 @@ class RowSpace(Protocol):
         ...
 
     def check(self, places: list[RowRanges]) -> None:
-        """Prove that what is out is what these places have, each range once (given twice: the same range)."""
+        """Check that the taken ranges are exactly those of these places (a range may be listed twice)."""
         ...

@@ -238,10 +238,10 @@ def device_of(config: EngineConfig) -> DeviceMemory:
 
 @functools.cache
 def _auto_storage() -> str:
-    """The storage that "auto" stands for on this machine."""
-    from quire.memory.placement import why_not
+    """What "auto" is on this machine."""
+    from quire.memory.placement import unsupported_reason
 
-    if (reason := why_not()) is None:
+    if (reason := unsupported_reason()) is None:
         return "virtual"
     _log.warning("storage auto: paged, as virtual does not work on this machine: %s", reason)
     return "paged"

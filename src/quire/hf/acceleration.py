@@ -1,31 +1,31 @@
-"""`accelerate(model)`: the model's own `generate`, with Quire's kernels under it, and `restore(model)`.
+"""`accelerate(model)` runs the model's own `generate` on Quire's kernels; `restore(model)` undoes it.
 
-A forward with a QuireCache is computed as one of Quire's steps: the batch as one flattened row without its padding,
-the packed linear layers, fused layers where the model has them, and attention that reads the cache's rows. The answer
-has the form the model's own forward gives. Every other forward (another cache or none, labels, attentions or hidden
-states asked for, a gradient, a mask that is more than left padding) is the model's own, on packed linear layers.
-Models whose forward Quire does not run exactly (states, latents, rotary embeddings that switch with the length) get
-the packed linear layers alone, and keep their own attention.
-Between the forwards of a `generate` on a QuireCache torch has one thread: what transformers computes there is small,
-and torch's other threads would spin on into the next step, where the kernels' want to run.
-What computes is a back end by name, any device's. The model lies in host memory, and its ids and logits do; where the
-back end's memory is its own, a forward on a QuireCache that is no step is refused, by the cache.
+Quire computes a forward with a QuireCache as one of its steps: the batch as one flattened row without its padding, the
+packed linear layers, fused layers where the model has them, and attention that reads the cache's rows. The output has
+the form of the model's own forward. The model's own forward, on packed linear layers, computes every other call
+(another cache or none, labels, requested attentions or hidden states, a gradient, a mask beyond left padding). Models
+whose forward Quire does not run exactly (states, latents, rotary embeddings that switch with the length) get only the
+packed linear layers and keep their own attention. Between the forwards of a `generate` on a QuireCache torch has one
+thread: transformers computes little there, and torch's other threads would spin on into the next step and compete with
+the kernels' threads. A back end by name computes, on any device. The model, its ids and its logits lie in host memory;
+if the back end has memory of its own, the cache refuses a forward on a QuireCache that is not a step.
 
-Forwards of one model take turns (`_Accelerated.lock`): a step switches the model's attention, and has the kernels'
-threads for itself anyway. All else of `generate` runs beside those of other threads.
+Forwards of one model are serialised (`_Accelerated.lock`): a step switches the model's attention and needs all kernel
+threads anyway. The rest of `generate` runs concurrently in several threads.
 
-A QuireCache whose keys are codes gets from its first such forward what is taken off them: measured as an engine does,
-once for a model and format. One that holds keys already keeps what it has.
+A QuireCache whose keys are codes gets its key offsets at its first such forward, measured as an engine does, once for a
+model and format. A cache that holds keys already keeps its offsets.
 
-Not a copy: the model is changed in place, and given back by `restore` as it would be without.
+Not a copy: `accelerate` changes the model in place, and `restore` returns it as it would be without.
 
-A model that somebody changes is followed (`prove.stamp`): each `generate`, and each forward outside of one, looks
-first. Other weights, adapters, attributes, another dtype: everything is undone, prepared and proved again, which may
-end at the packed linear layers alone (`accelerate(model)` tells). Hooks and training mode are nothing that a step could
-show as the model's own forward does: that forward computes while they are there, and under `torch.autocast`.
+Changes of the model are noticed (`prove.model_record`): each `generate`, and each forward outside of one, first
+compares the model with its record. After a change of weights, adapters, attributes or dtype the preparation is undone
+and made and proved again, which may end at packed linear layers only (`accelerate(model)` tells). A step cannot run
+hooks or training mode as the model's own forward does: that forward computes while they are on, and under
+`torch.autocast`.
 
-Cost: packing, and the probe's small forwards, once, and after a change; each weight exists once. A look takes some
-0.2 ms.
+Cost: packing, and the probe's small forwards, once, and after a change; each weight exists once. A comparison takes
+some 0.2 ms.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ __all__ = ["Acceleration", "accelerate", "restore"]
 
 _log = logging.getLogger("quire")
 
-# Keywords that say nothing, whatever they hold, and those that say nothing when they are None or False.
-_UNHEEDED = frozenset({"use_cache", "return_dict"})
-# What `generate` may be given, behind its first two arguments, that computes by itself: torch keeps its threads then.
-_OTHERS_WORK = ("assistant_model", "logits_processor", "stopping_criteria", "custom_generate")
-_GIVEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", *CACHE_KEYWORDS)
+# Keywords of a forward without effect, whatever their value. All others have no effect when None or False.
+_NO_EFFECT = frozenset({"use_cache", "return_dict"})
+# Arguments of `generate`, behind its first two, that compute by themselves: torch keeps its threads then.
+_COMPUTING_OPTIONS = ("assistant_model", "logits_processor", "stopping_criteria", "custom_generate")
+_STEP_KEYWORDS = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", *CACHE_KEYWORDS)
 _OUTPUT_KEYWORD = cast(str, cache_keyword(CausalLMOutputWithPast))
 
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` has done.
+    """The result of `accelerate`.
 
-    level: "whole", forwards with a QuireCache are Quire's steps; "linears", only linear layers are packed, for
+    level: "whole": forwards with a QuireCache are Quire's steps; "linears": only linear layers are packed, for
     `reason`.
     """
 
@@ -92,29 +92,31 @@ class Acceleration:
 
 
 class _Accelerated:
-    """One model that is accelerated: what is done about it now."""
+    """An accelerated model and the present state of its acceleration."""
 
     def __init__(self, model: PreTrainedModel, backend: Device | None) -> None:
         self._model = weakref.ref(model)
-        self.backend = (
-            backend  # None: nothing here computes steps, linear layers are packed as this machine can
-        )
+        self.backend = backend  # None: no steps, and linear layers packed as this machine can
         self._undo: list[Callable[[], None]] = []
-        self._stamp: ModelRecord | None = None
+        self._record: ModelRecord | None = None
         self._steps: _Steps | None = None
-        self._done = Acceleration("whole")
-        self._own: str | None = None  # why the model's own forward computes for now
+        self._acceleration = Acceleration("whole")
+        self._own_forward_reason: str | None = None  # reason, while the model's own forward computes
         self._local = threading.local()
-        self.lock = ForkSafeLock()  # held by a forward, and by who looks whether the model has changed
+        self.lock = ForkSafeLock()  # guards a forward, and the comparison with the record
         self._prepare(model)
 
     @property
-    def done(self) -> Acceleration:
-        self.look()
-        return self._done if self._own is None else Acceleration("linears", self._own)
+    def acceleration(self) -> Acceleration:
+        self.compare()
+        return (
+            self._acceleration
+            if self._own_forward_reason is None
+            else Acceleration("linears", self._own_forward_reason)
+        )
 
     def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
-        """The answer to a forward with these keywords; None where it is the model's own to give."""
+        """The output of a forward with these keywords; None if the model's own forward must compute it."""
         if self._steps is None or not isinstance(self._steps.cache_of(given), QuireCache):
             return None
         if _is_compiled():
@@ -123,51 +125,53 @@ class _Accelerated:
                 "kernels need no compilation; call the model itself"
             )
         if not self.generating:
-            self.look()
-        if self._own is not None or self._steps is None or torch.is_autocast_enabled("cpu"):
+            self.compare()
+        if self._own_forward_reason is not None or self._steps is None or torch.is_autocast_enabled("cpu"):
             return None
         return self._steps.answer(given)
 
     @property
     def generating(self) -> bool:
-        """Whether this thread is in a `generate`, which has looked."""
+        """Whether this thread is in a `generate`, which has compared the model already."""
         return getattr(self._local, "depth", 0) > 0
 
     @contextmanager
     def generate(self) -> Iterator[None]:
-        """A `generate` call of this thread."""
+        """Context of a `generate` call of this thread."""
         if not self.generating:
-            self.look()
+            self.compare()
         self._local.depth = getattr(self._local, "depth", 0) + 1
         try:
             yield
         finally:
             self._local.depth -= 1
 
-    def look(self) -> None:
-        """Follow what has been changed about the model."""
+    def compare(self) -> None:
+        """Compare the model with its record, and prepare it again after a change."""
         with self.lock:
-            self._look()
+            self._compare()
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         model = self._model()
-        if self._stamp is None or model is None or torch.compiler.is_compiling():
+        if self._record is None or model is None or torch.compiler.is_compiling():
             return
-        look = self._stamp.look()
-        if look.changed is not None:
+        comparison = self._record.look()
+        if comparison.changed is not None:
             self._undo_all()
             self._prepare(model)
-            assert self._stamp is not None
-            look = self._stamp.look()
-        self._own = None
-        if look.hooks:
-            self._own = f"{hooked(model)} expects the model's own forward; remove it to have Quire's"
-        elif look.training:
-            self._own = "the model is in training mode; call model.eval()"
+            assert self._record is not None
+            comparison = self._record.look()
+        self._own_forward_reason = None
+        if comparison.hooks:
+            self._own_forward_reason = (
+                f"{hooked(model)} expects the model's own forward; remove it to have Quire's"
+            )
+        elif comparison.training:
+            self._own_forward_reason = "the model is in training mode; call model.eval()"
 
     def undo(self) -> None:
         self._undo_all()
-        self._stamp = None
+        self._record = None
 
     def _undo_all(self) -> None:
         self._steps = None
@@ -178,7 +182,7 @@ class _Accelerated:
         prepared: PreparedModel | None = None
         reason = not_plain(model)
         try:
-            with without_hooks(model):  # the probe's forwards are nobody's business
+            with without_hooks(model):  # hooks must not see the probe's forwards
                 if reason is not None:
                     pass
                 elif self.backend is None:
@@ -207,11 +211,11 @@ class _Accelerated:
         except (UnsupportedModelError, ConfigError) as error:
             reason = str(error)
         except ArgumentError as error:
-            if self._stamp is None:
+            if self._record is None:
                 raise
-            reason = str(error)  # it has gone where Quire does not run it
+            reason = str(error)  # moved to a device where Quire does not run it
         if prepared is None:
-            self._done = Acceleration("linears", reason)
+            self._acceleration = Acceleration("linears", reason)
             packing, pack = None, None
             if self.backend is not None:
                 packing, pack = packing_on(self.backend), self.backend.pack
@@ -219,44 +223,44 @@ class _Accelerated:
             self._undo.append(undo)
             hold(model, self, self._undo)
             self._undo.append(lambda: let_go(model, self))
-            if self._stamp is not None:
-                self._stamp = ModelRecord(model)
+            if self._record is not None:
+                self._record = ModelRecord(model)
             return
         prepared.give_back_training()
-        self._done = Acceleration("whole")
+        self._acceleration = Acceleration("whole")
         self._undo.append(prepared.restore)
         self._steps = _Steps(self._model, prepared, cache_keyword(below(model, "forward")))
-        self._stamp = prepared.stamp
+        self._record = prepared.stamp
 
 
-_NAME = "_quire_accelerated"  # in the model's __dict__, with which it goes
+_NAME = "_quire_accelerated"  # in the model's __dict__, so that it lives as long as the model
 
 
 def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceleration:
     """Have `model.generate(..., past_key_values=QuireCache(model.config))` run on Quire's kernels, until `restore`.
 
-    Done twice, nothing happens the second time but that it tells what holds by now. A PeftModel is accelerated through
-    its base model, with the adapters in it.
+    A second call only returns the present state. A PeftModel is accelerated through its base model, with the adapters
+    in it.
 
     Args:
-        backend: what computes, by a name of `quire.attention.backend`; not given, the extension where it is built. On
-            another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
+        backend: name of the back end that computes, see `quire.attention.backend`; by default the extension, if built.
+            On another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
 
     Raises:
-        ArgumentError: not a transformers model, one that is not on the CPU, one that an open LLM runs, one that is
-            accelerated on another back end, or a back end that does not exist.
-        BackendError: the extension is asked for and was not built.
+        ArgumentError: not a transformers model, a model that is not on the CPU, that an open LLM runs or that is
+            accelerated on another back end, or an unknown back end.
+        BackendError: the extension was requested but is not built.
     """
     model = base_model(model, "accelerate")
     known = model.__dict__.get(_NAME)
     if known is not None:
-        own: Device | None = known[0].backend
-        if backend is not None and (own is None or own.name != backend):
+        device: Device | None = known[0].backend
+        if backend is not None and (device is None or device.name != backend):
             raise ArgumentError(
-                f"expected backend {'None' if own is None else repr(own.name)}, on which the model is accelerated, "
-                f"got {backend!r}; restore(model) first"
+                f"expected backend {'None' if device is None else repr(device.name)}, which accelerates the model, got "
+                f"{backend!r}; restore(model) first"
             )
-        return known[0].done
+        return known[0].acceleration
     elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if elsewhere:
         raise ArgumentError(
@@ -268,13 +272,13 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
         backend = "native"
     accelerated = _Accelerated(model, None if backend is None else attention_backend(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)
-    return accelerated.done
+    return accelerated.acceleration
 
 
 def restore(model: PreTrainedModel) -> None:
     """Make the model what it would be without `accelerate`, changes made meanwhile included.
 
-    For a model that was not accelerated, nothing happens.
+    Does nothing for a model that is not accelerated.
     """
     known = base_model(model, "restore").__dict__.pop(_NAME, None)
     if known is not None:
@@ -284,12 +288,14 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], None]:
-    """Put Quire's forward before the model's, and `generate` on one torch thread; returns what undoes that."""
+    """Put Quire's forward before the model's, and `generate` on one torch thread; returns a call that undoes it."""
     own_forward, own_generate = below(model, "forward"), below(model, "generate")
     names = list(inspect.signature(own_forward).parameters)
     keyword = cache_keyword(own_forward)
     here = _ThreadState()
-    spins = accelerated.backend is None or accelerated.backend.is_native  # beside kernels' threads
+    spins = (
+        accelerated.backend is None or accelerated.backend.is_native
+    )  # in addition to the kernels' threads
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -297,12 +303,12 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
         with accelerated.lock, torch_threads(outside[-1]) if outside else nullcontext():
             answer = (
                 accelerated.answer(given) if len(given) == len(args) + len(kwargs) else None
-            )  # no TypeError
+            )  # None: the model's own forward raises the TypeError
             return own_forward(*args, **kwargs) if answer is None else answer
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         with accelerated.generate():
-            others = len(args) > 2 or any(kwargs.get(name) is not None for name in _OTHERS_WORK)
+            others = len(args) > 2 or any(kwargs.get(name) is not None for name in _COMPUTING_OPTIONS)
             if others or not spins or not isinstance(given_cache(keyword, kwargs), QuireCache):
                 return own_generate(*args, **kwargs)
             outside = here.torch_threads
@@ -317,7 +323,7 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile runs what runs in this thread: traced, or called by what was traced."""
+    """Whether this thread runs under torch.compile: traced, or called by traced code."""
     if "torch._dynamo" not in sys.modules:
         return False
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
@@ -325,14 +331,14 @@ def _is_compiled() -> bool:
 
 
 class _ThreadState(threading.local):
-    """torch_threads: of torch outside of each `generate` under way in this thread."""
+    """torch_threads: torch's thread count outside of each running `generate` of this thread."""
 
     def __init__(self) -> None:
         self.torch_threads: list[int] = []
 
 
 class _Steps:
-    """Forwards of one prepared model that are Quire's. Called with the model's lock held."""
+    """Computes forwards of one prepared model as steps. Called with the model's lock held."""
 
     def __init__(
         self, model: weakref.ref[PreTrainedModel], prepared: PreparedModel, keyword: str | None
@@ -353,7 +359,7 @@ class _Steps:
         return given_cache(self._cache_keyword, given)
 
     def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
-        """The forward's answer to these keywords; None where it is the model's own to give."""
+        """The output of a forward with these keywords; None if the model's own forward must compute it."""
         cache = self.cache_of(given)
         if not isinstance(cache, QuireCache) or torch.is_grad_enabled():
             return None
@@ -367,13 +373,13 @@ class _Steps:
             or ids.numel() == 0
             or ids.device.type != "cpu"
             or type(kept) is not int
-            or not self._serves(cache, ids.shape[0])
+            or not self._fits_model(cache, ids.shape[0])
             or any(
                 value is not None and value is not False
                 for name, value in given.items()
-                if name not in _GIVEN and name not in _UNHEEDED
+                if name not in _STEP_KEYWORDS and name not in _NO_EFFECT
             )
-            or self._asks_for_more()
+            or self._requests_more_outputs()
         ):
             return None
         length = cache.get_seq_length()
@@ -388,7 +394,7 @@ class _Steps:
     ) -> CausalLMOutputWithPast | None:
         storage = self._storage_of(cache)
         cache.check_whole()
-        self._settle_offsets(cache)
+        self._measure_offsets(cache)
         storage.open(ids.shape[0])
         step = storage.step(ids, positions, pads, kept)
         if step is None:
@@ -396,43 +402,47 @@ class _Steps:
         if storage.paged is None:
             storage.paged = self._prepared.cache_over(
                 cast(Any, storage)
-            )  # the part of a Storage that a forward uses
+            )  # a RowStorage has the part of a Storage that a forward uses
             storage.paged.key_offsets = cache.key_offsets
         logits = self._prepared.forward(step.forward, storage.paged)
-        storage.stored(ids.shape[1])
+        storage.advance(ids.shape[1])
         if cache.filled_by is None:
             cache.filled_by = self._model
         answer: dict[str, Any] = {
-            "logits": _in_form(logits, step.logits_at, ids.shape[0] * kept).view(ids.shape[0], kept, -1),
+            "logits": _in_batch_form(logits, step.logits_at, ids.shape[0] * kept).view(
+                ids.shape[0], kept, -1
+            ),
             _OUTPUT_KEYWORD: cache,
         }
         return CausalLMOutputWithPast(**answer)
 
-    def _settle_offsets(self, cache: QuireCache) -> None:
-        """Have it known what is taken off keys of a cache that is empty."""
+    def _measure_offsets(self, cache: QuireCache) -> None:
+        """Measure the key offsets of an empty cache, unless they are known."""
         formats = cache.formats
         if formats.is_known:
             return
-        spec = formats.spec_over(self._prepared.spec)
+        spec = formats.with_formats(self._prepared.spec)
         kinds = tuple((layer.k_format, layer.v_format) for layer in spec.layers)
         found = self._offsets.get(kinds)
         if found is None:
             found = self._offsets[kinds] = measure_key_offsets(self._prepared, spec)
             if found.left_out:
                 _log.warning(
-                    "%s: layers %s of a QuireCache keep K and V in %s: their keys have channels far from zero, which "
-                    "cannot be taken off beside sinks or a soft cap",
+                    "%s: layers %s of a QuireCache keep K and V in %s: their keys have channels far from zero, and "
+                    "sinks or a soft cap forbid subtracting an offset",
                     *(spec.name, ", ".join(map(str, sorted(found.left_out))), spec.dtype),
                 )
-        is_open = any(layer.is_initialized for layer in cache.row_layers)  # a first step was interrupted
-        formats.take(found.taken, frozenset() if is_open else found.left_out)
+        is_open = any(
+            layer.is_initialized for layer in cache.row_layers
+        )  # True: a first step was interrupted
+        formats.settle(found.taken, frozenset() if is_open else found.left_out)
 
-    def _serves(self, cache: QuireCache, num_rows: int) -> bool:
-        """Whether the cache is one of this model's shape, or empty."""
+    def _fits_model(self, cache: QuireCache, num_rows: int) -> bool:
+        """Whether the cache is empty or has this model's shape."""
         layers, prepared = self._prepared.spec.layers, self._prepared
         storage = self._storages.get(cache)
         if storage is not None and storage.is_open(num_rows):
-            return True  # it was, and has the same rows
+            return True  # checked before, and with the same rows
         if len(cache.layers) != len(layers):
             return False
         theirs, ours = cache.backend, prepared.backend
@@ -443,7 +453,7 @@ class _Steps:
                 f"backend {theirs.name!r}; make it {how}, or restore(model)"
             )
         if cache.key_offsets and sees_offsets(prepared.loaded.model):
-            return False  # measured by the model's own forward, or given: kernels cannot add them back
+            return False  # offsets from the model's own forward or the caller: kernels cannot add them back
         if not cache.formats.names <= set(ours.kv_formats):
             return False
         for layer, stored in zip(cache.layers, layers, strict=True):
@@ -460,8 +470,8 @@ class _Steps:
                     return False
         return True
 
-    def _asks_for_more(self) -> bool:
-        """Whether the model's config asks for what a step does not give."""
+    def _requests_more_outputs(self) -> bool:
+        """Whether the model's config requests outputs that a step does not have."""
         config = self._prepared.loaded.model.config
         return any(
             getattr(config, name, False)
@@ -479,15 +489,15 @@ class _Steps:
         return storage
 
 
-def _in_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, vocab_size], nobody else's, usable outside of inference mode: rows `at`, which rise, are `logits`.
+def _in_batch_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A new tensor [num_rows, vocab_size], usable outside of inference mode, with `logits` in the ascending rows `at`.
 
-    The others, which are padding's, are zeros.
+    The other rows belong to padding and are zeros.
     """
     whole = len(at) == num_rows
     if whole and not logits.is_inference():
         return logits
-    # One thread: torch's second one would go on spinning where the next step's kernels want to run.
+    # One thread: torch's second thread would go on spinning and slow down the next step's kernels.
     with torch.inference_mode(False), one_torch_thread():
         if whole:
             return logits.clone()
@@ -497,16 +507,16 @@ def _in_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> torch.Ten
 
 
 def _drop(storage: weakref.ref[RowStorage]) -> None:
-    """The cache has gone, or gives its memory back: nothing here holds it any more. A finalizer too, in any thread."""
+    """Release the views of a cache that was collected or gives its memory back. Also a finalizer, in any thread."""
     held = storage()
     if held is not None:
         held.drop()
 
 
 def _pads(mask: Any, num_rows: int, length: int, backend: Device) -> np.ndarray | None:
-    """Leading padding of each row, int64 [num_rows]; None for a mask that is something else.
+    """Leading padding of each row, int64 [num_rows]; None for any other mask.
 
-    A row of nothing but padding is left to the model's own forward, which answers something, where that can be.
+    A row of padding only is left to the model's own forward, which has some output for it, if the back end is the host.
     """
     if mask is None:
         return np.zeros(num_rows, np.int64)
@@ -524,7 +534,7 @@ def _pads(mask: Any, num_rows: int, length: int, backend: Device) -> np.ndarray 
 
 
 def _positions(given: Any, shape: torch.Size, length: int) -> torch.Tensor | None:
-    """int64 [B, T]; None for positions of another form."""
+    """Positions, int64 [B, T]; None if `given` has another form."""
     if given is None:
         return torch.arange(length, length + shape[1]).expand(shape)
     if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != shape[1]:

@@ -1,15 +1,15 @@
-"""In which formats a QuireCache keeps keys and values, layer by layer, and what it takes off keys that become codes.
+"""The formats of keys and values of a QuireCache, layer by layer, and the offsets it subtracts from keys before coding.
 
-Formats are those that `kv_dtype` names (`quire.spec.kv_dtype`). An offset is a vector for each head of a layer
-(`quire.model.key_offsets`). It is given, or that of a model which `accelerate` runs whole, or measured on the first
-keys of the layer: the mean of their last tokens, where codes are finer for it. What is measured depends on those keys
-alone and stays until the cache is reset, so nothing is quantized twice, and a file keeps it.
-Not the codes: `codes` writes and widens them.
+`kv_dtype` names the formats (`quire.spec.kv_dtype`). An offset is a vector for each head of a layer
+(`quire.model.key_offsets`). It comes from the caller, from a model which `accelerate` runs whole, or from the first
+keys of the layer: the mean of their last tokens, if codes are finer with it. A measured offset depends on those keys
+alone and stays until the cache is reset, so no key is quantized twice; a file saves it. Not the codes: `codes` writes
+and decodes them.
 
 Invariants
-    K1  formats and offset of a layer stay what they are while it holds a token.
+    K1  formats and offset of a layer do not change while it holds a token.
 
-Cost: reading the config once; where nothing is in codes, a comparison a layer and step.
+Cost: reading the config once; without codes, a comparison for each layer and step.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = ["CacheFormats"]
 
 _log = logging.getLogger("quire")
 
-_PLAIN = ("", "")
-_MEASURED = 512  # tokens of all rows together
+_MODEL_DTYPE = ("", "")
+_MEASURED_TOKENS = 512  # tokens of all rows together
 
 
 class CacheFormats:
-    """Of one cache.
+    """The formats and key offsets of one cache.
 
     Args:
         config: the model's.
-        kv_dtype: as `with_kv_dtype` has it; kept as one text.
-        key_offsets: by layer, [num_kv_heads, k_head_dim]; layers that it lacks have none. None: they are measured.
-        backend: what writes and reads the codes.
+        kv_dtype: as for `with_kv_dtype`; stored as one text.
+        key_offsets: by layer, [num_kv_heads, k_head_dim]; missing layers have none. None: they are measured.
+        backend: writes and reads the codes.
 
     Raises:
-        ArgumentError: a format that the model's layers or the back end cannot have, or offsets of other layers.
+        ArgumentError: a format that the model's layers or the back end do not support, or offsets of other layers.
     """
 
     def __init__(
@@ -64,76 +64,76 @@ class CacheFormats:
             for number, layer in enumerate(() if self._spec is None else self._spec.layers)
             if layer.stores_kv and (layer.k_format or layer.v_format)
         )
-        self.names = frozenset(name for number in self.coded for name in self.of(number) if name)
+        self.names = frozenset(name for number in self.coded for name in self.of_layer(number) if name)
         if unknown := sorted(self.names - set(backend.kv_formats)):
             raise ArgumentError(
                 f"expected formats of K and V that backend {backend.name!r} attends to, "
                 f"{', '.join(backend.kv_formats) or 'the model dtype alone'}, got {', '.join(unknown)} - in "
                 "`kv_dtype`; take auto, or another backend"
             )
-        self._given = None if key_offsets is None else self._checked(key_offsets)
-        self._known: dict[int, torch.Tensor | None] = {}  # what was found for layers that were measured
-        self.forget()
+        self._given = None if key_offsets is None else self._checked_offsets(key_offsets)
+        self._known: dict[int, torch.Tensor | None] = {}  # offsets of layers for which they are settled
+        self.reset()
 
-    def of(self, layer: int) -> tuple[str, str]:
-        """Of K and of V of this layer; empty names where they are in the model's dtype."""
+    def of_layer(self, layer: int) -> tuple[str, str]:
+        """Format names of K and of V of this layer; empty for the model's dtype."""
         if self._spec is None or layer >= len(self._spec.layers) or layer in self._left_out:
-            return _PLAIN
-        found = self._spec.layers[layer]
-        return found.k_format, found.v_format
+            return _MODEL_DTYPE
+        spec = self._spec.layers[layer]
+        return spec.k_format, spec.v_format
 
     @property
     def offsets(self) -> dict[int, torch.Tensor]:
-        """Those taken now: float32 [num_kv_heads, k_head_dim] by layer."""
+        """The present offsets: float32 [num_kv_heads, k_head_dim] by layer."""
         return {layer: offset for layer, offset in self._known.items() if offset is not None}
 
     @property
     def is_known(self) -> bool:
-        """Whether it is settled for every layer what is taken off its keys."""
-        return all(layer in self._known for layer in self.coded if self.of(layer)[0])
+        """Whether the offset of every layer with coded keys is settled."""
+        return all(layer in self._known for layer in self.coded if self.of_layer(layer)[0])
 
     def same_as(self, other: CacheFormats) -> bool:
-        """Whether both keep all layers in the same formats."""
-        return {layer: self.of(layer) for layer in self.coded} == {
-            layer: other.of(layer) for layer in other.coded
+        """Whether all layers have the same formats in both."""
+        return {layer: self.of_layer(layer) for layer in self.coded} == {
+            layer: other.of_layer(layer) for layer in other.coded
         }
 
-    def spec_over(self, plain: KVSpec) -> KVSpec:
-        """A model's spec, with these formats."""
+    def with_formats(self, spec: KVSpec) -> KVSpec:
+        """A model's spec with these formats."""
         if self._spec is None:
-            return plain
-        return with_kv_dtype(plain, self.kv_dtype, but=self._left_out) if self.coded else plain
+            return spec
+        return with_kv_dtype(spec, self.kv_dtype, but=self._left_out) if self.coded else spec
 
     def measure(self, layer: int, keys: torch.Tensor) -> None:
-        """`keys` [rows, heads, tokens, width] are about to be the first of this layer, unless it has some."""
-        name = self.of(layer)[0]
+        """Measure the offset on the layer's first `keys` [rows, heads, tokens, width], unless it is settled."""
+        name = self.of_layer(layer)[0]
         if not name or layer in self._known:
             return
         from quire.model.key_offsets import key_offset
 
-        each = max(1, _MEASURED // keys.shape[0])
+        each = max(1, _MEASURED_TOKENS // keys.shape[0])
         tokens = keys[:, :, -each:].transpose(1, 2).flatten(0, 1)
         with torch.inference_mode(False):
             self._known[layer] = key_offset(tokens.float().clone(), name)
 
-    def take(self, offsets: Mapping[int, torch.Tensor], left_out: frozenset[int] = frozenset()) -> None:
-        """Settle for an empty cache: these are the offsets of layers that have not been measured, the others have none,
-        and layers `left_out` stay in the model's dtype."""
+    def settle(self, offsets: Mapping[int, torch.Tensor], left_out: frozenset[int] = frozenset()) -> None:
+        """Settle the offsets of an empty cache: layers that were not measured get theirs from `offsets`, or none, and
+        layers `left_out` stay in the model's dtype."""
         self._left_out = left_out
         for layer in self.coded:
             self._known.setdefault(layer, offsets.get(layer))
 
-    def loaded(self, layer: int, offset: torch.Tensor | None) -> None:
-        """What a file has of this layer, whose keys and values are about to be the cache's."""
+    def set_offset(self, layer: int, offset: torch.Tensor | None) -> None:
+        """Set the offset of a layer that is loaded from a file."""
         if layer in self.coded:
             self._known[layer] = offset
 
-    def forget(self) -> None:
-        """The cache is empty: what was measured is measured again."""
+    def reset(self) -> None:
+        """Drop measured offsets, as the cache is empty; the next keys are measured again."""
         self._left_out = frozenset()
         self._known = {}
         if self._given is not None:
-            self.take(self._given)
+            self.settle(self._given)
 
     def copy(self) -> CacheFormats:
         new = object.__new__(type(self))
@@ -142,10 +142,10 @@ class CacheFormats:
         return new
 
     def check(self, layer: int, shape: StoredShape) -> None:
-        """*raises:* ArgumentError: keys and values of this shape cannot be kept in the layer's formats."""
+        """*raises:* ArgumentError: the layer's formats cannot store keys and values of this shape."""
         if self._spec is None or layer >= len(self._spec.layers):
             return
-        told = self._spec.layers[layer]
+        spec = self._spec.layers[layer]
         if not shape.is_coded:
             named = None if self.coded else format_of(self._spec.dtype).torch_dtype
             if named not in (None, shape.dtype):
@@ -154,7 +154,7 @@ class CacheFormats:
                     f"{self.kv_dtype!r} says, got {shape.dtype}; make one with kv_dtype='auto'"
                 )
             return
-        expected = ((told.num_kv_heads, told.num_kv_heads), told.given_dims)
+        expected = ((spec.num_kv_heads, spec.num_kv_heads), spec.given_dims)
         if (shape.num_heads, shape.widths) != expected:
             raise ArgumentError(
                 f"expected heads {expected[0]} of widths {expected[1]} in layer {layer} of a QuireCache with kv_dtype="
@@ -169,25 +169,25 @@ class CacheFormats:
                 "backend='python'"
             )
 
-    def _checked(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies of offsets that somebody gives."""
-        found: dict[int, torch.Tensor] = {}
-        for layer, offset in given.items():
-            if layer not in self.coded or not self.of(layer)[0]:
+    def _checked_offsets(self, key_offsets: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Checked copies of the caller's offsets."""
+        offsets: dict[int, torch.Tensor] = {}
+        for layer, offset in key_offsets.items():
+            if layer not in self.coded or not self.of_layer(layer)[0]:
                 raise ArgumentError(
                     f"expected key_offsets of layers whose keys kv_dtype={self.kv_dtype!r} keeps in codes, "
-                    f"{_listed(self.coded)}, got some of layer {layer!r}"
+                    f"{_listed(self.coded)}, got offsets of layer {layer!r}"
                 )
             assert self._spec is not None
-            told = self._spec.layers[layer]
-            shape = (told.num_kv_heads, told.k_head_dim)
+            spec = self._spec.layers[layer]
+            shape = (spec.num_kv_heads, spec.k_head_dim)
             if not isinstance(offset, torch.Tensor) or offset.shape != shape or not offset.isfinite().all():
                 got: Any = tuple(offset.shape) if isinstance(offset, torch.Tensor) else type(offset).__name__
                 raise ArgumentError(
                     f"expected finite key_offsets {list(shape)}, a vector for each head, of layer {layer}, got {got}"
                 )
-            found[layer] = offset.detach().to("cpu", torch.float32, copy=True).contiguous()
-        return found
+            offsets[layer] = offset.detach().to("cpu", torch.float32, copy=True).contiguous()
+        return offsets
 
 
 def _spec_of(config: PreTrainedConfig, kv_dtype: str) -> KVSpec:

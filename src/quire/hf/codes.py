@@ -1,12 +1,12 @@
-"""Keys and values of a layer's rows as codes: written by a back end, and widened for whoever asks for numbers.
+"""Keys and values of a layer's rows as codes: a back end writes them, and `decoded` returns them as numbers.
 
 `view` is a `KVView` in which a row of the batch is one block, so that slot `r * row_tokens + p` is token p of row r.
-What is widened is a copy: the caller's attention reads it, and it goes. Keys are turned back by a product with the
-Hadamard matrix; a row's codes and scale have so few bits that all its sums are exact, in any order.
-Not the definition of codes (`quire.attention.codecs`), nor where rows lie (`rows`).
+Decoded rows are a copy that lives only while the caller's attention reads it. A product with the Hadamard matrix
+rotates keys back; a row's codes and scale have so few bits that all its sums are exact, in any order. Not the
+definition of codes (`quire.attention.codecs`), nor of rows (`layer_rows`).
 
-Cost: writing as the back end's; widening some passes over the rows in float32, a few tokens at a time, which with a
-long past is more than torch's attention takes.
+Cost: writing costs what the back end's does; decoding takes some passes over the rows in float32, a few tokens at a
+time, which with a long past is more than torch's attention takes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quire.attention import Device
 from quire.attention.codecs import codec_of, turn_size, turned
 from quire.memory.view import KVView
 
-__all__ = ["widened", "write_codes"]
+__all__ = ["decoded", "write_codes"]
 
-_PIECE = 1 << 16  # numbers that are widened together, in float32
+_PIECE = 1 << 16  # numbers that are decoded together, in float32
 
 
 def write_codes(backend: Device, view: KVView, k: torch.Tensor, v: torch.Tensor, at: int) -> None:
@@ -32,9 +32,9 @@ def write_codes(backend: Device, view: KVView, k: torch.Tensor, v: torch.Tensor,
     backend.write(view, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), slots)
 
 
-def widened(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
-    """Keys (0) or values (1) of tokens [first, stop): [rows, heads, stop - first, width] of the model's dtype, as they
-    were before they were turned and became codes, within what codes lose."""
+def decoded(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
+    """Keys (0) or values (1) of tokens [first, stop): [rows, heads, stop - first, width] of the model's dtype, as
+    before rotation and coding, up to the codes' loss."""
     pool, scales, name = (
         (view.k, view.k_scale, view.k_format) if which == 0 else (view.v, view.v_scale, view.v_format)
     )
@@ -51,7 +51,7 @@ def widened(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
         if which == 0:
             if codec.turns_keys:
                 size = turn_size(width)
-                rows = (rows.reshape(-1, size) @ _turning_back(size)).view(rows.shape)
+                rows = (rows.reshape(-1, size) @ _inverse_rotation(size)).view(rows.shape)
             if view.k_offset is not None:
                 rows = rows + view.k_offset[:, None]
         out[:, :, begin - first : end - first] = rows
@@ -59,7 +59,7 @@ def widened(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
 
 
 @cache
-def _turning_back(size: int) -> torch.Tensor:
-    """[size, size]: the matrix times itself is the identity times its size."""
+def _inverse_rotation(size: int) -> torch.Tensor:
+    """[size, size], the inverse rotation: the matrix times itself is the identity times its size."""
     with torch.inference_mode(False):
         return turned(torch.eye(size)) / size

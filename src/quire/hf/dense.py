@@ -1,17 +1,17 @@
-"""Rows in plain tensors, or in buffers of a device: `growing` and `contiguous`.
+"""Rows in torch tensors, or in buffers of a device: `growing` and `contiguous`.
 
-    growing     room for 128 + layer % 64 tokens more than are needed; when that is full, a larger buffer is taken and
-                the past copied. Layers differ in how much, so that they seldom copy in the same step.
-    contiguous  room for `max_length` tokens from the first one on, and never more.
+    growing     room for 128 + layer % 64 tokens more than are needed; when it is full, a larger buffer replaces it and
+                the past is copied. The room differs by layer, so that layers seldom copy in the same step.
+    contiguous  room for `max_length` tokens from the start, and never more.
 
-Neither can share: a fork copies. The limit counts whole buffers, written or not; while a `growing` buffer is replaced
-its old one exists beside it (one of one layer at a time).
+Neither can share: a fork copies. The limit counts whole buffers, written or not; during a replacement the old `growing`
+buffer exists too (of one layer at a time).
 
-Threads: rows belong to one cache, the count to all its forks. Buffers are taken, replaced and copied under the memory's
-lock; a child of `os.fork` has copies of all and goes on with them.
+Threads: rows belong to one cache, the byte count to all its forks. The memory's lock guards taking, replacing and
+copying buffers; a child of `os.fork` has copies of all and continues with them.
 
-Cost: `prepare` about 0.1 us where there is room; a replacement copies the buffer. `select` and `reorder` copy rows. On
-another device than this machine these copies go over host memory.
+Cost: `prepare` about 0.1 us if there is room; a replacement copies the buffer. `select` and `reorder` copy rows. On
+another device than this machine these copies pass through host memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPREAD = 64
 
 
 class DenseMemory:
-    """Memory of `limit_bytes` of a device for rows; of `max_length` tokens each from the start if `set_aside`."""
+    """Memory of `limit_bytes` of a device for rows; with `set_aside` each has `max_length` tokens from the start."""
 
     def __init__(
         self, device: DeviceMemory, limit_bytes: int, max_length: int | None, *, set_aside: bool
@@ -119,12 +119,12 @@ class DenseMemory:
                 target = new.tokens(need.first, need.stop)
                 for row, chosen in enumerate(order):
                     write(self.device, target[row], source[chosen])
-        found: list[LayerRows] = [new for new, _, _ in selected]
-        return found
+        selected_rows: list[LayerRows] = [new for new, _, _ in selected]
+        return selected_rows
 
-    def take_state(self, num_bytes: int, what: str) -> None:
+    def take_state(self, num_bytes: int, purpose: str) -> None:
         with self._lock:
-            refuse_state(what, num_bytes, self.used_bytes, self.limit_bytes)
+            refuse_state(purpose, num_bytes, self.used_bytes, self.limit_bytes)
             self.used.add(num_bytes)
 
     def give_state(self, num_bytes: int) -> None:
@@ -138,7 +138,7 @@ class DenseMemory:
                 f"expected {num_tokens} tokens in {num_rows} rows to fit into kv_memory of "
                 f"{format_size(self.limit_bytes)}, with {format_size(used)} in use they need "
                 f"{format_size(more_bytes)} more; raise kv_memory"
-                + (", or lower max_length, which is set aside whole" if self.set_aside else "")
+                + (", or lower max_length, which is reserved in full" if self.set_aside else "")
             )
 
 
@@ -161,7 +161,8 @@ class DenseRows:
         return self.num_rows * num_tokens * self.token_bytes
 
     def replace(self, first: int, stop: int, num_tokens: int) -> None:
-        """A buffer of `num_tokens` a row from position `first` on, with what was in [first, stop)."""
+        """Take a new buffer of `num_tokens` a row from position `first` on, and copy positions [first, stop) into
+        it."""
         memory = self._memory
         assert memory is not None
         try:

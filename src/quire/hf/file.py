@@ -1,21 +1,21 @@
-"""A QuireCache in a file, for the model that filled it and no other.
+"""Saves a QuireCache in a file and loads it for the same model only.
 
     8 bytes    "QUIREKV1"
     8 bytes    length of the header, little endian
     32 bytes   SHA-256 of the header
-    header     JSON: fingerprint, kv_dtype, and for each layer what it holds, with the SHA-256 of every tensor
-    payload    the tensors' bytes, in the header's order; nothing before, between or behind them
+    header     JSON: fingerprint, kv_dtype, and for each layer its contents, with the SHA-256 of every tensor
+    payload    the tensors' bytes in the header's order, without gaps
 
-Keys and values lie token after token, row after row, as in memory; of a layer with a window, those that can still be
-seen. Codes lie as codes, zeros where they fill up a token, and what is taken off keys behind the values. States lie as
-the next step needs them, without what is recorded for `crop`. Nothing is executed or unpickled; every byte of the file
-is covered by a checksum or compared.
+Keys and values lie token after token, row after row, as in memory; a layer with a window has only its visible tokens.
+Codes lie as codes, with zeros in a token's padding, and key offsets behind the values. States lie as the next step
+needs them, without the past recorded for `crop`. Loading executes and unpickles nothing; every byte of the file is
+covered by a checksum or compared.
 
 Invariants
-    C1  `save` leaves the old file or the whole new one under the path, whenever it is interrupted.
+    C1  `save` leaves the old file or the whole new file under the path, whenever it is interrupted.
     C2  `load` fills the cache with verified bytes of this model, or leaves it empty and raises.
 
-Cost: a pass of SHA-256 over the model's weights, and one over the cache; of another device than this machine, a copy of
+Cost: a pass of SHA-256 over the model's weights, and one over the cache; on another device than this machine, a copy of
 the cache in host memory (`save`) or of a layer's keys or values (`load`).
 """
 
@@ -54,7 +54,7 @@ _MAX_HEADER = 64 << 20
 
 
 class _Cache(Protocol):
-    """What is used of a `QuireCache`, where its members are described."""
+    """The members of a `QuireCache` that are used here; it describes them."""
 
     layers: list[Any]
     config: Any
@@ -63,7 +63,7 @@ class _Cache(Protocol):
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None: ...
-    def foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]: ...
+    def config_shapes(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]: ...
     def reset(self) -> None: ...
 
 
@@ -76,10 +76,10 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
         )
     if path.is_dir():
         raise ArgumentError(f"expected the name of a file to save a cache in, got the folder {path}")
-    foretold = cache.foretold(1, torch.float32)
+    config_shapes = cache.config_shapes(1, torch.float32)
     _check_states(cache.layers)
     layers = [
-        _describe(layer, index, foretold.get(index), cache.formats.offsets.get(index))
+        _describe(layer, index, config_shapes.get(index), cache.formats.offsets.get(index))
         for index, layer in enumerate(cache.layers)
     ]
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
@@ -94,13 +94,13 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
 
 
 def load(cache: _Cache, path: Path, model: PreTrainedModel, *, any_kv_dtype: bool) -> None:
-    """See `QuireCache.load`; `cache` is an empty one for `model`. any_kv_dtype: it is to have the file's."""
+    """See `QuireCache.load`; `cache` is empty and made for `model`. any_kv_dtype: take the file's formats."""
     try:
         with open(path, "rb") as file:
             header = _read_header(file, path)
             _check_model(header, path, model)
-            _take_formats(cache, header, path, any_kv_dtype)
-            check_layers(header.layers, cache.layers, cache.foretold(1, torch.float32), _dtypes(model))
+            _check_formats(cache, header, path, any_kv_dtype)
+            check_layers(header.layers, cache.layers, cache.config_shapes(1, torch.float32), _dtypes(model))
             check_states(header.layers, cache.layers, cache.config, _dtypes(model))
             _fill(cache, file, header, path)
     except BadHeaderError as error:
@@ -114,7 +114,7 @@ def load(cache: _Cache, path: Path, model: PreTrainedModel, *, any_kv_dtype: boo
         raise
 
 
-# What is written.
+# Writing
 
 
 def _check_states(layers: list[Any]) -> None:
@@ -126,8 +126,8 @@ def _check_states(layers: list[Any]) -> None:
     ]
     if missing:
         raise ArgumentError(
-            f"expected states in every layer that keeps some, got none in layers {missing}; a model that keeps them in "
-            "its own modules (RecurrentGemma) cannot be gone on with from a file"
+            f"expected states in every state layer, got none in layers {missing}; a model that keeps them in its own "
+            "modules (RecurrentGemma) cannot continue from a file"
         )
 
 
@@ -135,9 +135,9 @@ _Parts = list[torch.Tensor]  # uint8, contiguous, one after another
 
 
 def _describe(
-    layer: Any, index: int, foretold: StoredShape | None, offset: torch.Tensor | None
+    layer: Any, index: int, config_shape: StoredShape | None, offset: torch.Tensor | None
 ) -> tuple[dict[str, Any], list[_Parts]]:
-    """A layer's entry in the header, and its tensors in the payload. offset: what is taken off its keys."""
+    """A layer's entry in the header, and its tensors in the payload. offset: its key offset."""
     entry: dict[str, Any] = {"rows": None, "states": None}
     tensors: list[_Parts] = []
     if isinstance(layer, RowLayer) and layer.is_initialized:
@@ -152,14 +152,17 @@ def _describe(
             "length": layer.length,
             "sha256": [],
         }
-        if foretold is not None and (shape.num_heads, shape.widths) != (foretold.num_heads, foretold.widths):
+        if config_shape is not None and (shape.num_heads, shape.widths) != (
+            config_shape.num_heads,
+            config_shape.widths,
+        ):
             entry["rows"]["foretold"] = False
         for which in (0, 1):
             device = layer.rows[which].device
             parts = [read(device, place) for place in _rows_of(layer, which, first, layer.length)]
             if shape.is_coded and len(padding := shape.padding(which)):
                 for part in parts:
-                    part.view(-1, shape.token_bytes(which))[:, padding] = 0  # nobody reads it
+                    part.view(-1, shape.token_bytes(which))[:, padding] = 0  # padding has no meaning
             entry["rows"]["sha256"].append(_digest(parts))
             tensors.append(parts)
         if shape.is_coded:
@@ -190,9 +193,9 @@ def _describe(
         entry["states"] = states
     elif not isinstance(layer, RowLayer) and isinstance(
         layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)
-    ):  # neither is a layer that stores nothing
+    ):  # a layer that stores nothing is neither
         raise ArgumentError(
-            f"expected layers that a cache file can hold, got {type(layer).__name__} in layer {index}; such caches "
+            f"expected layers that a cache file can store, got {type(layer).__name__} in layer {index}; such caches "
             "cannot be saved"
         )
     return entry, tensors
@@ -220,7 +223,7 @@ def _digest(parts: _Parts) -> str:
     return digest.hexdigest()
 
 
-# What is read.
+# Reading
 
 
 def _read_header(file: BinaryIO, path: Path) -> FileHeader:
@@ -240,64 +243,67 @@ def _read_header(file: BinaryIO, path: Path) -> FileHeader:
         )
     text = file.read(length)
     if hashlib.sha256(text).digest() != front[len(_MAGIC) + 8 :]:
-        raise _refused(path, "expected the header's checksum it was written with, got another one")
+        raise _refused(path, "expected the checksum that the header was written with, got another")
     header = parse(text)
     expected = _FRONT + length + header.num_bytes
     if size != expected:
         raise _refused(
-            path, f"expected {_shown(expected)} bytes, got {size}; it is cut short or was added to"
+            path, f"expected {_byte_count(expected)} bytes, got {size}; it is cut short or was added to"
         )
     return header
 
 
 def _check_model(header: FileHeader, path: Path, model: PreTrainedModel) -> None:
-    own = fingerprint(model)
-    saved = {"behaviour": own["behaviour"], **header.fingerprint}  # of which earlier files know nothing
-    for part, what in (
+    model_fingerprint = fingerprint(model)
+    saved = {
+        "behaviour": model_fingerprint["behaviour"],
+        **header.fingerprint,
+    }  # earlier files lack "behaviour"
+    for part, description in (
         ("config", "config"),
         ("weights", "weights"),
         ("behaviour", "state of its modules: adapters on or off, scalings, hooks"),
     ):
-        if saved[part] != own[part]:
+        if saved[part] != model_fingerprint[part]:
             raise _refused(
                 path,
-                f"it was saved for a model with another {what} (expected SHA-256 {own[part][:12]}..., this model's, "
-                f"got {saved[part][:12]}...)",
+                f"it was saved for a model with another {description} (expected SHA-256 "
+                f"{model_fingerprint[part][:12]}..., this model's, got {saved[part][:12]}...)",
             )
 
 
-def _take_formats(cache: _Cache, header: FileHeader, path: Path, any_kv_dtype: bool) -> None:
-    """Have the cache, an empty one, keep keys and values as the file does."""
+def _check_formats(cache: _Cache, header: FileHeader, path: Path, any_kv_dtype: bool) -> None:
+    """Check the file's formats against the empty cache's, or give the cache the file's."""
     try:
         stored = CacheFormats(cache.config, header.kv_dtype, None, cache.backend)
     except QuireError as error:
-        raise _refused(path, f"its keys and values are kept in {header.kv_dtype!r}: {error}") from error
+        raise _refused(path, f"its keys and values are stored as {header.kv_dtype!r}: {error}") from error
     if any_kv_dtype:
         cache.formats = stored
     elif not stored.same_as(cache.formats):
         raise _refused(
             path,
-            f"expected keys and values kept as kv_dtype={cache.formats.kv_dtype!r} says, got {header.kv_dtype!r}; load "
+            f"expected keys and values of kv_dtype={cache.formats.kv_dtype!r}, got {header.kv_dtype!r}; load "
             "it without kv_dtype",
         )
-    # Of layers that a model's sinks or soft caps had left in its dtype.
-    plain = {
+    # Layers that stayed in the model's dtype because of sinks or soft caps.
+    model_dtype_layers = {
         index
         for index in cache.formats.coded
         if index < len(header.layers)
         and (rows := header.layers[index].rows) is not None
         and not rows.shape.is_coded
     }
-    if plain:
-        cache.formats.take({}, frozenset(plain))
+    if model_dtype_layers:
+        cache.formats.settle({}, frozenset(model_dtype_layers))
 
 
 def _fill(cache: _Cache, file: BinaryIO, header: FileHeader, path: Path) -> None:
     stored = {index: layer.rows for index, layer in enumerate(header.layers) if layer.rows is not None}
-    # Rows without a token are opened by the first one.
+    # The first token opens rows that are empty here.
     filled = {index: rows for index, rows in stored.items() if rows.length}
     cache.open_all({index: rows.shape for index, rows in filled.items()})
-    # All memory first, so that what does not fit is found before anything is read.
+    # All memory first, so that a lack of memory is found before anything is read.
     cache.prepare_for({index: (rows.first, rows.length) for index, rows in filled.items()})
     for layer, entry in zip(cache.layers, header.layers, strict=True):
         if entry.states is not None:
@@ -316,8 +322,8 @@ def _fill(cache: _Cache, file: BinaryIO, header: FileHeader, path: Path) -> None
             if rows.offset is not None:
                 offset = torch.empty(rows.offset_shape, dtype=torch.float32)
                 _read_into(file, [_bytes_of(offset)], rows.offset, path)
-            cache.formats.loaded(index, offset)
-            layer.filled(rows.first, rows.length)
+            cache.formats.set_offset(index, offset)
+            layer.mark_filled(rows.first, rows.length)
         if entry.states is not None:
             _fill_states(layer, file, entry, path)
 
@@ -345,7 +351,7 @@ def _fill_states(layer: BoundStates, file: BinaryIO, entry: FileLayer, path: Pat
 def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:
     for part in parts:
         target = part.numpy().data
-        if (count := file.readinto(target)) != len(target):  # type: ignore[attr-defined]  # a buffered reader has it
+        if (count := file.readinto(target)) != len(target):  # type: ignore[attr-defined]  # buffered readers have it
             raise _refused(path, f"expected {len(target)} more bytes, got {count}; it is cut short")
     if (got := _digest(parts)) != digest:
         raise _refused(
@@ -353,11 +359,11 @@ def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:
         )
 
 
-def _shown(num_bytes: int) -> str:
+def _byte_count(num_bytes: int) -> str:
     return str(num_bytes) if num_bytes < 1 << 63 else f"2**{num_bytes.bit_length() - 1} or more"
 
 
 def _refused(path: Path, reason: str) -> LoadError:
     return LoadError(
-        f"cannot load the cache file {path}: {reason}; nothing of it is used, compute the prompt again"
+        f"cannot load the cache file {path}: {reason}; the file is not used, compute the prompt again"
     )

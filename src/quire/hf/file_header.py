@@ -1,12 +1,12 @@
-"""The header of a cache file, read: what it says a cache holds, and whether that can be a cache of this model.
+"""Parses the header of a cache file, and checks that its contents can be a cache of this model.
 
-The file is from elsewhere. Its checksum tells that it is as it was written, not who wrote it, nor what: every field is
-checked here before anything is made from it, so that neither a size nor a type of the file's decides what is allocated.
+The file is untrusted: its checksum proves that it is as written, not who wrote it. Every field is checked here before
+use, so that no size or type in the file decides what is allocated.
 
 Invariants
-    F1  `parse` returns a header of which every field has its type and its range, or raises BadHeaderError.
-    F2  `check_layers`, and `file_states` behind it, pass only what the layers of this cache can be filled with, to be
-        gone on from.
+    F1  `parse` returns a header whose every field has its type and its range, or raises BadHeaderError.
+    F2  `check_layers` and then `file_states` accept only contents that fit the layers of this cache and that a step can
+        continue from.
 
 Cost: some 10 us a layer.
 """
@@ -42,23 +42,23 @@ _FINGERPRINT = ("config", "weights", "behaviour")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_ROWS, _MOST_TOKENS, _MOST_SIZE, _MOST_DIMENSIONS = 1 << 20, (1 << 31) - 1, 1 << 31, 8
 
-_AUTOCAST = (torch.bfloat16, torch.float16)  # what a float32 model may store under torch.autocast
+_AUTOCAST = (torch.bfloat16, torch.float16)  # dtypes that a float32 model may store under torch.autocast
 
 
 class BadHeaderError(QuireError):
-    """What is wrong with a header: expected, got."""
+    """A fault in a header: expected, got."""
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """Keys and values of positions [first, length). sha256: of K and of V. is_foretold: of the shape that the config
-    tells. offset: SHA-256 of what was taken off keys in codes, float32 [heads, width]; None for nothing."""
+    """Keys and values of positions [first, length). sha256: of K and of V. has_config_shape: the config gives the same
+    shape. offset: SHA-256 of the offset of keys in codes, float32 [heads, width]; None without an offset."""
 
     shape: StoredShape
     first: int
     length: int
     sha256: tuple[str, str]
-    is_foretold: bool
+    has_config_shape: bool
     offset: str | None = None
 
     @property
@@ -73,7 +73,7 @@ class FileRows:
 
 
 @dataclass(frozen=True)
-class CheckpointTensor:
+class FileTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sha256: str
@@ -85,16 +85,16 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class FileState:
-    """tensors: those of `STATES` that there are, by name."""
+    """tensors: the present tensors of `STATES`, by name."""
 
     has_previous_state: bool
     conv_kernel_size: int | None
-    tensors: Mapping[str, CheckpointTensor]
+    tensors: Mapping[str, FileTensor]
 
 
 @dataclass(frozen=True)
 class FileLayer:
-    """rows, states: None where the layer has none."""
+    """rows, states: None if the layer has none."""
 
     rows: FileRows | None
     states: tuple[FileState, ...] | None
@@ -115,7 +115,7 @@ class FileHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the payload."""
+        """Bytes of the payload."""
         return sum(_sizes(self.layers))
 
 
@@ -131,7 +131,7 @@ def parse(text: bytes) -> FileHeader:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadHeaderError(f"expected a header in JSON, got {len(text)} bytes that are none") from error
+        raise BadHeaderError(f"expected a header in JSON, got {len(text)} bytes that are not JSON") from error
     fingerprint = _get(document, "fingerprint", dict, "the header")
     for name in _FINGERPRINT:
         if name != "behaviour" or name in fingerprint:
@@ -171,7 +171,7 @@ def _rows(entry: dict[str, Any], where: str) -> FileRows:
         )
     if offset is not None and not (formats[0] and length):
         raise BadHeaderError(
-            f"expected an offset of keys in codes alone, got one of others - in {where}.offset"
+            f"expected an offset only for keys in codes, got one for other keys - in {where}.offset"
         )
     return FileRows(
         StoredShape(
@@ -195,7 +195,7 @@ def _formats(entry: dict[str, Any], where: str) -> tuple[str, str]:
         raise BadHeaderError(f"expected 2 formats, got {len(found)} - in {where}.formats")
     for name in found:
         if type(name) is not str or (name and (name not in FORMATS or not format_of(name).is_coded)):
-            raise BadHeaderError(f"expected formats of codes, got {_shown(name)} - in {where}.formats")
+            raise BadHeaderError(f"expected formats of codes, got {_short(name)} - in {where}.formats")
     return found[0], found[1]
 
 
@@ -205,7 +205,7 @@ def _state(entry: Any, where: str) -> FileState:
         stored = _get(entry, name, (dict, type(None)), where)
         if stored is not None:
             at = f"{where}.{name}"
-            tensors[name] = CheckpointTensor(
+            tensors[name] = FileTensor(
                 _dtype(stored, at),
                 _sizes_of(stored, "shape", at, 1, _MOST_DIMENSIONS),
                 _sha256(_get(stored, "sha256", str, at), f"{at}.sha256"),
@@ -218,12 +218,12 @@ def _state(entry: Any, where: str) -> FileState:
 
 def _get(entry: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
     if not isinstance(entry, dict) or name not in entry:
-        raise BadHeaderError(f"expected an object with {name}, got {_shown(entry)} - as {where}")
+        raise BadHeaderError(f"expected an object with {name}, got {_short(entry)} - as {where}")
     value = entry[name]
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
-        names = " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
-        raise BadHeaderError(f"expected {names}, got {_shown(value)} - in {where}.{name}")
+        names = " or ".join("null" if item is type(None) else item.__name__ for item in kinds)
+        raise BadHeaderError(f"expected {names}, got {_short(value)} - in {where}.{name}")
     return value
 
 
@@ -233,14 +233,14 @@ def _integer(entry: dict[str, Any], name: str, where: str, low: int, high: int) 
 
 def _in_range(value: Any, where: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise BadHeaderError(f"expected an integer of {low} to {high}, got {_shown(value)} - in {where}")
+        raise BadHeaderError(f"expected an integer of {low} to {high}, got {_short(value)} - in {where}")
     return value
 
 
-def _sizes_of(entry: dict[str, Any], name: str, where: str, fewest: int, most: int) -> tuple[int, ...]:
+def _sizes_of(entry: dict[str, Any], name: str, where: str, low: int, high: int) -> tuple[int, ...]:
     sizes = _get(entry, name, list, where)
-    if not fewest <= len(sizes) <= most:
-        raise BadHeaderError(f"expected {fewest} to {most} sizes, got {len(sizes)} - in {where}.{name}")
+    if not low <= len(sizes) <= high:
+        raise BadHeaderError(f"expected {low} to {high} sizes, got {len(sizes)} - in {where}.{name}")
     return tuple(_in_range(size, f"{where}.{name}", 1, _MOST_SIZE) for size in sizes)
 
 
@@ -248,18 +248,18 @@ def _dtype(entry: dict[str, Any], where: str) -> torch.dtype:
     name = _get(entry, "dtype", str, where)
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise BadHeaderError(f"expected a floating point dtype, got {_shown(name)} - in {where}.dtype")
+        raise BadHeaderError(f"expected a floating point dtype, got {_short(name)} - in {where}.dtype")
     return dtype
 
 
 def _sha256(value: Any, where: str) -> str:
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise BadHeaderError(f"expected a SHA-256 in hex, got {_shown(value)} - in {where}")
+        raise BadHeaderError(f"expected a SHA-256 in hex, got {_short(value)} - in {where}")
     return value
 
 
-def _shown(value: Any) -> str:
-    """A value of the file's, short: it may be of any length."""
+def _short(value: Any) -> str:
+    """A value from the file, shortened: it may be of any length."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:
@@ -268,19 +268,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
-# Whether it fits.
+# Comparing with the cache
 
 
 def check_layers(
     stored: tuple[FileLayer, ...],
     layers: list[Any],
-    foretold: Mapping[int, StoredShape],
+    config_shapes: Mapping[int, StoredShape],
     dtypes: frozenset[torch.dtype],
 ) -> None:
-    """*raises:* BadHeaderError: this cache's layers could not be filled so.
+    """*raises:* BadHeaderError: the stored layers do not fit this cache's layers.
 
-    foretold: the shapes that the config tells, by layer; their number of rows and dtype count for nothing. dtypes: of
-    the model's weights, floating point.
+    config_shapes: the shapes from the config, by layer; their number of rows and dtype are ignored. dtypes: floating
+    point dtypes of the model's weights.
     """
     if len(stored) != len(layers):
         raise BadHeaderError(f"expected {len(layers)} layers, got {len(stored)}")
@@ -290,8 +290,8 @@ def check_layers(
         where = f"layers[{index}]"
         if (rows := entry.rows) is not None:
             if not isinstance(layer, RowLayer):
-                raise BadHeaderError(f"expected no keys and values, got some - in {where}.rows")
-            _check_rows(rows, layer.window, foretold.get(index), dtypes, f"{where}.rows")
+                raise BadHeaderError(f"expected a layer without keys and values, got rows - in {where}.rows")
+            _check_rows(rows, layer.window, config_shapes.get(index), dtypes, f"{where}.rows")
             num_rows = rows.shape.num_rows if num_rows is None else num_rows
             length = rows.length if length is None else length
             if (rows.shape.num_rows, rows.length) != (num_rows, length):
@@ -306,25 +306,29 @@ def check_layers(
                 f"expected {'no' if num_states is None else num_states} states, got {'none' if got is None else got} "
                 f"- in {where}.states"
             )
-    missing = [index for index in foretold if num_rows is not None and stored[index].rows is None]
+    missing = [index for index in config_shapes if num_rows is not None and stored[index].rows is None]
     if missing:
         raise BadHeaderError(f"expected keys and values in every layer, got none in layers {missing}")
 
 
 def _check_rows(
-    rows: FileRows, window: int, foretold: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
+    rows: FileRows, window: int, config_shape: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
 ) -> None:
     shape = rows.shape
-    if shape.is_coded and (foretold is None or foretold.formats != shape.formats):
-        told = "the model's dtype" if foretold is None or not foretold.is_coded else foretold.formats
-        raise BadHeaderError(f"expected keys and values in {told}, got {shape.formats} - in {where}.formats")
+    if shape.is_coded and (config_shape is None or config_shape.formats != shape.formats):
+        expected = (
+            "the model's dtype" if config_shape is None or not config_shape.is_coded else config_shape.formats
+        )
+        raise BadHeaderError(
+            f"expected keys and values in {expected}, got {shape.formats} - in {where}.formats"
+        )
     if (
-        foretold is not None
-        and (rows.is_foretold or shape.is_coded)
-        and (shape.num_heads, shape.widths) != (foretold.num_heads, foretold.widths)
+        config_shape is not None
+        and (rows.has_config_shape or shape.is_coded)
+        and (shape.num_heads, shape.widths) != (config_shape.num_heads, config_shape.widths)
     ):
         raise BadHeaderError(
-            f"expected heads {foretold.num_heads} of widths {foretold.widths}, got {shape.num_heads} of "
+            f"expected heads {config_shape.num_heads} of widths {config_shape.widths}, got {shape.num_heads} of "
             f"{shape.widths} - in {where}"
         )
     needed = max(0, rows.length - window + 1) if window else 0
@@ -334,5 +338,5 @@ def _check_rows(
         )
     is_autocast = shape.dtype in _AUTOCAST and torch.float32 in dtypes
     if dtypes and shape.dtype not in dtypes and not is_autocast:
-        told = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise BadHeaderError(f"expected {told}, got {shape.dtype} - in {where}.dtype")
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise BadHeaderError(f"expected {names}, got {shape.dtype} - in {where}.dtype")

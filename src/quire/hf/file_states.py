@@ -1,7 +1,7 @@
-"""Whether the states that a cache file's header tells can be those of this cache, to be gone on from.
+"""Checks that the states in a cache file's header fit this cache and that a step can continue from them.
 
-Beside `file_header`, for what is true of states only: one step needs all of them, each in the shape that the model's
-config tells (where `quire.spec` knows it), and of as many rows as there are keys.
+It adds to `file_header` the rules for states: a step needs all of them, each in the shape from the model's config (if
+`quire.spec` knows it), with as many rows as the keys have.
 
 Cost: some 10 us a layer.
 """
@@ -25,15 +25,15 @@ __all__ = ["check_states"]
 def check_states(
     stored: tuple[FileLayer, ...], layers: list[Any], config: Any, dtypes: frozenset[torch.dtype]
 ) -> None:
-    """*raises:* BadHeaderError: the states of these layers could not be filled so. `check_layers` has passed `stored`.
+    """*raises:* BadHeaderError: the stored states do not fit these layers. `check_layers` has accepted `stored`.
 
-    config: the model's. dtypes: of its weights, floating point.
+    config: the model's. dtypes: floating point dtypes of its weights.
     """
     rows = [entry.rows for entry in stored if entry.rows is not None]
     num_rows = rows[0].shape.num_rows if rows else None
-    has_any = any(one.length for one in rows)
-    for where, state in _all(stored):
-        _check_one(state, where)
+    has_any = any(entry.length for entry in rows)
+    for where, state in _named_states(stored):
+        _check_state(state, where)
         for name, tensor in state.tensors.items():
             _check_width(tensor.dtype, dtypes, f"{where}, {name}")
             num_rows = tensor.shape[0] if num_rows is None else num_rows
@@ -44,22 +44,20 @@ def check_states(
             has_any = True
     for index, entry in enumerate(stored):
         if has_any and entry.states and not any(state.tensors for state in entry.states):
-            raise BadHeaderError(
-                f"expected states in every layer that keeps some, got none in layers[{index}]"
-            )
-    for index, sizes in _told(config).items():
+            raise BadHeaderError(f"expected states in every state layer, got none in layers[{index}]")
+    for index, sizes in _config_sizes(config).items():
         if index < len(stored) and isinstance(layers[index], BoundStates):
             _check_sizes(stored[index].states or (), sizes, f"layers[{index}].states")
 
 
-def _all(stored: tuple[FileLayer, ...]) -> Iterator[tuple[str, FileState]]:
+def _named_states(stored: tuple[FileLayer, ...]) -> Iterator[tuple[str, FileState]]:
     for index, entry in enumerate(stored):
         for number, state in enumerate(entry.states or ()):
             yield f"layers[{index}].states[{number}]", state
 
 
-def _check_one(state: FileState, where: str) -> None:
-    """That its fields tell one story."""
+def _check_state(state: FileState, where: str) -> None:
+    """*raises:* BadHeaderError: the fields of the state contradict each other."""
     convolution, width = state.tensors.get("conv_states"), state.conv_kernel_size
     if (convolution is None) != (width is None) or (
         convolution is not None and (len(convolution.shape) < 2 or convolution.shape[-1] != width)
@@ -77,36 +75,40 @@ def _check_one(state: FileState, where: str) -> None:
         raise BadHeaderError(f"expected has_previous_state true, got false - in {where}")
 
 
-def _told(config: Any) -> dict[int, tuple[int | None, int | None]]:
-    """By layer: channels of its convolution, and numbers of its recurrent state for one row; empty if not known."""
+def _config_sizes(config: Any) -> dict[int, tuple[int | None, int | None]]:
+    """By layer: channels of its convolution, and numbers of its recurrent state for one row; empty if unknown."""
     try:
         specs = state_specs(config)
     except UnsupportedModelError:
         return {}
-    told: dict[int, tuple[int | None, int | None]] = {}
+    sizes_of_layer: dict[int, tuple[int | None, int | None]] = {}
     for spec in specs:
         shapes = {field.name: field.shape for field in spec.fields}
         if shapes.keys() <= {"convolution", "recurrent"}:
-            told[spec.layer] = (
+            sizes_of_layer[spec.layer] = (
                 shapes["convolution"][1] if "convolution" in shapes else None,
                 math.prod(shapes["recurrent"]) if "recurrent" in shapes else None,
             )
-    return told
+    return sizes_of_layer
 
 
 def _check_sizes(states: tuple[FileState, ...], sizes: tuple[int | None, int | None], where: str) -> None:
     got = (
-        [math.prod(one.shape[1:-1]) for state in states if (one := state.tensors.get("conv_states"))],
-        [math.prod(one.shape[1:]) for state in states if (one := state.tensors.get("recurrent_states"))],
+        [math.prod(tensor.shape[1:-1]) for state in states if (tensor := state.tensors.get("conv_states"))],
+        [
+            math.prod(tensor.shape[1:])
+            for state in states
+            if (tensor := state.tensors.get("recurrent_states"))
+        ],
     )
-    for what, expected, found in zip(("channels", "recurrent numbers"), sizes, got, strict=True):
-        if found and sum(found) != (expected or 0):
+    for noun, expected, numbers in zip(("channels", "recurrent numbers"), sizes, got, strict=True):
+        if numbers and sum(numbers) != (expected or 0):
             raise BadHeaderError(
-                f"expected {expected or 0} {what} for each row, got {sum(found)} - in {where}"
+                f"expected {expected or 0} {noun} for each row, got {sum(numbers)} - in {where}"
             )
 
 
 def _check_width(dtype: torch.dtype, dtypes: frozenset[torch.dtype], where: str) -> None:
-    """Of states, which models keep in float32 or as their weights are."""
-    if dtypes and dtype.itemsize > max(4, *(one.itemsize for one in dtypes)):
+    """*raises:* BadHeaderError: a state wider than float32 and than the weights; models keep states in one of these."""
+    if dtypes and dtype.itemsize > max(4, *(weight.itemsize for weight in dtypes)):
         raise BadHeaderError(f"expected at most 4 bytes a number, got {dtype} - in {where}")

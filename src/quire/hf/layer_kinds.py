@@ -1,9 +1,9 @@
-"""Each kind of transformers' layers, with its keys and values on rows and its states counted.
+"""The kinds of transformers' cache layers, with keys and values on rows and states counted.
 
 full        all tokens
-sliding     those a window (or a chunk) can still see; more while the past is recorded for `crop`
-state       a state alone (Mamba, convolutions, delta-net)
-and state   full or sliding, beside a state
+sliding     tokens that a window (or a chunk) can still see; more while the past is recorded for `crop`
+state       only a state (Mamba, convolutions, delta-net)
+and state   full or sliding, and a state
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StateLayer(BoundStates, LinearAttentionLayer):
 
 
 class StateAndRows(BoundStates, RowLayer):
-    """A layer that keeps a state beside its keys and values."""
+    """A layer with a state in addition to its keys and values."""
 
     def attach(self, cache: _Owner, index: int, window: int) -> None:  # type: ignore[override]
         RowLayer.attach(self, cache, index, window)
@@ -120,9 +120,9 @@ _KINDS: dict[type, Any] = {
 
 
 def bound_layer(layer: Any, cache: _Owner, index: int) -> Any:
-    """What serves in the place of `layer` of a DynamicCache: of these kinds, or itself if it is of another.
+    """The replacement of `layer` of a DynamicCache: a layer of these kinds, or `layer` itself if its kind is unknown.
 
-    Given a layer of these kinds, another empty one, which records the past as that one does.
+    For a layer of these kinds, an empty layer with the same recording of the past.
     """
     kind: Any = type(layer) if isinstance(layer, RowLayer | BoundStates) else _KINDS.get(type(layer))
     if kind is None:

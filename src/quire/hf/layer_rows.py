@@ -1,26 +1,25 @@
-"""Rows of tokens that grow in place: what a drop-in cache keeps each layer's keys, and each layer's values, in.
+"""Rows of tokens that grow in place: a drop-in cache has each layer's keys, and each layer's values, in them.
 
-A `LayerRows` holds `num_rows` rows of one batch, token after token, `token_bytes` each; position `p` of row `r`
-begins at
-byte `(r * row_tokens + p - origin) * token_bytes` of `buffer`. So one tensor [num_rows, heads, tokens, head_dim] is a
-view of it, for any number of tokens, and nothing is moved when a token is added. All rows have the same length, as
-the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit, with what states
-(`state_layers`) take; what changes several of them is one call, for all or for none.
+A `LayerRows` holds `num_rows` rows of one batch, token after token, `token_bytes` each; position `p` of row `r` begins
+at byte `(r * row_tokens + p - origin) * token_bytes` of `buffer`. So a tensor [num_rows, heads, tokens, head_dim] is a
+view of it, for any number of tokens, and adding a token moves no bytes. All rows have the same length, like the batches
+of `generate`. A `RowMemory` opens them, and counts their bytes and those of states (`state_layers`) against one limit;
+a change of several is one call, all or nothing.
 
-    dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one of full length; of
-                 any device
-    virtual.py   `virtual`: a range of addresses; pieces of memory are mapped into it as it is written, by this machine
+    dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one buffer of full
+                 length; on any device
+    virtual.py   `virtual`: a range of addresses, into which this machine maps pieces of memory as it is written
 
-Token after token, and not head after head: a row is then one range that grows at one end, so that a fork has one
-partial piece to copy and not one for each head; torch's attention and ours read either through strides.
+Rows are token-major, not head-major: a row is then one range that grows at one end, so that a fork copies one partial
+piece and not one for each head; torch's attention and Quire's read either through strides.
 
 Invariants
-    W1  the bytes of a position stay where they are, and as they are, until it is forgotten or written again; `growing`
-        alone moves them, in `prepare`, and then `buffer` is another tensor (the old one stays valid for whoever
-        still holds it).
-    W2  a position that another `LayerRows` can reach too is copied before it is written: writing goes through
-    `prepare`. W3  a call that raises changes nothing.
-    W4  memory goes back when the last tensor made of `buffer` has gone, never under somebody's hands.
+    W1  the bytes of a position keep their address and value until the position is forgotten or written again. Only
+        `growing` moves them, in `prepare`, and then `buffer` is another tensor (the old one stays valid while it is
+        referenced).
+    W2  a position that another `LayerRows` shares is copied before a write: every write goes through `prepare`.
+    W3  a call that raises changes nothing.
+    W4  memory is freed with the last tensor made of `buffer`, never while one is in use.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["LayerRows", "Need", "RowBuffer", "RowMemory", "bytes_of_row", "refus
 
 
 class RowBuffer(NamedTuple):
-    """What rows are opened for. layer: its number. window: tokens that stay, 0 for all."""
+    """Description of the rows to open. layer: its number. window: tokens that stay, 0 for all."""
 
     layer: int
     token_bytes: int
@@ -48,9 +47,9 @@ class RowBuffer(NamedTuple):
 class LayerRows(Protocol):
     """See the module's text. Made by `RowMemory.open`.
 
-    origin: position of the first token in the buffer. row_tokens: tokens from one row's begin to the next one's; the
-    buffer has addresses for `num_rows + 1` of them, so that a view may begin anywhere in a row and be as long as one.
-    device: whose memory it is; where it is not this machine's, `quire.memory.device_buffer` moves the bytes.
+    origin: position of the first token in the buffer. row_tokens: tokens from the beginning of one row to that of the
+    next; the buffer has addresses for `num_rows + 1` rows, so that a view of a row's length may begin anywhere in a
+    row. device: owner of the memory; if it is not this machine, `quire.memory.device_buffer` moves the bytes.
     """
 
     device: DeviceMemory
@@ -60,14 +59,14 @@ class LayerRows(Protocol):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """uint8, 1-D. *raises:* OtherProcessError where the memory is another process's."""
+        """uint8, 1-D. *raises:* OtherProcessError: the memory belongs to another process."""
         ...
 
     @property
     def row_tokens(self) -> int: ...
 
     def close(self) -> None:
-        """Done with: the memory goes back as W4 says. Twice is harmless."""
+        """Release the rows; W4 says when their memory is freed. Twice is harmless."""
         ...
 
 
@@ -78,7 +77,7 @@ def bytes_of_row(rows: LayerRows, row: int, first: int, stop: int) -> torch.Tens
 
 
 class Need(NamedTuple):
-    """Positions [start, stop) of all rows are meant, and those below `first` are not needed again."""
+    """A request for positions [start, stop) of all rows; positions below `first` are not needed again."""
 
     rows: LayerRows
     first: int
@@ -87,7 +86,7 @@ class Need(NamedTuple):
 
 
 class RowMemory(Protocol):
-    """The memory of a cache and its forks, `limit_bytes` at most."""
+    """The memory of a cache and its forks, at most `limit_bytes`."""
 
     limit_bytes: int
 
@@ -97,50 +96,50 @@ class RowMemory(Protocol):
         ...
 
     def open(self, num_rows: int, layer_buffers: Sequence[RowBuffer]) -> list[LayerRows]:
-        """Rows without a token, for each layer buffer.
+        """Open rows without a token for each layer buffer.
 
         Raises:
-            CapacityError: no addresses, or no room for as much as is set aside at once.
+            CapacityError: no addresses, or no room for the memory that is reserved at once.
         """
         ...
 
     def prepare(self, needs: Sequence[Need]) -> None:
-        """Have memory in place where [start, stop) is about to be written.
+        """Commit memory for [start, stop), which is about to be written.
 
         Raises:
-            CapacityError: it would take more than the limit, with the numbers.
+            CapacityError: the limit would be exceeded; the text has the numbers.
         """
         ...
 
     def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
-        """Row r becomes what row `order[r]` was, in positions [first, stop). As many rows as before."""
+        """Row r becomes what row `order[r]` was, in positions [first, stop). The number of rows stays."""
         ...
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
-        """New rows, row r like row `order[r]` in [first, stop). Writing either does not change the other.
+        """New rows: row r equals row `order[r]` in [first, stop). Writing new or old rows does not change the others.
 
         Raises:
-            CapacityError: no room for a copy, where the memory copies.
+            CapacityError: no room for a copy, if the memory copies.
         """
         ...
 
-    def take_state(self, num_bytes: int, what: str) -> None:
-        """Count bytes of states, which are ordinary tensors, against the limit.
+    def take_state(self, num_bytes: int, purpose: str) -> None:
+        """Count bytes of states, which are torch tensors, against the limit.
 
         Raises:
-            CapacityError: it would be more than the limit; the numbers, and `what`, are in its text.
+            CapacityError: the limit would be exceeded; the text has the numbers and `purpose`.
         """
         ...
 
     def give_state(self, num_bytes: int) -> None:
-        """Count them no more. From any thread, and from a finalizer."""
+        """Stop counting these bytes. Any thread and a finalizer may call it."""
         ...
 
 
-def refuse_state(what: str, num_bytes: int, used_bytes: int, limit_bytes: int) -> None:
-    """Raises CapacityError if `num_bytes` more of states would go beyond the limit."""
+def refuse_state(purpose: str, num_bytes: int, used_bytes: int, limit_bytes: int) -> None:
+    """*raises:* CapacityError: `num_bytes` more of states would exceed the limit."""
     if used_bytes + num_bytes > limit_bytes:
         raise CapacityError(
-            f"expected {what} to fit into kv_memory of {format_size(limit_bytes)}, with {format_size(used_bytes)} in "
-            f"use they need {format_size(num_bytes)} more; raise kv_memory, or drop forks that are not needed"
+            f"expected {purpose} to fit into kv_memory of {format_size(limit_bytes)}, with {format_size(used_bytes)} "
+            f"in use they need {format_size(num_bytes)} more; raise kv_memory, or drop unneeded forks"
         )

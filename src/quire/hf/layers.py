@@ -1,19 +1,18 @@
 """The attention half of a layer of a transformers cache, over rows that grow in place.
 
-`update` writes the new keys and values behind those that are there and returns views of all that the step attends to:
-nothing is concatenated, nothing padded. On a device whose memory only its own kernels read there are no such views: the
-cache refuses `update` there, and `keys` is a copy in host memory. Of rows in codes there are none either: `update` and
-`keys` give copies that are widened to the model's dtype.
-Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together. Not yet a layer
-of transformers': `layer_kinds` makes those of it.
+`update` writes the new keys and values behind the stored ones and returns views of all that the step attends to,
+without concatenation or padding. A device whose memory only its own kernels read has no such views: the cache refuses
+`update` there, and `keys` is a copy in host memory. Rows in codes have no views either: `update` and `keys` return
+copies, decoded to the model's dtype. Not an owner of memory: `layer_rows` defines rows, and the cache prepares all its
+layers' rows together. Not a complete transformers layer: `layer_kinds` makes those.
 
 Invariants
-    L1  `length` tokens have been stored; positions [kept, length) are still in the rows, and 0 <= kept.
-    L2  a view is good until the next call that changes the cache; after that it may show other tokens, but never
-        somebody else's memory.
+    L1  `length` tokens have been stored; the rows still hold positions [kept, length), and 0 <= kept.
+    L2  a view is valid until the next call that changes the cache; after that it may show other tokens, but never
+        memory of another owner.
     L3  a call that raises leaves `length` and every stored token as they were.
 
-Cost: `update` about 15 us beside writing the new tokens; of codes beside widening all that the step sees.
+Cost: `update` about 15 us plus writing the new tokens; with codes also decoding all tokens that the step sees.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from quire.attention import Device
 from quire.errors import ArgumentError
 from quire.hf.cache_formats import CacheFormats
-from quire.hf.codes import widened, write_codes
+from quire.hf.codes import decoded, write_codes
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, bytes_of_row
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read
@@ -41,7 +40,7 @@ __all__ = ["LayerOwner", "RowLayer"]
 
 
 class LayerOwner(Protocol):
-    """The cache that layers belong to, as they see it: `QuireCache`, where its members are described."""
+    """The members of a layer's cache that it uses; `QuireCache` describes them."""
 
     backend: Device
     formats: CacheFormats
@@ -56,7 +55,7 @@ class LayerOwner(Protocol):
 class RowLayer:
     """See the module's text; mixed into each kind of transformers' layers (`layer_kinds`).
 
-    index: of the layer in the cache. window: tokens a query sees, itself counted; 0 for all.
+    index: number of the layer in the cache. window: tokens a query sees, its own included; 0 for all.
     """
 
     index: int
@@ -72,18 +71,18 @@ class RowLayer:
         self._cache = weakref.ref(cache)
         self._rows: tuple[LayerRows, LayerRows] | None = None
         self._shape: StoredShape | None = None
-        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers that the views are of
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers of the views
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
         self._codes: KVView | None = None  # over the views
         self.length = self.kept = self.ready = self._anchor = self._num_own = 0
         self.record_past = False
         self.is_initialized = False
 
-    # What is stored.
+    # Contents
 
     @property
     def rows(self) -> tuple[LayerRows, LayerRows]:
-        """The rows of K and of V, once there are any."""
+        """The rows of K and of V of an open layer."""
         assert self._rows is not None
         return self._rows
 
@@ -92,15 +91,15 @@ class RowLayer:
         assert self._shape is not None
         return self._shape
 
-    def has(self, shape: StoredShape) -> bool:
-        """Whether `shape` is still this layer's: another set of rows has another one, however alike."""
+    def has_shape(self, shape: StoredShape) -> bool:
+        """Whether `shape` is this layer's shape object: other rows have another object, even if it is equal."""
         return self._shape is shape
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """[B, heads, tokens, head_dim], a view: the tokens that the next step may see.
+        """[B, heads, tokens, head_dim]: a view of the tokens that the next step may see.
 
-        Of another device than this machine: a copy in host memory. Of codes: a copy, widened.
+        A copy in host memory if the rows are on another device; a decoded copy of codes.
         """
         return self._kept_view(0)
 
@@ -119,15 +118,15 @@ class RowLayer:
 
     @property
     def cumulative_length(self) -> int:
-        """`length`, by transformers' name for it."""
+        """transformers' name of `length`."""
         return self.length
 
     @cumulative_length.setter
     def cumulative_length(self, value: int) -> None:
-        """What transformers' constructors set; `length` counts."""
+        """Ignored: transformers' constructors set it."""
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [B, heads, row_tokens, row elements] as they lie, written or not; position `origin` comes first."""
+        """K and V [B, heads, row_tokens, row elements] as stored, written or not; position `origin` comes first."""
         rows_k, rows_v = self.rows
         seen = self._seen
         if (
@@ -144,7 +143,7 @@ class RowLayer:
         return self._views
 
     def count_references(self) -> None:
-        """Take the tensors over the rows that exist now for this cache's own; more of them are somebody's views."""
+        """Count the present tensors over the rows as this cache's own; further ones are views of a caller."""
         self._num_own = self._num_references()
 
     def _num_references(self) -> int:
@@ -155,7 +154,7 @@ class RowLayer:
         return shape.rows_in(rows.buffer, which, shape.num_rows, rows.row_tokens)
 
     def codes(self) -> KVView:
-        """K and V that are codes, a row of the batch as one block; with what is taken off the keys."""
+        """K and V as codes, each row of the batch one block, with the key offset."""
         views = self.views()
         if self._codes is None:
             self._codes = self._as_codes(views)
@@ -173,14 +172,14 @@ class RowLayer:
         count, at = self.length - first, first - rows.origin
         if rows.device.is_host:
             if self.shape.is_coded:
-                return widened(self.codes(), which, at, at + count)
+                return decoded(self.codes(), which, at, at + count)
             return self.views()[which].narrow(2, at, count)
         if self.shape.is_coded:
-            return widened(self._as_codes([self._copied(0, first), self._copied(1, first)]), which, 0, count)
+            return decoded(self._as_codes([self._copied(0, first), self._copied(1, first)]), which, 0, count)
         return self._copied(which, first)
 
     def _copied(self, which: int, first: int) -> torch.Tensor:
-        """Positions [first, length) as `views` has them, in host memory."""
+        """Positions [first, length), laid out as in `views`, in host memory."""
         rows, shape = self.rows[which], self.shape
         held = [
             read(rows.device, bytes_of_row(rows, row, first, self.length)) for row in range(rows.num_rows)
@@ -188,7 +187,7 @@ class RowLayer:
         return shape.rows_in(torch.stack(held).flatten(), which, shape.num_rows, self.length - first)
 
     def first_kept(self) -> int:
-        """The first position that `keys` shows: the next step, or a `crop`, may need it."""
+        """The first position in `keys`: the next step, or a `crop`, may need it."""
         first = self.length - self._visible_past()
         return min(first, max(self._anchor, self.kept)) if self.record_past else first
 
@@ -196,45 +195,47 @@ class RowLayer:
         """Stored tokens that the next one sees."""
         return min(self.length, self.window - 1) if self.window else self.length
 
-    # Growing.
+    # Growing
 
     def layer_buffers(self, shape: StoredShape) -> list[RowBuffer]:
-        """What rows for keys, and for values, of that shape are opened for."""
+        """Descriptions of the rows to open for keys, and for values, of that shape."""
         return [RowBuffer(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
 
     def open(self, shape: StoredShape, rows: Sequence[LayerRows]) -> None:
-        """Take over empty rows, of keys and of values."""
+        """Use these empty rows, of keys and of values."""
         k, v = rows
         self._rows, self._shape, self._views, self._codes = (k, v), shape, None, None
         self.dtype, self.device = shape.dtype, k.buffer.device
         self.is_initialized = True
 
     def needs(self, num_new: int) -> tuple[Need, Need]:
-        """What storing `num_new` more tokens takes."""
+        """The positions of keys and of values that `num_new` more tokens need."""
         first = 0
         if self.window:
             first = max(0, self.length - self.window + 1)
             first = max(self.kept, min(first, self._anchor) if self.record_past else first)
-            looked_at = self._views is not None and not self.shape.is_coded  # of codes all have copies
-            if looked_at and self._num_references() > self._num_own:
-                first = self.kept  # L2: what somebody looks at stays
+            may_be_viewed = (
+                self._views is not None and not self.shape.is_coded
+            )  # callers have only copies of codes
+            if may_be_viewed and self._num_references() > self._num_own:
+                first = self.kept  # L2: a caller's view keeps its tokens
         k, v = self.rows
         stop = self.length + num_new
         return Need(k, first, self.length, stop), Need(v, first, self.length, stop)
 
-    def prepared(self, need: Need) -> None:
-        """The memory for what `needs` said is there."""
+    def mark_prepared(self, need: Need) -> None:
+        """Record that the memory of `need` is ready."""
         self.kept, self.ready = need.first, need.stop
 
-    def filled(self, first: int, length: int) -> None:
-        """Positions [first, length) have been written into prepared rows from elsewhere."""
+    def mark_filled(self, first: int, length: int) -> None:
+        """Record that positions [first, length) were written into the prepared rows from a file."""
         self.length, self.kept, self.ready = length, first, 0
         self._anchor = length - self._visible_past()
 
     def store(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes into rows that are prepared. K and V [B, heads, tokens, width] of all the step sees."""
+        """Write into prepared rows. Returns K and V [B, heads, tokens, width] of all tokens that the step sees."""
         num_new = key_states.shape[2]
         past = self._visible_past()
         k_at, v_at = self.length - self.rows[0].origin, self.length - self.rows[1].origin
@@ -242,7 +243,7 @@ class RowLayer:
             view = self.codes()
             write_codes(self._owner().backend, view, key_states, value_states, k_at)
             self.length += num_new
-            return widened(view, 0, k_at - past, k_at + num_new), widened(
+            return decoded(view, 0, k_at - past, k_at + num_new), decoded(
                 view, 1, v_at - past, v_at + num_new
             )
         k_view, v_view = self.views()
@@ -254,21 +255,22 @@ class RowLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, T, width] of T new tokens. Returns views of all that these tokens may see, of codes copies.
+        """Store [B, heads, T, width] of T new tokens. Returns views of all tokens that these may see; copies if they
+        are codes.
 
         Raises:
-            ArgumentError: another batch, head count, width, dtype or device than is stored, a gradient asked for, or
-                rows in a device's memory, which give no views.
-            CapacityError: the memory does not hold them; the whole cache is as it was before the step.
+            ArgumentError: another batch, head count, width, dtype or device than stored, a requested gradient, or rows
+                in a device's memory, which have no views.
+            CapacityError: no room; the whole cache is as before the step.
         """
         return self._owner().store(self, key_states, value_states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Open rows for tokens like these."""
+        """Open rows for tokens of this shape."""
         owner = self._owner()
-        owner.open_for(self, StoredShape.of(key_states, value_states, owner.formats.of(self.index)))
+        owner.open_for(self, StoredShape.of(key_states, value_states, owner.formats.of_layer(self.index)))
 
-    # What generate asks and does.
+    # Calls of `generate`
 
     def get_seq_length(self) -> int:
         return self.length
@@ -285,7 +287,7 @@ class RowLayer:
         self._anchor = self.length - self._visible_past()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; 0 lets go of what was recorded for this."""
+        """Forget the last `-tokens_to_remove` tokens; 0 drops the past that was recorded for it."""
         self.check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
@@ -294,7 +296,7 @@ class RowLayer:
         self._anchor = self.length - self._visible_past()
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """*raises:* ArgumentError: `crop` cannot do that; nothing was changed."""
+        """*raises:* ArgumentError: `crop` cannot do that; nothing has changed."""
         if tokens_to_remove > 0:
             raise ArgumentError(
                 f"expected a count of 0 or below for crop, -n forgets the last n tokens, got {tokens_to_remove}"
@@ -313,7 +315,7 @@ class RowLayer:
             )
 
     def roll_back(self, length: int) -> None:
-        """Forget what was stored in a step that has failed."""
+        """Forget the tokens that a failed step stored."""
         self.length, self.ready = length, 0
 
     def reset(self) -> None:
@@ -335,24 +337,24 @@ class RowLayer:
         self._refuse_alone("batch_select_indices")
 
     def contents(self) -> list[Need]:
-        """All that is stored, of keys and of values."""
+        """All stored positions of keys and of values."""
         return [Need(rows, self.kept, self.kept, self.length) for rows in self.rows]
 
     def replace(self, rows: Sequence[LayerRows]) -> None:
-        """Go on with other rows, which hold the same positions."""
+        """Continue with other rows, which hold the same positions."""
         old, (k, v) = self._rows, rows
         self._rows, self._views, self._codes, self.ready = (k, v), None, None, 0
         self._shape = copy.copy(self.shape)
         self._shape.num_rows = k.num_rows
-        for one in old or ():
-            one.close()
+        for old_rows in old or ():
+            old_rows.close()
 
     def take_over(self, other: RowLayer, rows: Sequence[LayerRows]) -> None:
-        """Become a copy of `other`, whose tokens are in `rows`."""
+        """Become a copy of `other`, with its tokens in `rows`."""
         self.record_past, self._anchor = other.record_past, other._anchor
         self.open(copy.copy(other.shape), rows)
         self.length, self.kept = other.length, other.kept
-        other.ready = 0  # what is shared now must be copied before it is written
+        other.ready = 0  # a shared position must be copied before a write
 
     def offload(self) -> None:
         raise ArgumentError("expected a cache that stays where it is; QuireCache cannot be offloaded")
@@ -382,5 +384,5 @@ class RowLayer:
         if value is not None:
             raise ArgumentError(
                 f"expected {name} of a QuireCache layer to be changed by update, crop and reorder_cache only, got an "
-                f"assignment; they are views of memory that the cache owns"
+                f"assignment; they are views of the cache's memory"
             )

@@ -1,23 +1,22 @@
 """A cache for `model.generate(..., past_key_values=QuireCache(model.config))` whose keys and values grow in place.
 
-It is a `transformers.DynamicCache` to whoever uses it: same calls, same shapes, same tokens. Underneath, every layer
-that keeps keys and values has them in `rows`, all rows of one memory with one limit; states (`state_layers`) count
-against it. Rows are numbers of the model's dtype, or codes (`kv_dtype`): then memory holds the codes, and a forward of
-the model's own is given one layer's keys and values at a time, widened.
-Not an engine: one batch, whose rows are equally long; padding is `generate`'s own.
-Threads: one cache is used by one thread at a time, its forks each by another one; between two steps several may fork it
-at once. In a child of `os.fork` a `virtual` cache is refused, the others go on by themselves.
+It behaves as a `transformers.DynamicCache`: same calls, same shapes, same tokens. Every layer with keys and values has
+them in rows (`layer_rows`) of one memory with one limit; states (`state_layers`) count against it. Rows are numbers of
+the model's dtype, or codes (`kv_dtype`): then memory holds the codes, and the model's own forward gets one layer's keys
+and values at a time, decoded. Not an engine: it holds one batch of equally long rows; padding is `generate`'s. Threads:
+one thread at a time uses a cache; its forks may be used in other threads. Between two steps several threads may fork it
+at once. A child of `os.fork` cannot use a `virtual` cache; the others continue independently.
 
 Invariants
     Q1  between two steps all layers on rows hold the same number of tokens.
-    Q2  a step that does not fit raises CapacityError and leaves the cache as it was before it. Where the model also
-        keeps states (Mamba and the like) and has advanced them in that step, the cache is empty afterwards if it was
-        empty before, and refuses to go on otherwise. What states take is known from the first step on, so that only a
-        first step, or one whose past is recorded, can find no room for them.
-    Q3  a fork and what it was forked from never see each other's tokens.
+    Q2  a step that does not fit raises CapacityError and leaves the cache as it was before it. If the model also has
+        states (Mamba and the like) and has advanced them in that step, the cache is empty afterwards if it was empty
+        before, and refuses to continue otherwise. The size of states is known from the first step on, so only a first
+        step, or a step with a recorded past, can lack room for them.
+    Q3  a fork and its origin never see each other's tokens.
 
-Cost: `update` about 15 us a layer beside writing the new tokens, and of codes beside widening the past; `fork` of a
-`virtual` cache some microseconds a layer and piece run, of the others a copy; states are copied.
+Cost: `update` about 15 us a layer plus writing the new tokens, and decoding the past if it is codes; `fork` of a
+`virtual` cache some microseconds a layer and run of pieces, of the others a copy; states are copied.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from quire.hf.dense import DenseMemory
 from quire.hf.layer_kinds import bound_layer
 from quire.hf.layer_rows import Need, RowBuffer, RowMemory
 from quire.hf.layers import RowLayer
-from quire.hf.owner import calling_model, wants_dense
+from quire.hf.owner import calling_model, needs_contiguous
 from quire.hf.state_layers import BoundStates, StateCharge
 from quire.hf.stored_shape import StoredShape, check_tokens
-from quire.hf.unbound import import_modelling, tell_unbound
+from quire.hf.unbound import import_modelling, warn_unbound
 from quire.sizes import parse_size
 from quire.spec import KVSpec
 from quire.spec.model_config import max_length_of
@@ -52,7 +51,7 @@ from quire.spec.model_config import max_length_of
 __all__ = ["QuireCache", "RowStorageName"]
 
 RowStorageName = Literal["virtual", "growing", "contiguous"]
-_DEFAULT_MAX_LENGTH = 131_072  # where neither the caller nor the config says
+_DEFAULT_MAX_LENGTH = 131_072  # if neither the caller nor the config has one
 
 
 class QuireCache(DynamicCache):
@@ -61,21 +60,21 @@ class QuireCache(DynamicCache):
     Args:
         config: the model's (or its text model's).
         storage: `virtual`, memory mapped piece by piece into a range of addresses; `growing`, buffers replaced by
-            larger ones when full; `contiguous`, `max_length` tokens set aside from the start.
-        kv_memory: what this cache and its forks may take together: bytes, or a size such as "4GiB".
-        piece_size: of `virtual`, what memory is mapped in: a power of two from 4 KiB to 2 MiB.
-        max_length: tokens a row may have. Not given: as many as the model has positions; `growing` has no limit then.
-        kv_dtype: what K and V are kept in: "auto", the model's dtype; "int8", "k8v4", "int4"; or by layer, as
-            `quire.spec.kv_dtype` has it.
-        key_offsets: of codes, what is taken off keys before: by layer, [num_kv_heads, k_head_dim], layers that it lacks
-            have none. Not given: measured, once the model's keys are seen (`quire.hf.cache_formats`).
-        backend: whose memory it is, by a name of `quire.attention.backend`; not given, this machine's. Another device's
-            is `growing` or `contiguous`, and takes the steps of a model that `accelerate(model, backend=...)` runs
-            there; a forward of the model's own is refused.
+            larger ones when full; `contiguous`, `max_length` tokens reserved at the start.
+        kv_memory: limit of this cache and its forks together: bytes, or a size such as "4GiB".
+        piece_size: unit of mapping of `virtual`: a power of two from 4 KiB to 2 MiB.
+        max_length: maximum tokens of a row. Default: the model's number of positions; `growing` has no limit then.
+        kv_dtype: format of K and V: "auto", the model's dtype; "int8", "k8v4", "int4"; or by layer, see
+            `quire.spec.kv_dtype`.
+        key_offsets: offsets subtracted from keys before coding: by layer, [num_kv_heads, k_head_dim]; missing layers
+            have none. Default: measured on the model's first keys (`quire.hf.cache_formats`).
+        backend: name of the back end that owns the memory, see `quire.attention.backend`; default this machine's. A
+            cache of another device is `growing` or `contiguous`, and serves a model that `accelerate(model,
+            backend=...)` runs there; it refuses the model's own forward.
 
     Raises:
-        ArgumentError: an argument out of range, a config that transformers makes no cache from, or layers whose keys
-            and values cannot be kept so.
+        ArgumentError: an argument out of range, a config from which transformers makes no cache, or layers that do not
+            support the format.
         BackendError: `virtual` on a machine that cannot map memory so.
     """
 
@@ -123,13 +122,13 @@ class QuireCache(DynamicCache):
         self.config = config
         try:
             super().__init__(config=config)
-        except KeyError:  # a kind of layer that only its modelling code makes known
+        except KeyError:  # a kind of layer that only its modelling code registers
             if not import_modelling(config):
                 raise
             super().__init__(config=config)
         self._adopt([bound_layer(layer, self, index) for index, layer in enumerate(self.layers)])
         self._check_coded()
-        tell_unbound(self.layers, config)
+        warn_unbound(self.layers, config)
 
     def _adopt(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -137,39 +136,39 @@ class QuireCache(DynamicCache):
         self.state_layers: list[BoundStates] = [layer for layer in layers if isinstance(layer, BoundStates)]
         self.filled_by: weakref.ref[PreTrainedModel] | None = None
         self._broken = False
-        self._dense = False  # whether the model is given copies of the views (`wants_dense`)
-        self.detachers: list[Callable[[], None]] = []  # of those who keep views of the rows from step to step
+        self._dense = False  # whether the model gets copies of the views (`needs_contiguous`)
+        self.detachers: list[Callable[[], None]] = []  # of objects with views of the rows from step to step
 
     def _check_coded(self) -> None:
-        """*raises:* ArgumentError: a layer is to be in codes whose keys and values are transformers' own to keep."""
+        """*raises:* ArgumentError: a layer shall be in codes, but transformers stores its keys and values."""
         for index in sorted(self.formats.coded):
             layer = self.layers[index] if index < len(self.layers) else None
             if not isinstance(layer, RowLayer):
                 raise ArgumentError(
-                    f"expected layers whose keys and values a QuireCache keeps, for kv_dtype={self.kv_dtype!r}, got "
+                    f"expected layers whose keys and values a QuireCache stores, for kv_dtype={self.kv_dtype!r}, got "
                     f"{type(layer).__name__} in layer {index} of {self.config.model_type}; take auto"
                 )
 
     @property
     def used_bytes(self) -> int:
-        """Memory that this cache and its forks take now, states included, of `kv_memory`."""
+        """Bytes of `kv_memory` that this cache and its forks take now, states included."""
         return self.memory.used_bytes
 
     @property
     def kv_dtype(self) -> str:
-        """What K and V are kept in, as it was given: one text, names in full."""
+        """The given format of K and V as one text, names in full."""
         return self.formats.kv_dtype
 
     @property
     def key_offsets(self) -> dict[int, torch.Tensor]:
-        """What is taken off keys that are kept in codes: float32 [num_kv_heads, k_head_dim] by layer, for those layers
-        that have one and hold tokens. Another cache of the same model may be given them."""
+        """Offsets of keys in codes: float32 [num_kv_heads, k_head_dim] by layer, for layers with an offset and tokens.
+        They may be passed to another cache of the same model."""
         return self.formats.offsets
 
-    # A step.
+    # Steps
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers asks before a step; the step's memory is taken here, before any layer has changed."""
+        """transformers' call before a step. It takes the step's memory, before any layer changes."""
         if not self.backend.is_host:
             self._refuse_own_forward()
         self.check_whole()
@@ -184,7 +183,7 @@ class QuireCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _reserve_states(self, num_new: int) -> list[tuple[StateCharge, int]]:
-        """Count what states grow by in a step whose past is recorded. Returns what was counted before. All or none."""
+        """Count the growth of states in a step with a recorded past. Returns the counts before. All or nothing."""
         before: list[tuple[StateCharge, int]] = []
         for layer in self.state_layers:
             if (num_bytes := layer.bytes_behind(num_new)) > layer.charge.num_bytes:
@@ -204,15 +203,15 @@ class QuireCache(DynamicCache):
             charge.resize(num_bytes)
 
     def prepare(self, num_new: int, length: int) -> None:
-        """Have memory for `num_new` tokens in every layer that holds `length` of them. All or nothing."""
+        """Take memory for `num_new` tokens in every layer with `length` tokens. All or nothing."""
         layers = [layer for layer in self.row_layers if layer.is_initialized and layer.length == length]
         needs = [need for layer in layers for need in layer.needs(num_new)]
         self.memory.prepare(needs)
         for layer, need in zip(layers, needs[::2], strict=True):
-            layer.prepared(need)
+            layer.mark_prepared(need)
 
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None:
-        """Have memory for positions [first, length) of these layers, which are open and empty. All or nothing."""
+        """Take memory for positions [first, length) of these layers, which are open and empty. All or nothing."""
         self.memory.prepare(
             [
                 Need(rows, first, first, length)
@@ -222,11 +221,11 @@ class QuireCache(DynamicCache):
         )
 
     def open_for(self, layer: RowLayer, shape: StoredShape) -> None:
-        """Open the rows of `layer`, and of all others with it where the config tells their shapes.
+        """Open the rows of `layer`, together with all other layers if the config has their shapes.
 
-        Together they share pieces and are mapped in one go; alone each has its own.
+        Layers opened together share pieces and are mapped by one call; otherwise each has its own.
         """
-        shapes = self.foretold(shape.num_rows, shape.dtype)
+        shapes = self.config_shapes(shape.num_rows, shape.dtype)
         if shapes.get(layer.index) != shape:
             shapes = {layer.index: shape}
         self.open_all(
@@ -234,7 +233,8 @@ class QuireCache(DynamicCache):
         )
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None:
-        """Open the rows of these layers, which have none. *raises:* ArgumentError: not in their formats."""
+        """Open the rows of these layers, which have none. *raises:* ArgumentError: a shape that a format does not
+        allow."""
         for index, shape in shapes.items():
             self.formats.check(index, shape)
         layer_buffers: list[RowBuffer] = []
@@ -245,8 +245,8 @@ class QuireCache(DynamicCache):
             for number, (index, shape) in enumerate(shapes.items()):
                 self.layers[index].open(shape, rows[2 * number : 2 * number + 2])
 
-    def foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
-        """Shapes of all layers on rows, by number, as the config tells them; empty where it is not understood."""
+    def config_shapes(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
+        """Shapes of all layers on rows from the config, by number; empty if the config is not understood."""
         try:
             layers = KVSpec.from_config(self.config).layers
         except QuireError:
@@ -257,7 +257,7 @@ class QuireCache(DynamicCache):
                 (spec.num_kv_heads, spec.num_kv_heads),
                 spec.given_dims,
                 dtype,
-                self.formats.of(layer.index),
+                self.formats.of_layer(layer.index),
             )
             for layer in self.row_layers
             if (spec := layers[layer.index]).stores_kv
@@ -266,16 +266,16 @@ class QuireCache(DynamicCache):
     def store(
         self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`RowLayer.update`: checks, takes memory where that is not done, writes."""
+        """`RowLayer.update`: check, take memory unless done, write."""
         self._check_forward()
         check_tokens(key_states, value_states, layer.shape if layer.is_initialized else None, layer.index)
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
         if layer is self.row_layers[0] and (num_new > 1 or self.filled_by is None):
-            owner = calling_model(self)  # or an error where it is about to store what it should not
+            owner = calling_model(self)  # raises if the model must not use this cache
             self.filled_by = self.filled_by or owner
             model = None if owner is None else owner()
-            self._dense = model is not None and wants_dense(model)
+            self._dense = model is not None and needs_contiguous(model)
         try:
             if not layer.is_initialized:
                 layer.lazy_initialization(key_states, value_states)
@@ -289,10 +289,11 @@ class QuireCache(DynamicCache):
         return (keys.contiguous(), values.contiguous()) if self._dense else (keys, values)
 
     def check_state_step(self, layer: BoundStates) -> None:
-        """Whether a forward may go on with the states of `layer`.
+        """Check that a forward may continue with the states of `layer`.
 
         Raises:
-            ArgumentError: a compiled forward, one for a device's cache, or a step behind one that was left half done.
+            ArgumentError: a compiled forward, a forward on another device's cache, or an earlier step that failed
+                halfway.
         """
         self._check_forward()
         self.check_whole()
@@ -300,7 +301,8 @@ class QuireCache(DynamicCache):
             self.filled_by = calling_model(self)
 
     def state_refused(self, layer: BoundStates, *, is_first: bool) -> None:
-        """A step ends at the states of `layer`, for want of memory (Q2). is_first: they have none before it."""
+        """Handle a step that ends at the states of `layer` for lack of memory (Q2). is_first: the layer has no states
+        before it."""
         behind = self.layers[layer.index + 1 :]
         if is_first and not any(
             (isinstance(other, RowLayer) and other.length)
@@ -314,14 +316,14 @@ class QuireCache(DynamicCache):
     def _check_forward(self) -> None:
         if torch.compiler.is_compiling():
             raise ArgumentError(
-                "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
-                "memory that it maps itself: call the model eagerly, or use a StaticCache"
+                "expected a model that is not compiled; torch.compile cannot trace a QuireCache, which maps its "
+                "memory itself: call the model eagerly, or use a StaticCache"
             )
         if not self.backend.is_host:
             self._refuse_own_forward()
 
     def _refuse_own_forward(self) -> NoReturn:
-        """A forward that is none of Quire's would need views of a device's memory."""
+        """Refuse the model's own forward, which would need views of a device's memory."""
         name = self.backend.name
         raise ArgumentError(
             f"expected a step of a model that Quire runs whole on backend {name!r}, whose memory only its own kernels "
@@ -331,7 +333,7 @@ class QuireCache(DynamicCache):
         )
 
     def _undo_step(self, length: int) -> None:
-        """Layers that have stored this step's tokens already hold `length` again."""
+        """Return layers that have already stored this step's tokens to `length` tokens."""
         if length == 0:
             self.reset()
             return
@@ -345,28 +347,28 @@ class QuireCache(DynamicCache):
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def check_whole(self) -> None:
-        """Raises ArgumentError where a step was left half done (Q2)."""
+        """*raises:* ArgumentError: an earlier step failed halfway (Q2)."""
         if self._broken:
             raise ArgumentError(
-                "expected a cache whose last step was whole; the states of its layers went on when its memory ran "
-                "out: reset() it and compute the prompt again"
+                "expected a cache whose last step succeeded; its layers' states advanced in a step that ran out of "
+                "memory: reset() it and compute the prompt again"
             )
 
-    # What one does with a cache.
+    # The cache as a whole
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back."""
         self._detach()
         super().reset()
-        self.formats.forget()
+        self.formats.reset()
         self.filled_by = None
         self._broken = False
 
     def fork(self) -> QuireCache:
-        """A cache that goes on from here by itself, within the same `kv_memory`.
+        """A copy that continues independently, within the same `kv_memory`.
 
-        `virtual` shares all pieces and copies the partial last one of each layer, of keys and of values, when one of
-        the two writes next; `growing` and `contiguous` copy everything now. States are copied.
+        `virtual` shares all pieces; when one of the two caches writes next, it copies the partial last piece of each
+        layer's keys and values; `growing` and `contiguous` copy everything now. States are copied.
 
         Several threads may fork one cache at once, while no step runs on it.
 
@@ -396,7 +398,7 @@ class QuireCache(DynamicCache):
             filled = [layer for layer in self.row_layers if layer.is_initialized]
             rows = self.memory.select(self._contents(filled), range(self._num_rows()))
         except BaseException:
-            new.reset()  # now, and not when whoever holds the error lets go of it
+            new.reset()  # now, not when the exception is freed
             raise
         for number, layer in enumerate(filled):
             new.layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
@@ -426,7 +428,7 @@ class QuireCache(DynamicCache):
         return new
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was; fewer or more rows than there were are possible."""
+        """Row i becomes what row `beam_idx[i]` was; the number of rows may change."""
         order = self._order(beam_idx)
         if len(order) != self._num_rows():
             self._choose(order)
@@ -435,7 +437,7 @@ class QuireCache(DynamicCache):
             self.memory.reorder(self._contents(filled), order)
             for layer in filled:
                 layer.ready = 0
-            self._choose_states(order)  # behind the rows, for which there may be no room
+            self._choose_states(order)  # after the rows, which may lack room
         for layer in self.layers:
             if not isinstance(layer, RowLayer | BoundStates):
                 layer.reorder_cache(beam_idx)
@@ -444,8 +446,8 @@ class QuireCache(DynamicCache):
         """Forget the last `-tokens_to_remove` tokens. All layers or none.
 
         Raises:
-            ArgumentError: a positive count, more tokens than there are, a window or a state whose past was not
-                recorded, or a recurrent state, which no cache can take back.
+            ArgumentError: a positive count, more tokens than stored, a window or a state whose past was not recorded,
+                or a recurrent state, which cannot be reversed.
         """
         for layer in self.state_layers:
             layer.check_crop_states(tokens_to_remove)
@@ -454,17 +456,17 @@ class QuireCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other. All layers or none."""
+        """Repeat every row `repeats` times in succession. All layers or none."""
         if repeats < 1:
             raise ArgumentError(f"expected each row to be repeated at least once, got {repeats}")
         self.batch_select_indices(torch.arange(self._num_rows()).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
+        """Keep the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
         others = [layer for layer in self.layers if not isinstance(layer, RowLayer | BoundStates)]
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
             raise ArgumentError(
-                "expected layers whose states Quire keeps for a choice of rows; layers of the model's own do not "
+                "expected layers with states that Quire stores for a choice of rows; layers of the model's own do not "
                 "offer it"
             )
         order = self._order(torch.arange(self._num_rows())[indices])
@@ -490,7 +492,7 @@ class QuireCache(DynamicCache):
         self._choose_states(order)
 
     def _reserve_rows(self, num_rows: int) -> list[tuple[StateCharge, int]]:
-        """Count what more rows of states take. Returns what was counted before. All or none."""
+        """Count the bytes of additional rows of states. Returns the counts before. All or nothing."""
         before: list[tuple[StateCharge, int]] = []
         for layer in self.state_layers:
             if (have := layer.num_state_rows) and num_rows > have:
@@ -506,7 +508,7 @@ class QuireCache(DynamicCache):
         return before
 
     def _choose_states(self, order: list[int]) -> None:
-        """Layer by layer, so that no more than one layer's states exist twice."""
+        """Select rows layer by layer, so that at most one layer's states exist twice."""
         try:
             for layer in self.state_layers:
                 layer.choose_states(order)
@@ -518,7 +520,7 @@ class QuireCache(DynamicCache):
             ) from error
 
     def _num_rows(self) -> int:
-        """Of the batch; 0 before there is one."""
+        """Rows of the batch; 0 before the first step."""
         rows = (layer.shape.num_rows for layer in self.row_layers if layer.is_initialized)
         states = (count for layer in self.state_layers if (count := layer.num_state_rows))
         return next(rows, 0) or next(states, 0)
@@ -535,17 +537,18 @@ class QuireCache(DynamicCache):
         return [need for layer in layers for need in layer.contents()]
 
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> None:
-        """Write everything to `path`, in a file that `load` gives back for the same model only.
+        """Write the cache to `path`, in a file that `load` reads for the same model only.
 
-        Written beside it and renamed when it is on the disk, so that `path` holds the old file or the new one,
-        whatever happens meanwhile.
+        It writes a new file in the same folder and renames it once it is on the disk, so that `path` always holds the
+        old file or the new one.
 
         Args:
-            model: whose keys these are; not given: the model whose forward filled the cache.
+            model: the model of these keys; default: the model whose forward filled the cache.
 
         Raises:
-            ArgumentError: an empty cache, one whose model is gone, a layer that cannot be stored, a path in no folder.
-            OSError: the file cannot be written; nothing of it is left.
+            ArgumentError: an empty cache, a model that no longer exists, a layer that cannot be saved, a missing
+                folder.
+            OSError: the file cannot be written; no part of it is left.
         """
         from quire.hf.file import save
         from quire.model.load import base_model
@@ -560,7 +563,7 @@ class QuireCache(DynamicCache):
         )
         if owner is None:
             raise ArgumentError(
-                "expected a filled cache whose model is still there; its fingerprint goes into the file: save before "
+                "expected a filled cache whose model still exists; its fingerprint goes into the file: save before "
                 "the model is deleted, or pass save(path, model)"
             )
         save(self, Path(path), owner)
@@ -578,13 +581,13 @@ class QuireCache(DynamicCache):
         kv_dtype: str | Mapping[str | int, str] | None = None,
         backend: str | None = None,
     ) -> QuireCache:
-        """The cache that `save` wrote, in a storage and on a back end of one's choice.
+        """Load a cache that `save` wrote, into any storage and on any back end.
 
         Args:
-            kv_dtype: what K and V are kept in; not given, what the file has them in.
+            kv_dtype: format of K and V; default: the file's.
 
         Raises:
-            LoadError: not such a file, cut short, damaged, of another model or of another `kv_dtype`; nothing of it is
+            LoadError: not such a file, cut short, damaged, of another model or of another `kv_dtype`; the file is not
                 used.
             CapacityError: it does not fit into `kv_memory`.
         """
@@ -605,7 +608,7 @@ class QuireCache(DynamicCache):
         cache.filled_by = weakref.ref(model)
         return cache
 
-    # What cannot be.
+    # Unsupported calls of DynamicCache
 
     @property
     def is_compileable(self) -> bool:
@@ -613,7 +616,7 @@ class QuireCache(DynamicCache):
         return False
 
     def to(self, *args: Any, **kwargs: Any) -> QuireCache:
-        """The cache itself, for the CPU; its memory stays where it was made.
+        """The cache itself, for the CPU; its memory never moves.
 
         Raises:
             ArgumentError: for another device, or a dtype.

@@ -1,18 +1,19 @@
-"""A QuireCache as the storage of a prepared model: its rows, cut into blocks wherever they begin.
+"""A QuireCache as the storage of a prepared model: its rows, divided into blocks that may begin at any token.
 
 The views overlap: block `i` begins at token `i` of the buffer, so that a table may begin at any token, and a
-left-padded row simply begins behind its padding. One kernel then reads what `generate` reads through views. Blocks are
-short: a token's heads lie together, and the kernel takes all heads of a short block in turn, but one head of a long
-one (16 384 tokens of 8 heads x 128: blocks of 16 read at 7.7 GB/s, one block at 4.9, both on a busy machine).
-Not an owner: the cache is, and it may be collected while this is attached (`drop` lets go of its memory).
+left-padded row simply begins behind its padding. The paged kernel then reads the same bytes as `generate` through
+views. Blocks are short: a token's heads are adjacent, and the kernel takes all heads of a short block in turn, but one
+head of a long block (16 384 tokens of 8 heads x 128: blocks of 16 read at 7.7 GB/s, one block at 4.9, both on a busy
+machine). Not an owner: the cache owns the memory and may be collected while this is attached (`drop` releases the
+views).
 
 Invariants
-    T1  nothing of the cache changes before the model's forward has succeeded, but for what `QuireCache.prepare` does.
-    T2  the slots of padding hold zeros: another attention multiplies them by nothing, and nothing times NaN is NaN. In
-        a device's memory too, for a file is read on any.
+    T1  before the model's forward has succeeded, only `QuireCache.prepare` changes the cache.
+    T2  the slots of padding hold zeros: another attention multiplies them by zero, and zero times NaN is NaN. This
+        holds in a device's memory too, since any device may load a saved cache.
 
-Cost: making a step about 0.5 ms for 28 layers, 1.3 ms where each has a table of its own (`growing`); views are made
-once for each buffer, 10 us a layer.
+Cost: making a step about 0.5 ms for 28 layers, 1.3 ms if each has a table of its own (`growing`); views are made once
+for each buffer, 10 us a layer.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ _BLOCK_TOKENS = 16
 
 
 class RowStep(NamedTuple):
-    """A forward over a batch [num_rows, num_new]: what is computed, and where its logits go in [num_rows, kept]."""
+    """A forward over a batch [num_rows, num_new], and the places of its logits in [num_rows, kept]."""
 
     forward: ForwardStep
     logits_at: torch.Tensor
 
 
 class _RowLayout(NamedTuple):
-    """Where the tokens of a batch [num_rows, num_new] go that are no padding, row after row of those that have any.
+    """The tokens of a batch [num_rows, num_new] that are not padding, row after row.
 
-    taking, counts: those rows, and how many tokens of each. rows, columns: of each token. flat: its place in the batch
-    laid out flat; None where all have theirs. wanted: the tokens whose logits go to `logits_at`.
+    filled_rows, counts: rows with such tokens, and their number in each. rows, columns: of each token. flat: its index
+    in the flattened batch; None without padding. wanted: the tokens whose logits go to `logits_at`.
     """
 
-    taking: np.ndarray
+    filled_rows: np.ndarray
     counts: np.ndarray
     query_start: np.ndarray
     rows: np.ndarray
@@ -65,19 +66,19 @@ class _RowLayout(NamedTuple):
     logits_at: torch.Tensor
 
     @classmethod
-    def of(cls, begins: np.ndarray, num_new: int, num_kept: int) -> _RowLayout | None:
-        """begins: the first token of each row that is none; None if all are."""
+    def from_begins(cls, begins: np.ndarray, num_new: int, num_kept: int) -> _RowLayout | None:
+        """begins: the first token of each row that is not padding. Returns None if all tokens are padding."""
         num_rows = len(begins)
-        taking = np.flatnonzero(begins < num_new)
-        if not len(taking):
+        filled_rows = np.flatnonzero(begins < num_new)
+        if not len(filled_rows):
             return None
-        counts = num_new - begins[taking]
-        columns = np.concatenate([np.arange(begins[row], num_new) for row in taking])
-        rows = np.repeat(taking, counts)
+        counts = num_new - begins[filled_rows]
+        columns = np.concatenate([np.arange(begins[row], num_new) for row in filled_rows])
+        rows = np.repeat(filled_rows, counts)
         wanted = np.flatnonzero(columns >= num_new - num_kept)
         logits_at = rows[wanted] * num_kept + columns[wanted] - (num_new - num_kept)
         return cls(
-            taking,
+            filled_rows,
             counts,
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             rows,
@@ -89,15 +90,15 @@ class _RowLayout(NamedTuple):
 
 
 class RowStorage:
-    """What `PreparedModel.cache_over` takes. spec, dtype: of the model that `cache` belongs to."""
+    """The storage that `PreparedModel.cache_over` takes. spec, dtype: of the cache's model."""
 
     def __init__(self, cache: QuireCache, spec: KVSpec, dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype  # with formats, once rows are open
+        self.spec, self.dtype = spec, dtype  # spec: with the cache's formats once rows are open
         self._cache = weakref.ref(cache)
         self._layers: list[RowLayer] = []
         self._table_of: dict[int, int] = {}
-        self._tables: list[RowLayer] = []  # a layer of each table
-        self._shape: StoredShape | None = None  # of the first layer, when it was opened
+        self._tables: list[RowLayer] = []  # one layer for each table
+        self._shape: StoredShape | None = None  # of the first layer when it was opened
         self._layout: tuple[tuple[int, int, bytes], _RowLayout | None] | None = None  # of the latest step
         self._seen: list[torch.Tensor] = []
         self._views: dict[int, KVView] = {}
@@ -105,16 +106,16 @@ class RowStorage:
         self.generation = 0
 
     def is_open(self, num_rows: int) -> bool:
-        """Whether the layers have the rows that `open` has left them with, so many of them."""
+        """Whether the layers still have the rows of the last `open`, `num_rows` of them."""
         shape = self._shape
-        return shape is not None and shape.num_rows == num_rows and self._layers[0].has(shape)
+        return shape is not None and shape.num_rows == num_rows and self._layers[0].has_shape(shape)
 
     def open(self, num_rows: int) -> None:
-        """Have rows in all layers of the cache, and tables for them."""
+        """Open rows in all layers of the cache, and assign tables to them."""
         if self.is_open(num_rows):
             return
         cache = self._require()
-        self.spec = cache.formats.spec_over(self.spec.plain)
+        self.spec = cache.formats.with_formats(self.spec.plain)
         cache.open_all(
             {
                 layer.index: StoredShape(
@@ -122,7 +123,7 @@ class RowStorage:
                     (stored.num_kv_heads, stored.num_kv_heads),
                     (stored.k_head_dim, stored.v_head_dim),
                     self.dtype,
-                    cache.formats.of(layer.index),
+                    cache.formats.of_layer(layer.index),
                 )
                 for layer in cache.row_layers
                 if not layer.is_initialized and (stored := self.spec.layers[layer.index])
@@ -131,7 +132,7 @@ class RowStorage:
         if not self._layers:
             places: dict[int, int] = {}
             for layer in cache.row_layers:
-                # Growing buffers each have a length of their own, and change it.
+                # Growing buffers differ in length, and it changes.
                 place = -1 - layer.index if cache.storage == "growing" else layer.rows[0].row_tokens
                 self._table_of[layer.index] = places.setdefault(place, len(places))
                 if len(places) > len(self._tables):
@@ -140,7 +141,7 @@ class RowStorage:
         self._shape = self._layers[0].shape
 
     def drop(self) -> None:
-        """Hold no memory of the cache any more; views are made again when they are asked for."""
+        """Release all views of the cache's memory; the next step makes them again."""
         self._layers, self._tables, self._table_of = [], [], {}
         self._seen, self._views, self._shape = [], {}, None
         self.generation += 1
@@ -158,8 +159,8 @@ class RowStorage:
     def view(self, layer: int) -> KVView:
         return self._views[self.spec.stored_in(layer)]
 
-    def renew(self) -> None:
-        """Make the views again where a layer has another buffer than before."""
+    def refresh_views(self) -> None:
+        """Make the views again if a layer has another buffer than before."""
         buffers = [rows.buffer for layer in self._layers for rows in layer.rows]
         if len(buffers) == len(self._seen) and all(a is b for a, b in zip(buffers, self._seen, strict=True)):
             return
@@ -174,17 +175,17 @@ class RowStorage:
     def step(
         self, input_ids: torch.Tensor, positions: torch.Tensor, pads: np.ndarray, num_kept: int
     ) -> RowStep | None:
-        """The step that computes `input_ids` [B, T] behind what is stored; None if all of it is padding.
+        """The step that computes `input_ids` [B, T] behind the stored tokens; None if all are padding.
 
-        Memory is prepared, and padding zeroed, here.
+        It prepares memory and zeroes padding.
 
         Args:
             positions: int64 [B, T], for the model's embeddings.
-            pads: int [B], leading positions of each row, stored ones included, that are padding.
-            num_kept: last tokens of each row whose logits are wanted.
+            pads: int [B], number of leading padding positions of each row, stored positions included.
+            num_kept: number of last tokens of each row whose logits are wanted.
 
         Raises:
-            CapacityError: no memory; the cache is as it was.
+            CapacityError: no memory; the cache is unchanged.
         """
         cache = self._require()
         num_new = input_ids.shape[1]
@@ -199,19 +200,19 @@ class RowStorage:
             if length == 0:
                 cache.reset()
             raise
-        self.renew()
+        self.refresh_views()
         if begins.any():
             self._zero_padding(length, begins, num_new)
 
         stop = length + num_new
-        taking, counts, rows, columns = layout.taking, layout.counts, layout.rows, layout.columns
+        filled_rows, counts, rows, columns = layout.filled_rows, layout.counts, layout.rows, layout.columns
         plans: list[AttentionBatch] = []
         slot_mappings: list[torch.Tensor] = []
         for layer in self._tables:
             stored, size = layer.rows[0], _block_size(layer)
             bases = self._bases(layer, pads)
-            begins_at = taking * stored.row_tokens + bases[taking] - stored.origin
-            contexts = stop - bases[taking]
+            begins_at = filled_rows * stored.row_tokens + bases[filled_rows] - stored.origin
+            contexts = stop - bases[filled_rows]
             blocks = begins_at[:, None] + size * np.arange(-(-int(contexts.max()) // size))
             plans.append(attention_batch(layout.query_start, contexts, blocks.astype(np.int32), size))
             slots = (np.repeat(begins_at, counts) + length + columns - bases[rows]) * size
@@ -227,21 +228,21 @@ class RowStorage:
         return RowStep(forward, layout.logits_at)
 
     def _layout_of(self, begins: np.ndarray, num_new: int, num_kept: int) -> _RowLayout | None:
-        """`_RowLayout.of`, which is the same from one decode step to the next."""
+        """`_RowLayout.from_begins`, cached, as it is the same in successive decode steps."""
         key = (num_new, num_kept, begins.tobytes())
         if self._layout is None or self._layout[0] != key:
-            self._layout = key, _RowLayout.of(begins, num_new, num_kept)
+            self._layout = key, _RowLayout.from_begins(begins, num_new, num_kept)
         return self._layout[1]
 
-    def stored(self, num_new: int) -> None:
-        """The step's forward has succeeded: its tokens are there."""
+    def advance(self, num_new: int) -> None:
+        """Count the tokens of a step whose forward has succeeded."""
         for layer in self._layers:
             layer.length += num_new
 
     def _bases(self, layer: RowLayer, pads: np.ndarray) -> np.ndarray:
-        """The position that each row's table begins at: behind its padding, and where the buffer begins.
+        """The position at which each row's table begins: behind its padding and not before the buffer's origin.
 
-        Distances between tokens stay what they are; a chunk's begin stays one.
+        Distances between tokens are unchanged, and chunks still begin at multiples of the chunk's length.
         """
         origin = layer.rows[0].origin
         if origin == 0:
@@ -260,7 +261,7 @@ class RowStorage:
 
     def _require(self) -> QuireCache:
         cache = self._cache()
-        assert cache is not None  # whoever makes a step holds it
+        assert cache is not None  # the caller of a step holds a reference
         return cache
 
 

@@ -1,20 +1,19 @@
-"""The state half of a layer of a transformers cache: states (Mamba, convolutions, delta nets) that `kv_memory` binds.
+"""The state half of a layer of a transformers cache: states (Mamba, convolutions, delta nets) within `kv_memory`.
 
-What a state is, and how it goes on, is `LinearAttentionLayer`'s. Here it is counted against the limit that the cache
-and its forks have together, before its memory is taken; forked, chosen row by row, and given back.
-Not an owner of memory: the tensors are ordinary ones of the host, `RowMemory` counts them. Not yet a layer of
-transformers': `layer_kinds` makes those of it.
+`LinearAttentionLayer` defines and updates states. This class counts them against the common limit of the cache and its
+forks before their memory is taken, forks them, selects rows, and gives them back. Not an owner of memory: the tensors
+are torch's own, `RowMemory` counts them. Not a complete transformers layer: `layer_kinds` makes those.
 
 Invariants
-    S1  what is counted for a layer is at least what its states take, and as much between two calls of `crop` where the
-        past is recorded, after each update where it is not.
-    S2  the tensors are the layer's own: none keeps a larger one alive, and no fork has them too.
-    S3  a call that is refused before it computes leaves the states as they were; one that finds no memory tells the
-        cache, which then is empty or refuses to go on (Q2).
+    S1  the bytes counted for a layer are at least those of its states. They are equal after each update; with a
+        recorded past, between two calls of `crop`.
+    S2  the tensors belong to the layer alone: no tensor keeps a larger one alive, and no fork shares them.
+    S3  a call that is refused before it computes leaves the states unchanged; a call without memory tells the cache,
+        which then is empty or refuses to continue (Q2).
 
-Threads: as the cache's; counting is under the memory's lock, giving back under none (a finalizer does it).
+Threads: as for the cache; the memory's lock guards counting; giving back needs no lock (a finalizer does it).
 
-Cost: some 8 us an update beside transformers' own; a fork copies the states.
+Cost: some 8 us an update in addition to transformers' own; a fork copies the states.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STATES = ("conv_states", "recurrent_states")
 
 
 class StateOwner(Protocol):
-    """The cache that states belong to, as they see it: `QuireCache`, where its methods are described."""
+    """The members of a state layer's cache that it uses; `QuireCache` describes them."""
 
     memory: RowMemory
 
@@ -46,23 +45,23 @@ class StateOwner(Protocol):
 
 
 class StateCharge:
-    """Bytes of a `RowMemory`'s limit that states take, given back when this goes."""
+    """Bytes of a `RowMemory`'s limit that states take; freeing the object gives them back."""
 
     def __init__(self, memory: RowMemory) -> None:
         self._memory = memory
         self.num_bytes = 0
 
-    def resize(self, num_bytes: int, what: str = "states") -> None:
-        """Count so many. *raises:* CapacityError: no room, said with `what`; nothing was changed."""
+    def resize(self, num_bytes: int, purpose: str = "states") -> None:
+        """Count `num_bytes`. *raises:* CapacityError: no room for `purpose`; nothing has changed."""
         more = num_bytes - self.num_bytes
         if more > 0:
-            self._memory.take_state(more, what)
+            self._memory.take_state(more, purpose)
         elif more < 0:
             self._memory.give_state(-more)
         self.num_bytes = num_bytes
 
     def split(self, num_bytes: int) -> StateCharge:
-        """Another one, of `num_bytes` of these."""
+        """Move `num_bytes` of this charge to a new one."""
         other = StateCharge(self._memory)
         self.num_bytes -= num_bytes
         other.num_bytes = num_bytes
@@ -77,7 +76,7 @@ class StateCharge:
 class BoundStates:
     """See the module's text; mixed into each kind of transformers' layers with states (`layer_kinds`).
 
-    conv_states, recurrent_states: by number of the state, [B, ..., width] and [B, ...], None before there is one.
+    conv_states, recurrent_states: by number of the state, [B, ..., width] and [B, ...], None before the first.
     """
 
     index: int
@@ -93,17 +92,17 @@ class BoundStates:
     record_past: bool
 
     def attach_states(self, cache: StateOwner, index: int) -> None:
-        """Makes its states those of layer `index` of `cache`."""
+        """Attach the states to layer `index` of `cache`."""
         self.index = index
         self._owner_of_states = weakref.ref(cache)
         self.charge = StateCharge(cache.memory)
-        # Whether columns before the first of a convolution's are gone, which a `crop` may need.
+        # Whether earlier columns of a convolution state, which a `crop` may need, were dropped.
         self._is_cut = dict.fromkeys(range(self.number_of_states), False)
 
-    # What is there.
+    # Contents
 
     def tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Those of `STATES` that there are: name, number of the state, tensor."""
+        """The present tensors of `STATES`: name, number of the state, tensor."""
         for name in STATES:
             for number, state in getattr(self, name).items():
                 if state is not None:
@@ -115,23 +114,23 @@ class BoundStates:
 
     @property
     def num_state_rows(self) -> int:
-        """Rows of the batch; 0 before there is a state."""
+        """Rows of the batch; 0 without a state."""
         return next((len(state) for _, _, state in self.tensors()), 0)
 
     @property
     def state_bytes(self) -> int:
-        """What the states take."""
+        """Bytes of the states."""
         return sum(state.nbytes for _, _, state in self.tensors())
 
     def bytes_behind(self, num_new: int) -> int:
-        """What they take when `num_new` more tokens are behind them: more where the past is recorded."""
+        """Bytes of the states after `num_new` more tokens: more than now if the past is recorded."""
         if not self.record_past:
             return self.state_bytes
         row = sum(_column_bytes(state) for name, _, state in self.tensors() if name == "conv_states")
         return self.state_bytes + num_new * row
 
     def saved(self, name: str, number: int) -> torch.Tensor | None:
-        """A state without what is recorded for `crop`: what the next step needs, in the shape that is stored."""
+        """A state without the past recorded for `crop`, as the next step needs it and a file stores it."""
         state = getattr(self, name)[number]
         width = self.conv_kernel_size[number]
         if state is None or name != "conv_states" or width is None:
@@ -139,7 +138,7 @@ class BoundStates:
         kept = state[..., -width:]
         return torch.nn.functional.pad(kept, (width - kept.shape[-1], 0))
 
-    # A step.
+    # Steps
 
     def update_conv_state(
         self,
@@ -148,12 +147,13 @@ class BoundStates:
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As transformers': put [B, ..., T] behind the state. Returns the state before it and it, [B, ..., width + T].
+        """As in transformers: put [B, ..., T] behind the state. Returns the old state followed by it, [B, ..., width +
+        T].
 
         Raises:
-            ArgumentError: another batch, channels or device than is stored, a gradient asked for, or a cache whose last
-                step was not whole.
-            CapacityError: no memory for it (S3).
+            ArgumentError: another batch, channels or device than stored, a requested gradient, or a cache whose last
+                step failed halfway.
+            CapacityError: no memory (S3).
         """
         is_first = not self.has_previous_state[state_idx]
         self._check_step(conv_states, "conv_states", state_idx, -1)
@@ -170,18 +170,19 @@ class BoundStates:
                 **kwargs,
             )
             if self.record_past:
-                self.conv_states[state_idx] = _own(full)
+                self.conv_states[state_idx] = _copy_of(full)
                 self._is_cut[state_idx] &= not is_first
             else:
                 self._is_cut[state_idx] = True
         except (CapacityError, RuntimeError) as error:
-            self._refused(error, is_first=is_first)
+            self._raise_refusal(error, is_first=is_first)
         return full
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """As transformers': replace the state by [B, ...]. Returns the stored one. *raises:* as `update_conv_state`."""
+        """As in transformers: replace the state by [B, ...]; returns the stored state. *raises:* as
+        `update_conv_state`."""
         is_first = not self.is_recurrent_states_initialized[state_idx]
         self._check_step(recurrent_states, "recurrent_states", state_idx, None)
         try:
@@ -192,7 +193,7 @@ class BoundStates:
                 **kwargs,
             )
         except (CapacityError, RuntimeError) as error:
-            self._refused(error, is_first=is_first)
+            self._raise_refusal(error, is_first=is_first)
 
     def open_states(
         self,
@@ -201,20 +202,21 @@ class BoundStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
-        """`LinearAttentionLayer.lazy_initialization`: zeros for the like of these. *raises:* CapacityError."""
-        for name, given in zip(STATES, (conv_states, recurrent_states), strict=True):
-            if given is None:
+        """`LinearAttentionLayer.lazy_initialization`: zero states for tensors of these shapes. *raises:*
+        CapacityError."""
+        for name, tensor in zip(STATES, (conv_states, recurrent_states), strict=True):
+            if tensor is None:
                 continue
-            shape = given.shape
+            shape = tensor.shape
             if name == "conv_states":
                 width = shape[-1] if conv_kernel_size is None else conv_kernel_size
                 shape = (*shape[:-1], width)
                 self.conv_kernel_size[state_idx] = width
-            num_bytes = given.dtype.itemsize
+            num_bytes = tensor.dtype.itemsize
             for size in shape:
                 num_bytes *= size
             self._reserve(self.state_bytes + num_bytes)
-            self._set(name, state_idx, torch.zeros(shape, dtype=given.dtype))
+            self._set(name, state_idx, torch.zeros(shape, dtype=tensor.dtype))
 
     def _set(self, name: str, number: int, state: torch.Tensor) -> None:
         getattr(self, name)[number] = state
@@ -222,27 +224,27 @@ class BoundStates:
         if self.device is None:
             self.dtype, self.device = state.dtype, state.device
 
-    def _check_step(self, given: torch.Tensor, name: str, number: int, stop: int | None) -> None:
-        """*raises:* ArgumentError: `given` cannot be put into the state; its shape counts up to `stop`."""
+    def _check_step(self, tensor: torch.Tensor, name: str, number: int, stop: int | None) -> None:
+        """*raises:* ArgumentError: `tensor` does not fit the state; shapes are compared up to dimension `stop`."""
         owner = self._owner_of_states()
         if owner is None:
             raise ArgumentError("expected a layer of a QuireCache that is in use; its cache is gone")
         where = f"layer {self.index} of a QuireCache"
-        if given.device.type != "cpu":
+        if tensor.device.type != "cpu":
             raise ArgumentError(
-                f"expected {name} on the CPU in {where}, got {given.device}; its memory is the CPU's: move the model "
+                f"expected {name} on the CPU in {where}, got {tensor.device}; its memory is the CPU's: move the model "
                 "with model.to('cpu')"
             )
-        if given.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(
                 f"expected {name} without a gradient in {where}; it writes in place: run the model under "
                 "torch.no_grad()"
             )
         state = getattr(self, name)[number]
-        if state is not None and given.shape[:stop] != state.shape[:stop]:
+        if state is not None and tensor.shape[:stop] != state.shape[:stop]:
             raise ArgumentError(
-                f"expected {name} {_shown(state, stop)} in {where}, what it was filled with, got "
-                f"{_shown(given, stop)}; reset() the cache, make one for this model, or fork it for each batch"
+                f"expected {name} {_shape_text(state, stop)} in {where}, as in its stored states, got "
+                f"{_shape_text(tensor, stop)}; reset() the cache, make one for this model, or fork it for each batch"
             )
         owner.check_state_step(self)
 
@@ -250,8 +252,8 @@ class BoundStates:
         if num_bytes > self.charge.num_bytes:
             self.charge.resize(num_bytes, f"the states of layer {self.index}")
 
-    def _refused(self, error: Exception, *, is_first: bool) -> NoReturn:
-        """Tell the cache that a step ends here, and raise why."""
+    def _raise_refusal(self, error: Exception, *, is_first: bool) -> NoReturn:
+        """Tell the cache that a step ends here, and raise the error."""
         owner = self._owner_of_states()
         if owner is not None:
             owner.state_refused(self, is_first=is_first)
@@ -278,29 +280,29 @@ class BoundStates:
             return
         if any(self.is_recurrent_states_initialized.values()):
             raise ArgumentError(
-                "expected no recurrent states in a cache that is cropped, which hold all tokens in one; fork() "
-                "the cache before the tokens, and go on with the fork"
+                "expected no recurrent states in a cropped cache, as they combine all tokens; fork() the cache before "
+                "the tokens, and continue with the fork"
             )
         for number, state in self.conv_states.items():
             if state is None:
-                raise ArgumentError("expected a filled cache to crop, got one whose states are not there yet")
+                raise ArgumentError("expected a filled cache to crop, got one without states")
             left = state.shape[-1] + tokens_to_remove
             if left < (self._width(number) if self._is_cut[number] else 0):
                 raise ArgumentError(
                     f"expected to crop at most the {max(0, left - tokens_to_remove - self._width(number))} tokens that "
                     f"the state of layer {self.index} has recorded since the last crop, got {tokens_to_remove}; fork() "
-                    "the cache before the tokens, and go on with the fork"
+                    "the cache before the tokens, and continue with the fork"
                 )
 
     def crop_states(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, and what was recorded for this."""
+        """Forget the last `-tokens_to_remove` tokens, and the past recorded for it."""
         for number, state in self.conv_states.items():
             if state is None:
                 continue
             stop = state.shape[-1] + tokens_to_remove
             start = max(0, stop - self._width(number))
             if (start, stop) != (0, state.shape[-1]):
-                self.conv_states[number] = _own(state[..., start:stop])
+                self.conv_states[number] = _copy_of(state[..., start:stop])
                 self._is_cut[number] |= start > 0
         self.charge.resize(self.state_bytes)
 
@@ -308,7 +310,7 @@ class BoundStates:
         return self.conv_kernel_size[number] or 0
 
     def reset_states(self) -> None:
-        """Forget them and give their memory back."""
+        """Forget the states and give their memory back."""
         for number in range(self.number_of_states):
             self.conv_states[number] = self.recurrent_states[number] = self.conv_kernel_size[number] = None
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
@@ -316,17 +318,17 @@ class BoundStates:
         self.charge.close()
 
     def choose_states(self, order: Sequence[int]) -> None:
-        """Row r becomes what row `order[r]` was. What more rows take is in `charge` already."""
+        """Row r becomes what row `order[r]` was. `charge` already counts additional rows."""
         rows = torch.tensor(order, dtype=torch.int64)
         for name, number, state in list(self.tensors()):
             getattr(self, name)[number] = state.index_select(0, rows)
         self.charge.resize(self.state_bytes)
 
     def copy_states(self, other: BoundStates, charge: StateCharge) -> None:
-        """Have copies of the states of `other`, counted in `charge`."""
+        """Copy the states of `other`; `charge` already counts them."""
         self.charge = charge
         for name, number, state in other.tensors():
-            self._set(name, number, _own(state))
+            self._set(name, number, _copy_of(state))
         self.has_previous_state = dict(other.has_previous_state)
         self.conv_kernel_size = dict(other.conv_kernel_size)
         self._is_cut = dict(other._is_cut)
@@ -339,7 +341,7 @@ class BoundStates:
         has_previous_state: bool,
         conv_kernel_size: int | None,
     ) -> None:
-        """Have these tensors, by their names in `STATES`, the layer's own and counted in `charge` already."""
+        """Set these tensors, by their names in `STATES`. The layer owns them; `charge` already counts them."""
         for name, state in tensors.items():
             self._set(name, number, state)
         self.has_previous_state[number] = has_previous_state
@@ -347,8 +349,8 @@ class BoundStates:
         self._is_cut[number] = True
 
 
-def _own(state: torch.Tensor) -> torch.Tensor:
-    """A tensor of these numbers that shares its memory with none (S2)."""
+def _copy_of(state: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own (S2)."""
     return state.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -356,5 +358,5 @@ def _column_bytes(state: torch.Tensor) -> int:
     return state.nbytes // state.shape[-1] if state.shape[-1] else 0
 
 
-def _shown(state: torch.Tensor, stop: int | None) -> str:
+def _shape_text(state: torch.Tensor, stop: int | None) -> str:
     return f"[{', '.join(map(str, state.shape[:stop]))}{', tokens' if stop else ''}]"

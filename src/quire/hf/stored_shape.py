@@ -1,6 +1,6 @@
-"""The shape of what a layer stores, and whether keys and values can be stored beside it.
+"""The shape of a layer's stored tokens, and the check that new keys and values fit it.
 
-Cost: `check_tokens` a few us; it is asked in every update.
+Cost: `check_tokens` a few us; every update calls it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from quire.spec import LayerSpec, Span
 
 __all__ = ["StoredShape", "check_tokens"]
 
-_PADDING = 100  # a token of codes may be larger by so small a part, to fill whole pages with fewer others
+_PADDING = 100  # padding of a token of codes is at most this fraction of it
 
 
 @dataclass
 class StoredShape:
-    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ.
+    """Shape of a layer's stored tokens: rows, and heads and widths of K and of V, which may differ.
 
-    formats: of K and of V (`quire.spec.kv_formats`), for as many heads of either; empty where rows are numbers of
-    `dtype`.
+    formats: of K and of V (`quire.spec.kv_formats`), with equally many heads; empty if rows are numbers of `dtype`.
     """
 
     num_rows: int
@@ -52,20 +51,20 @@ class StoredShape:
 
     @property
     def layer(self) -> LayerSpec:
-        """As `KVView.of_rows` takes it; of codes."""
+        """The layer of codes that `KVView.of_rows` takes."""
         return LayerSpec(
             Span(), self.num_heads[0], *self.widths, k_format=self.formats[0], v_format=self.formats[1]
         )
 
     def row_elements(self, which: int) -> int:
-        """Elements of `dtype` that a head of a token takes."""
+        """Elements of `dtype` of one head of a token."""
         return self.layer.row_elements(self.dtype.itemsize)[which] if self.is_coded else self.widths[which]
 
     def token_elements(self, which: int) -> int:
-        """From a token to the next one.
+        """Elements from a token to the next.
 
-        Codes and a scale are seldom a round number of bytes, and many tokens would have to lie together to fill whole
-        pages: a token of codes is rounded up to the largest power of two that adds no more than a hundredth.
+        Codes and a scale are seldom a round number of bytes, so only many tokens together would fill whole pages. So a
+        token of codes is rounded up to a multiple of the largest power of two that adds at most a hundredth.
         """
         elements = self.num_heads[which] * self.row_elements(which)
         if not self.is_coded:
@@ -79,16 +78,18 @@ class StoredShape:
         return self.token_elements(which) * self.dtype.itemsize
 
     def rows_in(self, buffer: torch.Tensor, which: int, num_rows: int, row_tokens: int) -> torch.Tensor:
-        """Of a buffer uint8 that begins with a token of the first of `num_rows` rows: [num_rows, heads, row_tokens, row
-        elements] of `dtype`, a view."""
+        """A view [num_rows, heads, row_tokens, row elements] of `dtype` of a uint8 buffer that begins with a token of
+        the first row."""
         token, elements = self.token_elements(which), self.row_elements(which)
         size = (num_rows, self.num_heads[which], row_tokens, elements)
         return buffer.view(self.dtype).as_strided(size, (row_tokens * token, elements, token, 1))
 
     def padding(self, which: int) -> torch.Tensor:
-        """int64: which bytes of a token of codes stand for nothing."""
-        tokens = [torch.zeros(self.token_bytes(one), dtype=torch.uint8) for one in (0, 1)]
-        view = KVView.of_rows([self.rows_in(one, at, 1, 1) for at, one in enumerate(tokens)], self.layer)
+        """int64: the unused bytes of a token of codes."""
+        tokens = [torch.zeros(self.token_bytes(kind), dtype=torch.uint8) for kind in (0, 1)]
+        view = KVView.of_rows(
+            [self.rows_in(token, kind, 1, 1) for kind, token in enumerate(tokens)], self.layer
+        )
         for part in (view.k, view.k_scale) if which == 0 else (view.v, view.v_scale):
             if part is not None:
                 part.copy_(torch.ones(part.dtype.itemsize, dtype=torch.uint8).view(part.dtype))
@@ -98,7 +99,7 @@ class StoredShape:
 def check_tokens(
     key_states: torch.Tensor, value_states: torch.Tensor, shape: StoredShape | None, layer: int
 ) -> None:
-    """Raises ArgumentError for tokens that cannot be stored in `layer`, which holds some of `shape`, or none yet."""
+    """*raises:* ArgumentError: tokens that do not fit `layer`, which holds tokens of `shape`, or none yet."""
     where = f"layer {layer} of a QuireCache"
     for name, tensor in (("keys", key_states), ("values", value_states)):
         if tensor.device.type != "cpu":
@@ -125,13 +126,13 @@ def check_tokens(
         return
     if key_states.dtype is not shape.dtype:
         raise ArgumentError(
-            f"expected {shape.dtype} in {where}, what it was filled with, got {key_states.dtype}; reset() the "
+            f"expected {shape.dtype} in {where}, as in its stored tokens, got {key_states.dtype}; reset() the "
             "cache, or convert the model back"
         )
     for which, (name, tensor) in enumerate((("keys", key_states), ("values", value_states))):
         expected = (shape.num_rows, shape.num_heads[which], tensor.shape[2], shape.widths[which])
         if tensor.shape != expected:
             raise ArgumentError(
-                f"expected {name} {list(expected)} in {where}, what it was filled with, got "
+                f"expected {name} {list(expected)} in {where}, as in its stored tokens, got "
                 f"{list(tensor.shape)}; reset() the cache, make one for this model, or fork it for each batch"
             )

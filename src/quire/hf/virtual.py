@@ -1,22 +1,22 @@
-"""Rows in reserved addresses, into which memory is mapped piece by piece: `virtual`.
+"""`virtual`: rows in reserved addresses, into which memory is mapped piece by piece.
 
-Layers that keep the same positions and have equally large tokens form a group: their keys' and values' rows are the
-layer buffers of one address range, and a block of the group's placement heap is a piece of every layer buffer, for the
-same tokens. Keys and values of a layer are always of one group, however wide each is: their rows are equally long. So a
-step that needs memory asks for it once for all layers. Row r of the batch has the positions from `r * row_positions`
-on, which is why all its layer buffers are one tensor each. A fork maps the same blocks into another range; who writes
-first into one that others can reach takes a copy (W2 of `rows`).
+Layers that keep the same positions and have equally large tokens form a group: the rows of their keys and values are
+the layer buffers of one address range, and a block of the group's placement heap is a piece of every layer buffer, for
+the same tokens. Keys and values of a layer always belong to one group, whatever their widths: their rows are equally
+long. So one call takes a step's memory for all layers. Row r of the batch has the positions from `r * row_positions`
+on, so that each layer buffer is one tensor. A fork maps the same blocks into another range; the first write to a shared
+block copies it (W2 of `layer_rows`).
 
-Threads: a range, and where a group is in it (`low`, `high`, `own_from`), belong to one cache, and change in a call of
-whoever uses that. Heaps, with their references, are all forks', and change under the memory's lock. Whether a block is
-somebody else's too is asked and acted on in one hold of it, so that of two that share a block the first to write copies
-and the second then owns it: nobody writes where another's kernels may be reading.
+Threads: a range and a group's state (`low`, `high`, `private_from`) belong to one cache and change only in its calls.
+Heaps and their references belong to all forks and change under the memory's lock. A group checks whether a block is
+shared and copies it under one hold of the lock: of two groups that share a block the first to write copies it and the
+second then owns it, so no group writes where another's kernels may be reading.
 
-Memory is taken a little ahead, a sixteenth of what a row has: blocks taken together lie together, and neighbours in
-both count as one mapping, of which a process has 65 530.
+Memory is taken ahead, a sixteenth of a row's length: blocks taken together are adjacent, and neighbours in heap and
+range count as one mapping, of which a process has 65 530.
 
-Cost: `prepare` about 1 us where all is there; else about 0.1 ms and 10 us a layer buffer (64 KiB pieces) for mapping,
-and the copy where a piece is shared. `select` and `reorder` about 0.1 ms and the mapping.
+Cost: `prepare` about 1 us if all is mapped; else about 0.1 ms and 10 us a layer buffer (64 KiB pieces) for mapping, and
+the copy of a shared piece. `select` and `reorder` about 0.1 ms and the mapping.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device import DeviceMemory
-from quire.memory.placement import AddressRange, PlacementHeap, why_not
+from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
 from quire.process import OwnProcess
 from quire.sizes import format_size
 
 __all__ = ["VirtualMemory", "VirtualRows"]
 
 _MAX_PIECE = 2 << 20
-_AHEAD = 16  # a row takes one block in so many more than it needs
+_AHEAD = 16  # a row takes one block more for every 16 that it needs
 
 
 class VirtualMemory:
     """Memory of `limit_bytes` for rows of up to `max_length` tokens, mapped in pieces of about `piece_bytes`.
 
-    device: whose copies move bytes of this machine. Of this process only: a child of `os.fork` does not get the
+    device: its copies move bytes of this machine. It works only in this process: a child of `os.fork` does not get the
     mappings.
 
     Raises:
         ArgumentError: a piece size out of range.
-        BackendError: this machine cannot map memory so.
+        BackendError: this machine cannot map memory at chosen addresses.
     """
 
     def __init__(self, device: DeviceMemory, limit_bytes: int, max_length: int, piece_bytes: int) -> None:
@@ -65,7 +65,7 @@ class VirtualMemory:
                 f"expected a piece size that is a power of two from {format_size(mmap.PAGESIZE)} to "
                 f"{format_size(_MAX_PIECE)}, got {format_size(piece_bytes)}"
             )
-        reason = why_not()
+        reason = unsupported_reason()
         if reason is not None:
             raise BackendError(
                 f'expected a machine that maps memory for storage="virtual": {reason}; use storage="growing"'
@@ -76,7 +76,7 @@ class VirtualMemory:
         self.piece_bytes = piece_bytes
         self._heaps: dict[tuple[int, ...], PlacementHeap] = {}  # by bytes of a token in each layer buffer
         self._states = ByteCounter()  # bytes
-        self._ended: deque[Callable[[], None]] = deque()
+        self._to_release: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self.process = OwnProcess(
             'a QuireCache with storage="virtual", whose memory is mapped',
@@ -94,11 +94,11 @@ class VirtualMemory:
             of_layer.setdefault(layer_buffer.layer, []).append(number)
         members: dict[tuple[Any, ...], list[int]] = {}
         for numbers in of_layer.values():
-            alike = (
+            kind = (
                 layer_buffers[numbers[0]].window,
                 *(layer_buffers[number].token_bytes for number in numbers),
             )
-            members.setdefault(alike, []).extend(numbers)
+            members.setdefault(kind, []).extend(numbers)
         opened: list[Any] = [None] * len(layer_buffers)
         with self._changing():
             for numbers in members.values():
@@ -135,53 +135,53 @@ class VirtualMemory:
             new = {id(group): group.select(order, stop) for group, _, _, stop in _grouped(needs)}
         return [VirtualRows(new[id(_rows(need).group)], _rows(need).place) for need in needs]
 
-    def take_state(self, num_bytes: int, what: str) -> None:
+    def take_state(self, num_bytes: int, purpose: str) -> None:
         with self._changing():
-            refuse_state(what, num_bytes, self.used_bytes, self.limit_bytes)
+            refuse_state(purpose, num_bytes, self.used_bytes, self.limit_bytes)
             self._states.add(num_bytes)
 
     def give_state(self, num_bytes: int) -> None:
         self._states.add(-num_bytes)
 
-    def take(self, heap: PlacementHeap, count: int, after: int, what: str) -> np.ndarray:
-        """`count` blocks, held once, of `heap`, as near behind block `after` as there are."""
+    def take(self, heap: PlacementHeap, count: int, after: int, purpose: str) -> np.ndarray:
+        """Take `count` blocks of `heap`, held once, the nearest behind block `after`."""
         more, used = count * heap.block_bytes, self.used_bytes
         if used + more > self.limit_bytes:
             raise CapacityError(
-                f"expected {what} to fit into kv_memory of {format_size(self.limit_bytes)}, with "
-                f"{format_size(used)} in use it needs {format_size(more)} more; raise kv_memory, or drop forks that "
-                "are not needed"
+                f"expected {purpose} to fit into kv_memory of {format_size(self.limit_bytes)}, with "
+                f"{format_size(used)} in use it needs {format_size(more)} more; raise kv_memory, or drop "
+                "unneeded forks"
             )
         return heap.allocate(count, after)
 
-    def ended(self, release: Callable[[], None]) -> None:
-        """Somebody's last tensor has gone, in any thread, maybe in the middle of a change: release now, or after it.
+    def release_range(self, release: Callable[[], None]) -> None:
+        """Release a range whose last tensor was freed, in any thread: now, or after a change that is under way.
 
-        In another process there is nothing to release: what lies at the addresses there is not ours.
+        Does nothing in another process, whose memory at these addresses is not the cache's.
         """
         if self.process.is_here:
-            self._ended.append(release)
-            self._release_ended()
+            self._to_release.append(release)
+            self._release_pending()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A change of the heaps, one at a time; what ended meanwhile is released when it is done."""
+        """Context of a change of the heaps, one at a time; ranges that were freed meanwhile are released at its end."""
         self.process.check()
         try:
             with self._lock:
                 yield
         finally:
-            self._release_ended()
+            self._release_pending()
 
-    def _release_ended(self) -> None:
-        """Release what has ended, unless a change is under way: whoever makes it does so afterwards."""
-        while self._ended and self._lock.acquire(blocking=False):
+    def _release_pending(self) -> None:
+        """Release the freed ranges, unless a change is under way, which releases them at its end."""
+        while self._to_release and self._lock.acquire(blocking=False):
             try:
-                while self._ended:
-                    self._ended[0]()
-                    self._ended.popleft()
+                while self._to_release:
+                    self._to_release[0]()
+                    self._to_release.popleft()
             except CapacityError:
-                return  # unmapping may split a mapping: that waits for the next change
+                return  # unmapping may split a mapping and exceed the budget: wait for the next change
             finally:
                 self._lock.release()
 
@@ -189,7 +189,7 @@ class VirtualMemory:
         heap = self._heaps.get(token_bytes)
         if heap is None:
             largest = max(token_bytes)
-            # Tokens of a block: tokens and pages end together in every layer buffer.
+            # Tokens of a block: it ends on a token and a page in every layer buffer.
             whole = math.lcm(*(mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE) for size in token_bytes))
             tokens = whole * max(1, self.piece_bytes // (whole * largest))
             pieces = [tokens * size for size in token_bytes]
@@ -209,12 +209,12 @@ class VirtualMemory:
         return heap
 
 
-class _Keeper:
-    """Kept by every tensor over a range; when the last one goes, the range does (W4)."""
+class _RangeReference:
+    """Referenced by every tensor over a range; its finalizer releases the range (W4)."""
 
 
 class _Group:
-    """Lanes of one range. Of every row, blocks are mapped at positions [low, high)."""
+    """Layer buffers of one range. Every row has blocks mapped at positions [low, high)."""
 
     def __init__(
         self, memory: VirtualMemory, heap: PlacementHeap, num_rows: int, token_bytes: tuple[int, ...]
@@ -224,29 +224,29 @@ class _Group:
         self.row_positions = -(-memory.max_length // self.block_tokens)
         self.range = heap.reserve((num_rows + 1) * self.row_positions)
         self.low = self.high = 0
-        self.own_from = 0  # no block from this position on is mapped anywhere else
-        self._keeper = _Keeper()
-        ending = weakref.finalize(self._keeper, memory.ended, _release_of(heap, self.range))
-        ending.atexit = False
+        self.private_from = 0  # blocks from this position on are mapped nowhere else
+        self._reference = _RangeReference()
+        finalizer = weakref.finalize(self._reference, memory.release_range, _release_of(heap, self.range))
+        finalizer.atexit = False
 
     def tensor(self, place: int) -> torch.Tensor:
-        """A layer buffer's addresses, uint8 [all positions x bytes of a piece]."""
+        """The addresses of a layer buffer, uint8 [all positions x bytes of a piece]."""
         num_bytes = self.range.num_positions * self.heap.piece_bytes[place]
         buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(
             self.range.address + self.range.offsets[place]
         )
-        buffer.keeper = self._keeper
+        buffer.reference = self._reference
         with torch.inference_mode(False):
             return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def is_ready(self, start: int, stop: int) -> bool:
-        """Whether [start, stop) of all rows can be written as it is."""
-        return start >= self.own_from * self.block_tokens and stop <= self.high * self.block_tokens
+        """Whether [start, stop) of all rows can be written without mapping or copying."""
+        return start >= self.private_from * self.block_tokens and stop <= self.high * self.block_tokens
 
     def prepare(self, first: int, start: int, stop: int) -> Callable[[], None]:
-        """Memory for [start, stop) of all rows, nobody else's. Returns what gives the new positions up again.
+        """Map unshared memory for [start, stop) of all rows. Returns a call that unmaps the new positions.
 
-        Where nothing is mapped yet, nothing will be before `first`.
+        A group without mappings begins at `first`.
         """
         tokens = self.block_tokens
         begin, end = start // tokens, -(-stop // tokens)
@@ -257,14 +257,14 @@ class _Group:
             )
         if self.high == self.low:
             self.low = self.high = first // tokens
-        if begin < self.own_from:
-            self._own(begin, min(end, self.high), start)
+        if begin < self.private_from:
+            self._copy_shared(begin, min(end, self.high), start)
         high = self.high
         if end > high:
             self._extend(end, stop)
 
         def undo() -> None:
-            # The blocks stay this range's; only what was counted as there is taken back.
+            # Copies of shared blocks stay; only new positions are unmapped.
             if self.high > high:
                 self.heap.unmap(self.range, self._positions(high, self.high))
                 self.high = high
@@ -280,21 +280,21 @@ class _Group:
         positions = np.concatenate([self._row(row, self.low, end) for row in moved])
         block_ids = np.concatenate([entries[order[row]] for row in moved])
         self.heap.map([(self.range, positions, block_ids)], populate=False)
-        self.own_from = max(self.own_from, end)
+        self.private_from = max(self.private_from, end)
 
     def select(self, order: Sequence[int], stop: int) -> _Group:
         new = _Group(self.memory, self.heap, len(order), self.token_bytes)
         end = -(-stop // self.block_tokens)
         if end > self.low:
             block_ids = self._block_ids(self.low, end)[list(order)].ravel()
-            # Not populated: a fork is made at once, and all threads of its first step enter the pages it reads.
+            # Not populated: so a fork is fast, and all threads of its first step enter the pages that it reads.
             self.heap.map([(new.range, new._positions(self.low, end), block_ids)], populate=False)
-            new.low, new.high, new.own_from = self.low, end, end
-            self.own_from = max(self.own_from, end)
+            new.low, new.high, new.private_from = self.low, end, end
+            self.private_from = max(self.private_from, end)
         return new
 
-    def _own(self, begin: int, end: int, start: int) -> None:
-        """Copies of the blocks at [begin, end) that somebody else can reach; what lies before token `start` counts."""
+    def _copy_shared(self, begin: int, end: int, start: int) -> None:
+        """Copy the shared blocks at [begin, end); only tokens before `start` have content."""
         positions = self._positions(begin, end)
         block_ids = self._block_ids(begin, end).ravel()
         references = dict(zip(block_ids.tolist(), self.heap.references(block_ids).tolist(), strict=True))
@@ -317,11 +317,11 @@ class _Group:
                 self.heap.map([(self.range, positions[shared], new)])
             finally:
                 self.heap.free(new)
-        if begin < self.own_from and end >= self.own_from:
-            self.own_from = begin
+        if begin < self.private_from and end >= self.private_from:
+            self.private_from = begin
 
     def _extend(self, end: int, stop: int) -> None:
-        """Blocks at [high, end) of every row, and some more."""
+        """Map blocks at [high, end) of every row, and some ahead."""
         row_bytes = self.num_rows * self.heap.block_bytes
         room = (self.memory.limit_bytes - self.memory.used_bytes) // row_bytes - (end - self.high)
         ahead = max(0, min((end - self.low) // _AHEAD, room, self.row_positions - end))
@@ -342,7 +342,7 @@ class _Group:
                 self.heap.free(new)
 
     def forget(self, first: int) -> None:
-        """Unmap what lies wholly before token `first`."""
+        """Unmap blocks wholly before token `first`."""
         low = min(first // self.block_tokens, self.high)
         if low > self.low:
             self.heap.unmap(self.range, self._positions(self.low, low))
@@ -378,7 +378,7 @@ class VirtualRows:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """*raises:* OtherProcessError: there is nothing at its addresses there."""
+        """*raises:* OtherProcessError: a child process does not have the mappings."""
         self._process.check()
         return self._buffer
 
@@ -393,7 +393,7 @@ def _rows(need: Need) -> VirtualRows:
 
 
 def _grouped(needs: Sequence[Need]) -> list[tuple[_Group, int, int, int]]:
-    """What is needed of each group: the layer buffers of one need the same."""
+    """(group, first, start, stop) of the needs of each group, whose layer buffers need the same."""
     found: dict[int, tuple[_Group, int, int, int]] = {}
     for need in needs:
         group = _rows(need).group

@@ -1,15 +1,15 @@
-"""Where bytes live: heaps, the storages on them, and the view kernels read. Knows no owners.
+"""Where bytes live: heaps, the storages on them, and the view that kernels read. It knows no owners.
 
 Others may use the names below, and
     block_bytes          a block's bytes, read and written
     device               copies to and from a device
-    device_buffer        a device's memory for rows that are no blocks
-    free_memory          what the machine has left
-    heap, paged, storage, view, virtual.storage   homes of the names below
-    placement            mapped memory, by its own face
+    device_buffer        device memory for rows that are not blocks
+    free_memory          memory that the machine has left
+    heap, paged, storage, view, virtual.virtual_storage   homes of the names below
+    placement            mapped memory; its `__init__` lists its names
     shortage             whether the system is short of memory
     state_slots          states of recurrent layers
-    virtual.sizes        the block size that mapped memory asks for
+    virtual.page_sizes   the block size that mapped memory needs
 """
 
 from quire.memory.heap import Heap

@@ -2,16 +2,15 @@
 
 All beams of a search are one sequence of the cache: its tokens are the prompt's, once, and then, for every position
 after it, one for each beam. `rows[b, p]` is the number, within that sequence, of the token that beam b has at
-position p. The kernel reads it as block tables of block size 1 (`GrowingStorage.token_view`); to go on with other
-beams rewrites this small table and nothing else, where caches that hold a beam in a row of its own gather all of
-their keys and values.
+position p. The kernel reads it as block tables of block size 1 (`GrowingStorage.token_view`). Continuing with other
+beams rewrites only this small table; a cache with a row for each beam has to gather all of its keys and values.
 
-Not a search: which beams go on is the caller's.
+Not a search: the caller chooses the beams that continue.
 
 Invariants
     T1  the prompt's part of the table is the same for all beams.
     T2  a row is written once, by `append`, and named only by beams that descend from the one it was written for.
-    T3  rows count from the sequence's first token: they hold when a larger buffer replaces its own.
+    T3  rows count from the sequence's first token: they stay valid when a larger buffer replaces the old one.
 
 Cost: `append` O(beams); `reorder` 4 bytes a beam and generated position; `block_tables` 4 a beam and position.
 """
@@ -28,7 +27,7 @@ __all__ = ["BeamTable"]
 
 
 class BeamTable:
-    """The table of `num_beams` beams that go on from a prompt of `num_prompt_tokens` tokens."""
+    """The table of `num_beams` beams that continue a prompt of `num_prompt_tokens` tokens."""
 
     def __init__(self, num_beams: int, num_prompt_tokens: int) -> None:
         if num_beams < 1 or num_prompt_tokens < 1:
@@ -43,16 +42,16 @@ class BeamTable:
 
     @property
     def rows(self) -> np.ndarray:
-        """int32 [num_beams, length]; to be read at once, not kept."""
+        """int32 [num_beams, length]; a view, valid until the next call."""
         return self._rows[:, : self.length]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the sequence has: the prompt's, and one of each beam for every later position."""
+        """Tokens of the sequence: the prompt's, and one of each beam for every later position."""
         return self.num_prompt_tokens + self.num_beams * (self.length - self.num_prompt_tokens)
 
     def append(self) -> None:
-        """One more position: beam b's token is the sequence's next but b."""
+        """Add a position: beam b's token becomes token `num_tokens + b` of the sequence."""
         if self.length == self._rows.shape[1]:
             rows = np.empty((self.num_beams, 2 * self.length), np.int32)
             rows[:, : self.length] = self.rows
@@ -62,7 +61,7 @@ class BeamTable:
         self.length += 1
 
     def reorder(self, parents: Any) -> None:
-        """Beam b goes on from what beam `parents[b]` was. No key or value is touched."""
+        """Beam b continues what beam `parents[b]` was. No key or value is touched."""
         index = np.asarray(parents)
         if index.shape != (self.num_beams,) or index.dtype.kind not in "iu":
             raise ArgumentError(
@@ -74,9 +73,9 @@ class BeamTable:
         self._rows[:, generated] = self._rows[index, generated]
 
     def block_tables(self, entry: int) -> np.ndarray:
-        """int32 [num_beams, length], blocks of one token; `entry`: the sequence's in the layer's table."""
+        """int32 [num_beams, length], blocks of one token; `entry`: the sequence's entry in the layer's table."""
         return self.rows + np.int32(entry)
 
     def slots(self, entry: int) -> np.ndarray:
-        """int64 [num_beams]: where the newest token of each beam lies, in the view of blocks of one token."""
+        """int64 [num_beams]: slot of the newest token of each beam, in the view of blocks of one token."""
         return self.rows[:, -1].astype(np.int64) + entry

@@ -1,14 +1,14 @@
-"""The bytes of blocks as one payload: read out of a storage and written into it, whatever its layout and block size.
+"""Reads blocks of a storage as one payload and writes them from it, whatever the storage's layout and block size.
 
-What a payload is: `quire.spec.payload`. A storage says where its blocks lie (`BlockPlaces`); the rest is here.
+`quire.spec.payload` defines a payload. A storage says where its blocks lie (`BlockPlaces`); the rest is here.
 
 Invariants
-    B1  only the bytes of the tokens asked for are read or written: a call for blocks that one alone may touch may run
-        beside anything else, in any thread, and lets go of Python's lock while it copies.
+    B1  a call reads or writes only the bytes of its tokens. If its caller alone may touch these blocks, it may run in
+        any thread, concurrently with any other call; it releases the GIL while it copies.
 
 Cost: one copy by the storage's device (`DeviceMemory.copy_pieces`), on this machine at about the speed of memcpy;
-about 40 us of arithmetic beside it (28 layers), which is several times that between copies that leave nothing of it in
-a core's caches: `BlockWriter` has less to do.
+plus about 40 us of arithmetic (28 layers), several times that when the copies in between evict its data from the core's
+caches. `BlockWriter` computes most of that ahead.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAX_PLACES = 512  # buffers for one payload
 
 
 class BlockStorage:
-    """A storage of blocks: it says where they lie, and what makes their bytes a payload is the same for all.
+    """A storage of blocks: a subclass says where blocks lie; turning their bytes into a payload is the same for all.
 
-    Attributes: see `Storage`, and here `block_size` (tokens), `device` (whose memory it is, and who copies it) and
+    Attributes: see `Storage`; here also `block_size` (tokens), `device` (owns the memory and copies it) and
     `block_pieces` (of this spec).
 
-    Tables of blocks are those of `node_table`: int [columns, nodes], a column for each group, or several for one that
-    has several blocks to a node.
+    Tables of blocks are those of `node_table`: int [columns, nodes], a column for each group, or several for a group
+    with several blocks to a node.
     """
 
     spec: KVSpec
@@ -46,27 +46,27 @@ class BlockStorage:
     num_blocks: int
     device: DeviceMemory
     block_pieces: BlockPieces
-    states: StateSlots | None = None  # of a model with state layers
+    states: StateSlots | None = None  # None: the model has no state layers
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
-        """Of int64 [blocks], all of them used by a plan that was prepared, or whose copies were run."""
+        """Places of blocks, int64 [blocks]; a prepared plan, or one whose copies were run, uses all of them."""
         raise NotImplementedError
 
     def close_states(self) -> None:
-        """Give back the memory of state slots, where there are some. Twice is harmless."""
+        """Give back the memory of state slots, if the storage has any. Twice is harmless."""
         if self.states is not None:
             self.states.close()
 
     def run_copies(self, plan: StepPlan) -> None:
-        """Have memory behind the blocks of a plan, and its copies done, for somebody who writes their bytes himself.
+        """Commit memory for the blocks of a plan and run its copies, for a caller that writes their bytes itself.
 
-        As `prepare`, but without tables, and without taking a place that only running sequences have.
+        Like `prepare`, but it makes no tables and takes no row, which only running sequences have.
         """
         raise NotImplementedError
 
     def commit_ahead(self, first: int, stop: int) -> bool:
-        """Have memory behind blocks `first` .. `stop` before anything is written there; from any thread. Whether it was
-        done. False where a block has memory from the first step that needs it."""
+        """Commit memory for blocks `first` .. `stop` before anything is written there; from any thread. Returns whether
+        it was done; False in a storage whose blocks get memory in the first step that needs them."""
         return False
 
     def read_blocks(
@@ -78,14 +78,14 @@ class BlockStorage:
         origins: Sequence[int] | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The payload of tokens 0 .. `num_tokens`, uint8; of them those from `first` on are read.
+        """The payload of tokens 0 .. `num_tokens`, uint8; the call reads those from `first` on.
 
-        block_ids: int [columns, nodes], see `BlockStorage`; node 0 begins with token 0. What lies in
-        blocks whose id is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the
-        payload begins in each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
+        block_ids: int [columns, nodes], see `BlockStorage`; node 0 begins with token 0. Bytes of blocks whose id is -1,
+        and bytes before `first`, stay unchanged (zeros in a new payload). origins: the token at which the payload
+        begins in each group, 0 .. num_tokens; it lacks the tokens before. out: a payload to fill.
         """
         if out is None:
-            num_bytes = self.block_pieces.layout.num_bytes(num_tokens, self._checked(origins))
+            num_bytes = self.block_pieces.layout.num_bytes(num_tokens, self._checked_origins(origins))
             whole = first == 0 and not any(origins or ()) and (np.asarray(block_ids) >= 0).all()
             out = np.empty(num_bytes, np.uint8) if whole else np.zeros(num_bytes, np.uint8)
         self._copy_payload(block_ids, out, num_tokens, first, origins, to_storage=False)
@@ -103,13 +103,13 @@ class BlockStorage:
         """Writes tokens `first` .. `num_tokens` of a payload of that many tokens, or of more, into blocks; see
         `read_blocks`.
 
-        How many tokens a payload has follows from its length; those behind `num_tokens` are not written, nor are those
-        of a group before its origin.
+        The number of tokens of a payload follows from its length. Tokens behind `num_tokens` are not written, nor are a
+        group's tokens before its origin.
         """
         self._copy_payload(block_ids, payload, num_tokens, first, origins, to_storage=True)
 
     def block_writer(self, block_ids: Any) -> BlockWriter:
-        """What writes many payloads into the blocks of one table."""
+        """A writer of many payloads into the blocks of one table."""
         return BlockWriter(self, block_ids)
 
     def _copy_payload(
@@ -123,7 +123,7 @@ class BlockStorage:
         to_storage: bool,
     ) -> None:
         block_ids = np.asarray(block_ids, np.int64)
-        origins = self._checked(origins)
+        origins = self._checked_origins(origins)
         groups, layout = self.spec.groups, self.block_pieces.layout
         total = layout.num_tokens(payload.nbytes, origins)
         if payload.dtype != np.uint8 or not payload.flags.c_contiguous or total is None:
@@ -159,13 +159,13 @@ class BlockStorage:
                     np.minimum((kept + 1) * size, num_tokens),
                 )
                 places = self.block_places(group, own[kept])
-                table = self.block_pieces.of(group, places, total, origins, kept * size, starts, stops)
+                table = self.block_pieces.pieces(group, places, total, origins, kept * size, starts, stops)
                 parts.append(table)
         if parts:
             pieces = parts[0] if len(parts) == 1 else np.concatenate(parts)
             self.device.copy_pieces(payload, pieces, to_storage)
 
-    def _checked(self, origins: Sequence[int] | None) -> Sequence[int]:
+    def _checked_origins(self, origins: Sequence[int] | None) -> Sequence[int]:
         num_groups = len(self.spec.groups)
         if origins is None:
             return (0,) * num_groups
@@ -175,13 +175,13 @@ class BlockStorage:
 
 
 class BlockWriter:
-    """`write_blocks` again and again into the blocks of one table, as far as it can be computed ahead.
+    """Repeated `write_blocks` into the blocks of one table, with the arithmetic done ahead where possible.
 
-    block_ids: int [columns, nodes], used by a plan that was prepared or settled for as long as there is writing.
+    block_ids: int [columns, nodes], in use by a prepared plan for as long as the writer is.
 
-    Every other payload is written from its last piece back. Threads that write neighbouring ones into memory that was
-    never written before would else take the same pages' faults at the same time, each for a page of its own that
-    the system has filled with zeros, all but one for nothing.
+    Every other payload is written from its last piece back. Otherwise threads that write neighbouring payloads into
+    untouched memory would fault on the same pages at the same time: the system would zero a page for each thread and
+    discard all but one.
     """
 
     def __init__(self, storage: BlockStorage, block_ids: Any) -> None:
@@ -190,14 +190,14 @@ class BlockWriter:
         self._per_node = [group.blocks_per_node for group in storage.spec.groups]
         self._node_tokens = storage.spec.tokens_per_node(storage.block_size)
         self._node_bytes = storage.block_pieces.layout.num_bytes(self._node_tokens)
-        self._places: list[BlockPlaces] = []  # of each group; none where some blocks have no block
+        self._places: list[BlockPlaces] = []  # of each group; empty if an id is -1 or out of range
         if self._block_ids.size and self._block_ids.min() >= 0 and self._block_ids.max() < storage.num_blocks:
             groups = storage.spec.groups
             self._places = [
                 storage.block_places(group, own)
                 for group, own in zip(groups, _by_group(groups, self._block_ids), strict=True)
             ]
-        self._templates: dict[int, list[np.ndarray]] = {}  # by nodes
+        self._templates: dict[int, list[np.ndarray]] = {}  # by number of nodes
         self._in_order: dict[int, tuple[np.ndarray, list[Any]] | None] = {}  # likewise
 
     def write(
@@ -225,10 +225,10 @@ class BlockWriter:
         self._storage.device.copy_pieces(payload, pieces, True)
 
     def places(self, first_node: int, stop_node: int) -> list[Any] | None:
-        """Writable buffers that take the payload of these nodes one after the other, without its being copied.
+        """Writable buffers that together take the payload of these nodes, in order, without a copy.
 
-        None where it would be scattered over more than 512 of them, or lies in a device's memory. They are the
-        storage's own memory: to be written for as long as the blocks are there.
+        None if the payload needs more than 512 buffers or lies in another device's memory. The buffers are the
+        storage's own memory: they may be written as long as the blocks exist.
         """
         if (
             not self._storage.device.is_host
@@ -249,15 +249,15 @@ class BlockWriter:
 
     @staticmethod
     def _order_of(pieces: np.ndarray) -> tuple[np.ndarray, list[Any]] | None:
-        """Of pieces that are one row each and not too many, as they follow one another in the payload: which, and the
-        type of each one's buffer. Wherever the blocks lie."""
+        """The order of pieces in the payload and the type of each piece's buffer, independent of where blocks lie; None
+        if a piece has several rows or there are too many."""
         if len(pieces) > _MAX_PLACES or (pieces[:, 2] != 1).any():
             return None
         order = pieces[:, 0].argsort()
         return order, [ctypes.c_uint8 * num_bytes for num_bytes in pieces[order, 3].tolist()]
 
     def _pieces(self, first_node: int, stop_node: int) -> np.ndarray:
-        """int64 [pieces, 5], see `DeviceMemory.copy_pieces`: of a payload of whole nodes."""
+        """int64 [pieces, 5] of a payload of whole nodes, see `DeviceMemory.copy_pieces`."""
         count = stop_node - first_node
         templates = self._templates.get(count)
         if templates is None:
@@ -283,8 +283,8 @@ class BlockWriter:
 
 
 def node_table(spec: KVSpec, tables: Sequence[np.ndarray]) -> np.ndarray:
-    """The block tables of one sequence, one a group, as int32 [columns, nodes]: a column for each block of a group in a
-    node (`KVGroup.blocks_per_node`), -1 where a table has ended or a window has given a block back."""
+    """The block tables of one sequence, one for each group, as int32 [columns, nodes]: a column for each block of a
+    group in a node (`KVGroup.blocks_per_node`), -1 behind a table's end and where a window has given a block back."""
     counts = [group.blocks_per_node for group in spec.groups]
     num_nodes = max(-(-len(table) // count) for table, count in zip(tables, counts, strict=True))
     rows: list[np.ndarray] = []
@@ -296,7 +296,7 @@ def node_table(spec: KVSpec, tables: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _by_group(groups: Sequence[KVGroup], block_ids: np.ndarray) -> list[np.ndarray]:
-    """The table of each group, of int [columns, nodes]."""
+    """The block table of each group, from int [columns, nodes]."""
     found: list[np.ndarray] = []
     at = 0
     for group in groups:

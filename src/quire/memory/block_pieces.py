@@ -1,11 +1,11 @@
-"""Where the rows of blocks and those of a payload lie: tables of pieces for `_native.copy_rows`.
+"""Tables of pieces for `_native.copy_rows`: where the rows of blocks and the rows of a payload lie.
 
-Segments are alike: a table differs from the one before by the addresses of its blocks only. So what follows from the
-shape of a payload is computed once for each shape that comes, and kept for the last of them.
+Segments resemble each other: most tables differ only in the addresses of their blocks. So the part that follows from
+the payload's shape is computed once for each shape; the latest shapes are cached.
 
-A payload of one block that lies in the storage as it does in the payload is one piece for each layer.
+A payload of one block whose layout in the storage equals that in the payload is one piece for each layer.
 
-Cost: about 4 us for a shape that is kept, 55 us for a new one (28 layers of 8 heads, one block).
+Cost: about 4 us for a cached shape, 55 us for a new one (28 layers of 8 heads, one block).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from quire.spec.payload import PayloadLayout
 
 __all__ = ["BlockPieces", "BlockPlaces", "at_places"]
 
-_KEPT = 64  # shapes; of a model with windows a segment has a few
+_MAX_TABLES = 64  # shapes; a segment of a model with windows has a few
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPlaces:
-    """Where blocks of a group lie, bytes. Keys and values apart: index 0 and 1 of each; keys alone of latent layers.
+    """Where blocks of a group lie, in bytes. Index 0 is for keys, 1 for values; latent layers have keys only.
 
-    addresses: int64 [2 or 1, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides.
-    to_values: from where a block's keys begin to where its values do, if that is the same for all blocks.
+    addresses: int64 [2 or 1, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides: from one
+    head or token to the next. to_values: from the beginning of a block's keys to that of its values, if equal for all
+    blocks.
     """
 
     addresses: np.ndarray
@@ -38,20 +39,20 @@ class BlockPlaces:
 
 
 def at_places(template: np.ndarray, addresses: np.ndarray) -> np.ndarray:
-    """int64 [pieces, 5]: those of a template, of blocks at these `BlockPlaces.addresses`."""
+    """int64 [pieces, 5]: the pieces of a template for blocks at these `BlockPlaces.addresses`."""
     pieces = template.copy()
     pieces[..., 1] += addresses[: len(template), :, None, :]
     return pieces.reshape(-1, 5)
 
 
 class BlockPieces:
-    """Of a storage of this spec. May be used by several threads."""
+    """Makes the tables of pieces of a storage of `spec`. Several threads may use it."""
 
     def __init__(self, spec: KVSpec) -> None:
         self.layout = PayloadLayout.of(spec)
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
-    def of(
+    def pieces(
         self,
         group: KVGroup,
         places: BlockPlaces,
@@ -79,7 +80,7 @@ class BlockPieces:
         starts: np.ndarray,
         stops: np.ndarray,
     ) -> np.ndarray:
-        """What `at_places` takes: as `of`, wherever the blocks lie, and not to be written to."""
+        """The template that `at_places` takes: `pieces` independent of where blocks lie. Read-only."""
         key = (
             group.index, total, tuple(origins), places.head_strides, places.token_strides, places.to_values,
             block_starts.tobytes(), starts.tobytes(), stops.tobytes(),
@@ -87,7 +88,7 @@ class BlockPieces:
         table = self._tables.get(key)
         if table is None:
             table = self._table(group, places, total, origins, block_starts, starts, stops)
-            if len(self._tables) >= _KEPT:
+            if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             self._tables[key] = table
         return table

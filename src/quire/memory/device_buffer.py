@@ -1,7 +1,7 @@
-"""A device's memory for somebody who cuts it up himself, and the two ways to move what is in it.
+"""A buffer of a device's memory whose caller divides it up, and the two calls that move its bytes.
 
-For rows of tokens (`quire.hf`), which are no blocks. On this machine all of it is plain tensors: a buffer is torch's
-own, `read` gives the memory itself, and `write` is one copy. On another device only its own calls touch the bytes.
+For rows of tokens (`quire.hf`), which are not blocks. On this machine a buffer is a torch tensor, `read` returns the
+memory itself, and `write` is one copy. On another device only the device's own calls touch the bytes.
 
 Cost: on this machine that of `torch.empty` and `copy_`; on another device a copy over host memory, some us a call.
 """
@@ -17,12 +17,12 @@ __all__ = ["DeviceBuffer", "read", "write"]
 
 
 class DeviceBuffer:
-    """`num_bytes` of a device. What they hold at first is nobody's.
+    """`num_bytes` of a device, uninitialised.
 
     tensor: uint8 [num_bytes]; on another device than this machine it carries addresses (D1 of `device`).
 
     Raises:
-        CapacityError: the device has not so many; RuntimeError: torch got no memory from the system.
+        CapacityError: the device has not enough memory; RuntimeError: torch got no memory from the system.
     """
 
     def __init__(self, device: DeviceMemory, num_bytes: int) -> None:
@@ -35,7 +35,7 @@ class DeviceBuffer:
                 self.tensor = self._allocation.tensor(torch.uint8)[:num_bytes]
 
     def close(self) -> None:
-        """Done with. This machine's memory goes back with the last tensor made of it, a device's now."""
+        """Release the buffer. This machine's memory goes back with its last tensor, another device's now."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
@@ -43,7 +43,7 @@ class DeviceBuffer:
 
 
 def read(device: DeviceMemory, source: torch.Tensor) -> torch.Tensor:
-    """What lies in `source`, in host memory: on this machine `source` itself, else a dense copy.
+    """The bytes of `source` in host memory: on this machine `source` itself, otherwise a dense copy.
 
     source: uint8, a part of a buffer's tensor, all of whose dimensions but the first are dense.
     """
@@ -56,7 +56,7 @@ def read(device: DeviceMemory, source: torch.Tensor) -> torch.Tensor:
 
 
 def write(device: DeviceMemory, target: torch.Tensor, payload: torch.Tensor) -> None:
-    """Have `target` hold the bytes of `payload`.
+    """Copy the bytes of `payload` to `target`.
 
     target: as `source` of `read`. payload: uint8 of its shape, in host memory.
     """

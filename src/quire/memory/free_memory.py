@@ -1,11 +1,12 @@
-"""How much memory is free to this process. Reading of limits and of /proc only.
+"""How much memory this process can still take; reads limits and /proc only.
 
-It is what the kernel says is available (MemAvailable), lowered to what the process's control groups (v1 and v2, every
-level), its own limits (`ulimit -v`, `ulimit -d`) and a kernel that overcommits nothing still allow. Where there is no
-/proc, it is what the kernel says is free, and the process's limits as if nothing of them were used.
+Free memory is the minimum of the kernel's MemAvailable, the rest of each control group of the process (v1 and v2, every
+level), the rest of its own limits (`ulimit -v`, `ulimit -d`) and, under vm.overcommit_memory=2, the rest of the commit
+limit. Without /proc it is the minimum of the kernel's free pages and the process's limits, of which nothing counts as
+used.
 
-The kernel counts a mapped file as available. One that is read at every step is not (`count_as_taken`): who makes a
-budget takes `taken_bytes` off (`HostMemory.free_bytes`).
+The kernel counts a mapped file as available. A file that every step reads is not (`count_as_taken`): a budget subtracts
+`taken_bytes` (`HostMemory.free_bytes`).
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def taken_bytes() -> int:
-    """Of `free_memory_bytes`: the bytes of mapped files that count as taken."""
+    """Bytes of mapped files within `free_memory_bytes` that count as taken."""
     return sum([*_taken.values()])
 
 
 def count_as_taken(pages: np.ndarray) -> None:
-    """Have the bytes of a mapped file count as taken for as long as `pages` is there."""
+    """Count the bytes of a mapped file as taken for as long as `pages` exists."""
     address = pages.ctypes.data
     _taken[address] = pages.size
     weakref.finalize(pages, _taken.pop, address, None).atexit = False
 
 
 def count_moved(pages: np.ndarray, num_bytes: int) -> None:
-    """So many of them lie in memory of this process now, which the system counts itself."""
+    """`num_bytes` of `pages` are now in this process's own memory, which the system counts itself."""
     address = pages.ctypes.data
     if address in _taken:
         _taken[address] = max(0, _taken[address] - num_bytes)
 
 
 def memory_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """(all, available) bytes of the machine's memory and of each control group that this process is in.
+    """(total, available) bytes of the machine's memory and of each control group of this process.
 
-    Files that the system keeps in memory are available, as MemAvailable counts them: a group that has read much is not
-    short. Nothing of a machine that does not say.
+    The page cache is available, as in MemAvailable: a group that has read many files is not short. A machine whose
+    /proc/meminfo lacks the fields adds no entry.
     """
     found: list[tuple[int, int]] = []
     said = _meminfo(root)
@@ -75,7 +76,7 @@ def memory_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
 
 
 def free_address_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may still map, by its own limits; 2**63 - 1 where it has none."""
+    """Bytes that this process may still map under its own limits; 2**63 - 1 without limits."""
     try:
         pages = [int(word) for word in (root / "proc/self/statm").read_text().split()]
     except OSError:
@@ -101,15 +102,15 @@ def _mem_available(root: Path) -> int:
     free = said.get("MemAvailable")
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
-    if _read_int(root / "proc/sys/vm/overcommit_memory") == 2:  # what is mapped counts, used or not
+    if _read_int(root / "proc/sys/vm/overcommit_memory") == 2:  # mappings count, used or not
         free = min(free, max(0, said.get("CommitLimit", free) - said.get("Committed_AS", 0)))
     return free
 
 
 def _control_groups(root: Path) -> list[tuple[int, int, dict[str, int]]]:
-    """(limit, used, files) in bytes of every memory control group this process is in, the ancestors' too.
+    """(limit, used, files) in bytes of every memory control group of this process, ancestors included.
 
-    files: of what is used, the page cache, "active" and "inactive", which the kernel gives up under pressure.
+    files: the part of `used` that is page cache, "active" and "inactive"; the kernel gives it up under pressure.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -126,7 +127,7 @@ def _control_groups(root: Path) -> list[tuple[int, int, dict[str, int]]]:
             stat_of = "{}_file"
         else:
             continue
-        # In a container the path may name a group that is not mounted here; its own is then the mount's root.
+        # In a container the path may name a group that is not mounted here; the container's group is the mount's root.
         parts = [part for part in path.split("/") if part and part != ".."]
         for depth in range(len(parts), -1, -1):
             group = base.joinpath(*parts[:depth])
@@ -145,7 +146,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _files(path: Path, name_of: str) -> dict[str, int]:
-    """name_of: of an entry of memory.stat, with the part in braces; a part that it does not say is 0."""
+    """Page cache by memory.stat. name_of: pattern of an entry's name; a missing entry counts as 0."""
     found = {"active": 0, "inactive": 0}
     names = {name_of.format(part): part for part in found}
     try:

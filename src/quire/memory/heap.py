@@ -1,12 +1,11 @@
-"""An elastic heap: a range of address space that costs memory only where it was touched.
+"""An elastic heap: a range of address space that costs memory only where it was written.
 
 Not an allocator: it hands out no pieces and knows no owners. `PagedStorage` decides what lies where.
 
 The range is private anonymous memory mapped with MAP_NORESERVE, so reserving terabytes is free; the operating
 system commits a page at its first write. `release` gives whole pages back at once (MADV_DONTNEED), and they read as
-zeros afterwards. Committed bytes are asked from the kernel page by page (mincore), not counted by us: the
-entry of the range in /proc/self/smaps would not do, as the kernel merges neighbouring mappings of like
-kind into one entry.
+zeros afterwards. The kernel counts committed bytes page by page (mincore); the range's entry in /proc/self/smaps would
+be wrong, as the kernel merges neighbouring mappings of one kind into one entry.
 
 Invariants
     H1  the address of a byte never changes while the heap lives; tensors made of it keep it mapped.
@@ -14,8 +13,8 @@ Invariants
     H3  a call that fails changes nothing.
 
 Cost: reserving about 10 us; `commit` 0.2 s per GiB, several seconds in a virtual machine whose host has to find the
-memory first; `release` one system call, about 0.1 us per page given back; `committed_bytes` about 1 ms per GiB looked
-at.
+memory first; `release` one system call, about 0.1 us per page given back; `committed_bytes` about 1 ms per GiB
+examined.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ HUGE_PAGE_BYTES = 2 << 20
 # The mmap module names the flag from Python 3.13 on; 0x4000 is Linux's value.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
-_MINCORE_BYTES = 1 << 30  # looked at in one mincore call: a result vector of 256 KiB
+_MINCORE_BYTES = 1 << 30  # per mincore call: a result vector of 256 KiB
 
 if sys.platform == "linux":
     _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,9 +45,9 @@ if sys.platform == "linux":
 
 
 def give_back_freed() -> None:
-    """Has the C library give memory that was freed back to the system; where it has no such call, nothing.
+    """Let the C library return freed memory to the system (malloc_trim); does nothing in a library without that call.
 
-    It keeps tens of MiB otherwise once a model was proved. Cost: some ms.
+    Without it the library keeps tens of MiB after the proof of a model. Cost: some ms.
     """
     with contextlib.suppress(NameError, AttributeError):
         _libc.malloc_trim(0)
@@ -90,14 +89,13 @@ class Heap:
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole heap as a 1-D tensor of `dtype`; no memory is committed by making it."""
+        """The whole heap as a 1-D tensor of `dtype`; making it commits no memory."""
         return self._require_open().view(dtype)
 
     def prefer_huge_pages(self, start: int, stop: int) -> None:
-        """Ask for huge pages where they lie wholly within bytes `[start, stop)`.
+        """Advise the kernel to use the huge pages that lie wholly within bytes `[start, stop)`.
 
-        Such a page is committed at the first touch of any of its bytes. Advice only: a kernel without huge pages
-        does without.
+        The first write to any byte of such a page commits all of it. A kernel without huge pages ignores the advice.
         """
         base = self._require_open().data_ptr()
         first = _round_up(base + start, HUGE_PAGE_BYTES) - base
@@ -107,13 +105,13 @@ class Heap:
                 self._map.madvise(mmap.MADV_HUGEPAGE, first, last - first)
 
     def commit(self, start: int, stop: int) -> bool:
-        """Have memory behind every page of bytes `[start, stop)` now, as a write would; what they hold stays.
+        """Commit every page of bytes `[start, stop)` now, as a write would; their contents stay.
 
-        Other threads run meanwhile. Whether the kernel did it: one without MADV_POPULATE_WRITE does nothing.
+        Other threads run meanwhile. Returns whether the kernel did it: one without MADV_POPULATE_WRITE does nothing.
         """
         base = self._require_open().data_ptr()
         first, last = start - start % mmap.PAGESIZE, min(_round_up(stop, mmap.PAGESIZE), self.max_bytes)
-        # Not by the mmap module, which would keep Python's lock.
+        # Not by the mmap module, which would keep the GIL.
         return _libc.madvise(base + first, last - first, _MADV_POPULATE_WRITE) == 0
 
     def release(self, start: int, stop: int) -> None:
@@ -133,7 +131,7 @@ class Heap:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def committed_bytes(self, start: int = 0, stop: int | None = None) -> int:
-        """Bytes of the pages of `[start, stop)` that are in memory now, as the kernel tells it.
+        """Bytes of the pages of `[start, stop)` that are in memory now, as the kernel counts them.
 
         Pages that were swapped out do not count; a page that was only read does.
         """
@@ -151,7 +149,7 @@ class Heap:
         return resident * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Give all memory back. The address range goes when the last tensor made of it does. Twice is harmless."""
+        """Give all memory back. The address range lives until its last tensor is freed. Twice is harmless."""
         if self._bytes is not None:
             self.release(0, self.max_bytes)
             self._bytes = None

@@ -1,28 +1,27 @@
-"""The paged storage: block ids become bytes.
+"""The paged storage: turns block ids into bytes.
 
-Not a pool: it does not know which blocks are in use, by whom, or what they hold.
+Not a pool: it does not know which blocks are in use, who owns them, or their content.
 
 The layers of a group lie in *slots*: the j-th layer of every group is in slot j, and block u of a group is block u of
 all that group's slots. Each slot is a region of one elastic heap, so blocks of all groups come from one pool, a layer's
-blocks lie together, and growing needs no system call. Where groups have unequal numbers of layers, there is one slot:
-all layers of a block lie one after the other in it. Keys and values of a head are one linear stream:
+blocks lie together, and growing needs no system call. If groups have unequal numbers of layers, there is one slot: it
+holds all layers of a block, one after the other. Keys and values of a head are one linear stream:
 
     block = [kv_head, {K, V}, token, head_dim]
 
-A latent layer has K alone there.
+A latent layer has only K.
 
 Invariants
     S1  no two blocks overlap; no block overlaps another slot.
     S2  a block never moves: addresses stay the same through `resize`.
-    S3  bytes of blocks at or above `num_blocks` are given back (but for the page that the boundary cuts), and no more
-    is
-        committed than the blocks' bytes, whatever the size of pages.
-    S4  memory is committed where it is written, or by `commit_ahead`, and by that never again once any was given back.
-    S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused: little, as
-        `KVSpec.groups` chooses them (K4).
+    S3  bytes of blocks at or above `num_blocks` are given back (except the page that the boundary cuts), and committed
+        memory never exceeds the blocks' bytes, whatever the page size.
+    S4  a write commits memory, or `commit_ahead` does; after the first give-back `commit_ahead` never does again.
+    S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused;
+        `KVSpec.groups` keeps that small (K4).
 
-Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two copies of the device for each row, over
-all layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
+Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two device copies for each row, over all
+layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ MAX_BLOCK_SIZE = 512
 
 
 def paged_block_bytes(spec: KVSpec, block_size: int) -> int:
-    """Bytes of one block of a `PagedStorage`: a block in every slot."""
+    """Bytes of one block of a `PagedStorage`, over all slots."""
     return _num_slots(spec) * _block_elements(spec, block_size) * format_of(spec.dtype).torch_dtype.itemsize
 
 
 def _num_slots(spec: KVSpec) -> int:
-    """One for each layer of a group, or one for all."""
+    """One slot for each layer of a group if all groups have equally many, else one slot for all."""
     counts = {group.most_layers for group in spec.groups}
     return counts.pop() if len(counts) == 1 else 1
 
 
 def _block_elements(spec: KVSpec, block_size: int) -> int:
-    """Elements that one block takes in a slot."""
+    """Elements of one block in a slot."""
     layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
     return max(
         group.tokens_per_block(block_size)
@@ -81,17 +80,17 @@ class PagedStorage(BlockStorage):
     Args:
         spec: the model's KV shape.
         num_blocks: blocks to begin with.
-        block_size: tokens of a block, 1 to 512; of a group with a small token several times as many
+        block_size: tokens of a block, 1 to 512; several times as many in a group with a smaller token
             (`KVGroup.tokens_per_block`).
         max_blocks: blocks `resize` can reach; as many as the device's memory holds if not given.
-        device: whose memory it is, and whose copies move it.
+        device: owner of the memory; its copies move the bytes.
 
     Raises:
         ArgumentError: an argument out of range.
         CapacityError: the address space cannot be reserved.
     """
 
-    run_blocks = 1  # of the cache: what is committed stays dense
+    run_blocks = 1  # of the cache: committed memory stays contiguous
     capabilities = Capabilities(shares_prefix=True, elastic=True)
 
     def __init__(
@@ -131,19 +130,19 @@ class PagedStorage(BlockStorage):
             try:
                 self._reserve(max_blocks)
             except CapacityError:
-                # An address-space limit: room for what was asked, without room to grow.
+                # An address-space limit: reserve `num_blocks`, without room to grow.
                 self._reserve(num_blocks)
         else:
             self._reserve(max_blocks)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: a block in every slot."""
+        """Bytes of one block, over all slots."""
         return paged_block_bytes(self.spec, self.block_size)
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory the storage really takes now, as the operating system tells it."""
+        """Bytes of memory the storage takes now, as the operating system counts them."""
         return sum(
             self._heap.committed_bytes(start, start + self.num_blocks * block_bytes)
             for start, block_bytes in self._slots()
@@ -151,14 +150,14 @@ class PagedStorage(BlockStorage):
 
     @property
     def generation(self) -> int:
-        """A view names the blocks there are: it changes with their number."""
+        """Equal to `num_blocks`: a view covers all blocks and changes with their number."""
         return self.num_blocks
 
     def table_of(self, layer: int) -> int:
         return self._home[layer][0].index
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
-        """The plan's own tables, once its copies are done."""
+        """Run the plan's copies; its placements are the plan's own tables."""
         tables: list[TablePlan] = []
         for index, group in enumerate(plan.groups):
             if len(copies := group.copies):
@@ -172,12 +171,12 @@ class PagedStorage(BlockStorage):
             self.copy(group.copies, index)
 
     def forget(self, sequence_ids: Int64Array) -> None:
-        """Nothing is kept for a sequence."""
+        """Does nothing: the storage keeps no data of a sequence."""
 
     def view(self, layer: int) -> KVView:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does).
 
-        The view covers `num_blocks` as of now: ask again after `resize`.
+        The view covers the present `num_blocks`: call again after `resize`.
         """
         group, place = self._home[self.spec.stored_in(layer)]
         return KVView.of_rows([part[place] for part in self._tensors(group)], group.layer)
@@ -191,7 +190,8 @@ class PagedStorage(BlockStorage):
         return replace(places, addresses=places.addresses + block_strides * block_ids)
 
     def _places_of_block_0(self, group: KVGroup) -> tuple[BlockPlaces, np.ndarray]:
-        """Where they lie, and int64 [kinds, 1, 1], from one block to the next. Good for ever: a heap does not move."""
+        """The places of block 0, and int64 [kinds, 1, 1], bytes from one block to the next. A heap never moves, so they
+        stay valid."""
         parts = self._tensors(group)
         itemsize = self.dtype.itemsize
         layers = np.arange(len(group.layers))[:, None]
@@ -225,9 +225,9 @@ class PagedStorage(BlockStorage):
         self.device.copy_blocks(self._tensors(self.spec.groups[group]), rows)
 
     def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks from now on. Shrinking gives the memory of the blocks given up back at once.
+        """Change the number of blocks to `num_blocks`. Shrinking gives the memory of the dropped blocks back at once.
 
-        The caller sees to it that nobody needs a block at or above `num_blocks`.
+        The caller makes sure that no block at or above `num_blocks` is in use.
 
         Raises:
             ArgumentError: fewer than one block.
@@ -238,8 +238,8 @@ class PagedStorage(BlockStorage):
         if num_blocks > self.max_blocks:
             raise CapacityError(
                 f"cannot grow the KV storage to {num_blocks} blocks: address space was reserved for "
-                f"{self.max_blocks} of {self.block_bytes} bytes, what was asked for at the start or the process's "
-                "limits allowed; build it with a larger max_blocks, or raise the limit (ulimit -v)"
+                f"{self.max_blocks} of {self.block_bytes} bytes, the number given at the start or allowed by the "
+                "process's limits; build it with a larger max_blocks, or raise the limit (ulimit -v)"
             )
         if num_blocks < self.num_blocks:
             with self._giving_back():
@@ -252,10 +252,10 @@ class PagedStorage(BlockStorage):
         self._prefer_huge_pages()
 
     def give_back(self, block_ids: Any) -> None:
-        """Give the memory of these blocks back to the operating system, wherever they lie. What they held is lost.
+        """Give the memory of these blocks back to the operating system, wherever they lie. Their content is lost.
 
-        They may be used again at any time. Whole pages only: a page that another block has a part in stays. What lies
-        behind the last block is nobody's, and goes with it.
+        They may be used again at any time. Only whole pages go: a page shared with another block stays. Memory behind
+        the last block belongs to no block and goes with it.
 
         Args:
             blocks: distinct integers [m].
@@ -276,10 +276,10 @@ class PagedStorage(BlockStorage):
                     self._heap.release(start + first * block_bytes, start + size)
 
     def commit_ahead(self, first: int, stop: int) -> bool:
-        """Have memory behind blocks `first` .. `stop` before anything is written there; what they hold stays.
+        """Commit memory for blocks `first` .. `stop` before anything is written there; their content stays.
 
-        The one call that may come from any thread, beside any other. Whether it was done: not beyond the blocks there
-        are, not once any memory was given back (somebody wants less of it), not where the kernel cannot.
+        Any thread may make this call, concurrently with any other. Returns whether it was done. It is not done beyond
+        `num_blocks`, after memory was given back (the pool shrinks then), or if the kernel cannot.
         """
         with self._committing:
             if self._gave_back or not 0 <= first < stop <= self.num_blocks:
@@ -310,7 +310,7 @@ class PagedStorage(BlockStorage):
             yield
 
     def _reserve(self, max_blocks: int) -> None:
-        # Regions begin on huge pages, so that a region's tail can be given back without splitting its neighbour's.
+        # Regions begin on huge pages, so that giving back a region's tail does not split its neighbour's huge page.
         size = max_blocks * self._block_elements * self.dtype.itemsize
         self._slot_bytes = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._heap = self.device.reserve(self.num_slots * self._slot_bytes)
@@ -318,7 +318,7 @@ class PagedStorage(BlockStorage):
         self._prefer_huge_pages()
 
     def _prefer_huge_pages(self) -> None:
-        # Only those wholly among the blocks in being: a storage never commits more than its blocks.
+        # Only huge pages wholly within present blocks: a storage never commits more than its blocks.
         for start, block_bytes in self._slots():
             self._heap.prefer_huge_pages(start, start + self.num_blocks * block_bytes)
 
@@ -329,7 +329,7 @@ class PagedStorage(BlockStorage):
 
     def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, ...]:
         """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, tokens of a block, row
-        elements]; of K alone of latent layers."""
+        elements]; only K of latent layers."""
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
         dims, tokens = group.row_elements, group.tokens_per_block(self.block_size)

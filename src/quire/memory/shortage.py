@@ -1,8 +1,8 @@
-"""`MemoryShortage`: whether the system is short of memory, and of how much.
+"""`MemoryShortage`: whether the system is short of memory, and by how many bytes.
 
-The system is the machine and every control group of this process. It is short from when less than `begin` of the memory
-of one of them is available, until `end` is of all: what is given back below one and not up to the other would be asked
-for again at once.
+The system is the machine and every control group of this process. A shortage begins when less than the share `begin` of
+one of their memories is available, and ends when the share `end` is available in all: the gap keeps memory that was
+just given back from being requested again at once.
 
 Cost: a reading, some 100 us.
 """
@@ -17,7 +17,7 @@ __all__ = ["MemoryShortage"]
 
 
 class MemoryShortage:
-    """See the module's text. read: gives (all, available) bytes of each of them, none where nothing is known."""
+    """See the module's text. read: returns (total, available) bytes of the machine and each group; empty if unknown."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class MemoryShortage:
         self.begin = begin
         self.end = end
         self.is_on = False
-        """As of the last reading."""
+        """Result of the last reading."""
 
     def missing_bytes(self) -> int:
-        """Takes a reading: what has to be given back until the system is not short any more; 0 where it is not."""
+        """Read memory and return the bytes to give back to end the shortage; 0 without one."""
         rooms = self.read()
         missing = max((int(total * self.end) - available for total, available in rooms), default=0)
         begins = any(available < total * self.begin for total, available in rooms)

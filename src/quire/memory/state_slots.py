@@ -1,8 +1,8 @@
-"""Where states of recurrent layers live: slots, each with one state of every state layer. Bytes, not whose they are.
+"""The memory of recurrent states: slots, each with one state of every state layer. It knows bytes, no owners.
 
-A layer's field is one float32 tensor [max_slots, *shape], all of them in one allocation: addresses for as many slots as
-there could ever be, of which `num_slots` are in use (`resize`). Memory is taken from the system as slots are written,
-and goes back by `give_back`: whole pages in which no slot is needed.
+A layer's field is one float32 tensor [max_slots, *shape], all of them in one allocation: addresses for `max_slots`
+slots, of which `num_slots` are in use (`resize`). A write takes memory from the system, and `give_back` returns it:
+whole pages without a needed slot.
 
 Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them; `give_back` a system call for each
 field and run of slots.
@@ -26,14 +26,14 @@ from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["StateSlots"]
 
-_ALIGNMENT = mmap.PAGESIZE  # of a field: no page is of two
+_ALIGNMENT = mmap.PAGESIZE  # of a field: no page belongs to two
 
 
 class StateSlots:
-    """`num_slots` slots for the states of `spec`. max_slots: what `resize` can reach; no more than there are if None.
+    """`num_slots` slots for the states of `spec`. max_slots: upper limit of `resize`; `num_slots` if None.
 
-    *raises:* ArgumentError: no state layers, no slot, or a `max_slots` below. CapacityError: the system reserves no
-    such memory.
+    *raises:* ArgumentError: no state layers, no slot, or `max_slots` below `num_slots`. CapacityError: the system
+    refuses the reservation.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, max_slots: int | None = None) -> None:
@@ -75,7 +75,7 @@ class StateSlots:
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory that the slots really take now, as the operating system tells it; 0 once closed."""
+        """Bytes of memory that the slots take now, as the operating system counts them; 0 once closed."""
         if not self._fields:
             return 0
         return sum(
@@ -84,9 +84,9 @@ class StateSlots:
         )
 
     def resize(self, num_slots: int) -> None:
-        """Have slots 0 .. `num_slots` - 1 from now on; of those that go nobody needs the bytes.
+        """Keep slots 0 .. `num_slots` - 1. The caller no longer needs the bytes of the slots that go.
 
-        *raises:* CapacityError: more than `max_slots`; nothing was changed.
+        *raises:* CapacityError: more than `max_slots`; nothing has changed.
         """
         if not 1 <= num_slots <= self.max_slots:
             raise CapacityError(
@@ -97,11 +97,11 @@ class StateSlots:
         self.num_slots = num_slots
 
     def give_back(self, slots: Iterable[int], idle: Iterable[int] = ()) -> None:
-        """Give the memory of these slots back to the system, in whole pages. What they held is lost; they may be used
+        """Give the memory of these slots back to the system, in whole pages. Their content is lost; they may be used
         again.
 
-        idle: slots beside them that nobody needs either. A page that one of these slots shares with those, or with what
-        lies behind the last slot, goes too.
+        idle: further slots whose content is not needed. A page that a slot shares only with idle slots, or with the
+        space behind the last slot, goes too.
         """
         given = set(slots)
         runs, idle_runs = _runs(given), _runs(given.union(idle))
@@ -114,8 +114,8 @@ class StateSlots:
                 last_page = -(-(start + stop * each) // _ALIGNMENT) * _ALIGNMENT
                 self._memory.release(max(lowest, first_page), min(highest, last_page))
 
-    def of(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """The fields of a state layer by name, each [max_slots, *shape]. *raises:* ArgumentError: it keeps none."""
+    def layer_fields(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """The fields of a state layer by name, each [max_slots, *shape]. *raises:* ArgumentError: not a state layer."""
         fields = self._fields.get(layer)
         if fields is None:
             raise ArgumentError(
@@ -135,38 +135,38 @@ class StateSlots:
 
     def read(self, slot: int) -> np.ndarray:
         """A copy of the slot's state, uint8 [bytes_per_slot], see `quire.spec.state_payload`."""
-        return np.concatenate([one.numpy().reshape(-1).view(np.uint8) for one in self._of_slot(slot)])
+        return np.concatenate([field.numpy().reshape(-1).view(np.uint8) for field in self._slot_fields(slot)])
 
     def write(self, slot: int, payload: np.ndarray) -> None:
-        """The state that `read` gave. *raises:* ArgumentError: another number of bytes; nothing was written."""
+        """Write a state that `read` returned. *raises:* ArgumentError: another number of bytes; nothing was written."""
         if payload.nbytes != self.bytes_per_slot:
             raise ArgumentError(
                 f"expected the {self.bytes_per_slot} bytes of a state of {self.spec.name}, got {payload.nbytes}"
             )
         start = 0
-        for field in self._of_slot(slot):
+        for field in self._slot_fields(slot):
             stop = start + 4 * field.numel()
             field.numpy().reshape(-1).view(np.uint8)[:] = payload[start:stop]
             start = stop
 
-    def _of_slot(self, slot: int) -> list[torch.Tensor]:
+    def _slot_fields(self, slot: int) -> list[torch.Tensor]:
         return [field[slot] for fields in self._fields.values() for field in fields.values()]
 
     def fill(self, value: float) -> None:
-        """Set every element of the slots there are. For tests that poison what was not written."""
+        """Set every element of all slots. For tests that poison unwritten memory."""
         for fields in self._fields.values():
             for field in fields.values():
                 field[: self.num_slots].fill_(value)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be asked for afterwards."""
+        """Give the memory back; the slots must not be used afterwards."""
         if self._fields:
             self._fields = {}
             self._memory.close()
 
 
 def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Slots that follow each other: the first one, and the one behind the last."""
+    """Runs of consecutive slots: the first slot, and the slot behind the last."""
     runs: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if runs and runs[-1][1] == slot:

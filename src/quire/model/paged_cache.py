@@ -162,7 +162,7 @@ class PagedCache(Cache):
             raise ArgumentError(
                 f"expected a storage with state slots for layer {layer_index}, got one without"
             )
-        return self.states.of(layer_index)
+        return self.states.layer_fields(layer_index)
 
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

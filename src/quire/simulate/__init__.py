@@ -1,4 +1,4 @@
-"""Requests from traces or made up, through the real scheduler, cache and storages; a clock where a model would be.
+"""Runs traced or synthetic requests through the real scheduler, cache and storages, with a clock in place of a model.
 
 Others may use the names below, and
     compare, side_by_side   storages over the same requests: in a table, and step by step

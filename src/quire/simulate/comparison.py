@@ -1,7 +1,7 @@
-"""The storages side by side: each runs the same workload with the same memory, one after another.
+"""Compares storages: each runs the same workload with the same memory, one after another.
 
-With a model it is the real engine; without one (`simulate`) the real scheduler, cache and storage, and a clock that
-moves along a cost line. A request that a storage can never hold is refused by it, and not among its requests done.
+With a model the real engine runs; without a model (`simulate`) the real scheduler, cache and storage, and a clock that
+moves along a cost line. A storage refuses a request that it can never hold, and does not count it as done.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Run", "run_model", "run_simulated"]
 
-_VOCAB_SIZE = 2**31 - 2  # of the made-up ids where there is no model
+_VOCAB_SIZE = 2**31 - 2  # of synthetic ids without a model
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all storages of a comparison have alike.
+    """The settings that all storages of a comparison share.
 
-    options: others of `EngineConfig`; one that only a single storage has goes to that.
+    options: further options of `EngineConfig`; an option of a single storage applies to that storage only.
     """
 
     workload: Workload
     kv_memory: int
     max_model_len: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    at_once: bool = True  # or each at its time of arrival
+    at_once: bool = True  # False: each at its time of arrival
 
     def config(self, storage: str) -> EngineConfig:
-        """Of a storage, its name alone or with its option: "growing:together:256"."""
+        """The config for a storage, given as a name or a name with its option: "growing:together:256"."""
         of_others = {option for name, option in OPTION_OF_STORAGE.items() if name != storage}
         return EngineConfig(
             storage=storage,
@@ -55,9 +55,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Run:
-    """One storage's figures, and its memory over time: seconds and bytes, a pair of (reserved, used) each step.
+    """One storage's figures, and its memory over time: seconds and bytes (reserved, used) of each step.
 
-    errors: of the requests that were not done, in the order in which they ended.
+    errors: of the requests that failed, in the order in which they ended.
     """
 
     figures: Figures
@@ -68,7 +68,7 @@ class Run:
 
 
 def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
-    """The scheduler, the cache and `storage` for real, `cost` in place of a model; tokens/s are by its clock."""
+    """Run the real scheduler, cache and `storage`, with `cost` in place of a model; tokens/s are by its clock."""
     config = comparison.config(storage)
     opened = open_storage(config, spec, comparison.max_model_len)
     try:
@@ -91,7 +91,7 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
 
 
 def run_model(comparison: Comparison, storage: str, open_llm: Callable[[EngineConfig], LLM]) -> Run:
-    """The real engine with a model."""
+    """Run the real engine with a model."""
     with open_llm(comparison.config(storage)) as llm:
         meter = Meter(llm.cache, llm.runner)
         clock = Clock()
@@ -109,7 +109,7 @@ class _Totals:
 
 
 def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int) -> _Totals:
-    """Submits the workload's requests as they arrive and steps until all have ended."""
+    """Submit the workload's requests as they arrive, and step until all have ended."""
     workload = comparison.workload
     waiting = deque(range(len(workload.requests)))
     totals = _Totals()
@@ -121,7 +121,7 @@ def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, v
             )
             try:
                 engine.submit(workload.token_ids(index, vocab_size), params)
-            except CapacityError as error:  # it never fits here
+            except CapacityError as error:  # it can never fit into this storage
                 totals.errors.append(str(error))
         if not engine.has_work:
             if waiting:
@@ -135,7 +135,7 @@ def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, v
             num_ended += 1
             if output.error is None:
                 totals.num_done += 1
-                totals.num_generated += sum(len(one.token_ids) for one in output.outputs)
+                totals.num_generated += sum(len(completion.token_ids) for completion in output.outputs)
                 totals.num_cached += output.num_cached_tokens
             else:
                 totals.errors.append(str(output.error))

@@ -1,10 +1,10 @@
-"""How long a step takes where no model runs: a line in what the step computes and reads.
+"""The duration of a step without a model: linear in the tokens that the step computes and reads.
 
     seconds = fixed + token * new tokens + context * tokens of context read
 
 The default is the line through this project's own figures for a 0.6B decoder in bfloat16 on two AVX-512 cores
-(docs/benchmarks.md: decode of 1 and of 32 sequences, and of 8 at a context of 2 048): an example, to be replaced by
-a line through your own machine's.
+(docs/benchmarks.md: decode of 1 and of 32 sequences, and of 8 at a context of 2 048): an example; replace it by a line
+through your own machine's figures.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire.errors import ArgumentError
 
 __all__ = ["CostLine"]
 
-_BLOCKS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_UNIT_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _TERM = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*(?:/\s*(token|context))?\s*")
 
 
 @dataclass(frozen=True)
 class CostLine:
-    """Seconds of a step: `fixed_s`, and more for each new token and each token of context."""
+    """Seconds of a step: `fixed_s`, plus `token_s` for each new token and `context_s` for each token of context."""
 
     fixed_s: float = 28e-3
     token_s: float = 2.4e-3
@@ -30,19 +30,19 @@ class CostLine:
 
     @classmethod
     def parse(cls, text: str) -> CostLine:
-        """ "28ms + 2.4ms/token + 3.5us/context"; a term that is missing is 0. *raises:* ArgumentError."""
-        found = {"": 0.0, "token": 0.0, "context": 0.0}
+        """ "28ms + 2.4ms/token + 3.5us/context"; a missing term is 0. *raises:* ArgumentError."""
+        seconds_by_term = {"": 0.0, "token": 0.0, "context": 0.0}
         for part in text.split("+"):
             match = _TERM.fullmatch(part)
             try:
                 assert match is not None
-                found[match[3] or ""] += float(match[1]) * _BLOCKS[match[2]]
+                seconds_by_term[match[3] or ""] += float(match[1]) * _UNIT_SECONDS[match[2]]
             except (AssertionError, ValueError):
                 raise ArgumentError(
                     f'expected a cost line such as "28ms + 2.4ms/token + 3.5us/context", got {text!r} at '
                     f"{part.strip()!r}"
                 ) from None
-        return cls(found[""], found["token"], found["context"])
+        return cls(seconds_by_term[""], seconds_by_term["token"], seconds_by_term["context"])
 
     def __str__(self) -> str:
         return (

@@ -1,10 +1,11 @@
-"""Mixes of lengths, said in a few characters: `uniform:16-512`, `lognormal:200,1.0`, `bimodal:50,2000,0.2`.
+"""Distributions of lengths as short texts: `uniform:16-512`, `lognormal:200,1.0`, `bimodal:50,2000,0.2`.
 
-    uniform:LOW-HIGH           every length from LOW to HIGH alike
-    lognormal:MEDIAN,SIGMA     what lengths of real requests look like: many short ones, a long tail
-    bimodal:SHORT,LONG,SHARE   LONG with probability SHARE, else SHORT, each give or take a tenth
+    uniform:LOW-HIGH           every length from LOW to HIGH with equal probability
+    lognormal:MEDIAN,SIGMA     like the lengths of real requests: many short requests, a long tail
+    bimodal:SHORT,LONG,SHARE   LONG with probability SHARE, else SHORT, each varied by up to a tenth
 
-A mix of prompts and one of outputs, `PROMPT/OUTPUT`; one alone serves for both. Lengths are whole and at least 1.
+`PROMPT/OUTPUT` gives a distribution of prompts and one of outputs; a single distribution serves for both. Lengths are
+integers of at least 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Distribution:
-    """One mix. `values`: the numbers behind its name, in the order of its form."""
+    """A distribution. values: the numbers behind its name, in the order of its form."""
 
     kind: str
     values: tuple[float, ...]
@@ -40,7 +41,7 @@ class Distribution:
             values = tuple(float(part) for part in rest.split("-" if kind == "uniform" else ","))
         except ValueError:
             values = ()
-        if not _valid(kind, values):
+        if not _is_valid(kind, values):
             raise ArgumentError(
                 f"expected {_FORMS[kind]} with lengths of at least 1 in rising order, SIGMA >= 0 and SHARE of 0 to 1, "
                 f"got {text!r} - in `lengths`"
@@ -63,7 +64,7 @@ class Distribution:
         return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
-def _valid(kind: str, values: tuple[float, ...]) -> bool:
+def _is_valid(kind: str, values: tuple[float, ...]) -> bool:
     if not all(np.isfinite(values)):
         return False
     if kind == "uniform":
@@ -75,7 +76,7 @@ def _valid(kind: str, values: tuple[float, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompts and outputs, and the text they were read from."""
+    """The distributions of prompts and outputs, and the text they were parsed from."""
 
     prompt: Distribution
     output: Distribution
@@ -83,6 +84,6 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """*raises:* ArgumentError with the forms there are."""
+        """*raises:* ArgumentError, which names the known forms."""
         prompt, _, output = text.partition("/")
         return cls(Distribution.parse(prompt), Distribution.parse(output or prompt), text)

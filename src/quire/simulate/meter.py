@@ -1,7 +1,7 @@
-"""What one storage does with a workload, step by step: how many run, what memory is used for, what allocating costs.
+"""Measures one storage under a workload, step by step: running requests, use of memory, cost of allocation.
 
-Everything is read from the real cache and storage; nothing is computed by formula. A step's figures are taken once it
-has been computed and those that ended have gone; of steps after which nothing is open only the time counts.
+All figures come from the real cache and storage, not from formulas. A step's figures are taken after it was computed
+and its ended requests were closed; a step after which no request is open counts only for time.
 
 Cost: `MemoryUse` once a step, O(blocks of open sequences).
 """
@@ -26,7 +26,7 @@ __all__ = ["Clock", "Figures", "Meter", "PreparingRunner", "SimulatedClock", "Si
 
 
 class PreparingRunner(Protocol):
-    """A runner that tells how long the storage has taken to prepare its steps."""
+    """A runner that measures the storage's time to prepare its steps."""
 
     prepare_seconds: float
 
@@ -34,7 +34,7 @@ class PreparingRunner(Protocol):
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Seconds since the clock was made."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -47,7 +47,7 @@ class Clock:
 
 
 class SimulatedClock(Clock):
-    """Seconds that pass when somebody says so."""
+    """A clock that only its users move."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +60,8 @@ class SimulatedClock(Clock):
 
 
 class SimulatedRunner:
-    """No model: the storage prepares every step for real, the clock moves along the cost line, every token is 0."""
+    """A runner without a model: the storage prepares every step, the clock moves along the cost line, every token is
+    0."""
 
     def __init__(self, storage: Storage, cost: CostLine, clock: SimulatedClock) -> None:
         self._storage = storage
@@ -73,7 +74,7 @@ class SimulatedRunner:
         self._storage.forget(step.closed_ids)
         try:
             self._storage.prepare(step.plan, step.sequence_ids)
-        except CapacityError as error:  # as the runner of a model: nobody is lost, somebody waits
+        except CapacityError as error:  # as in the runner of a model: no request fails, some wait
             raise StepRefusedError from error
         self.prepare_seconds += time.perf_counter() - began
         num_context_tokens = int(step.plan.context_lengths.sum())
@@ -83,7 +84,7 @@ class SimulatedRunner:
 
 @dataclass(frozen=True)
 class Figures:
-    """One storage's column of the comparison; bytes, microseconds, shares of what is reserved."""
+    """One storage's column of the comparison; bytes, microseconds, shares of the reserved bytes."""
 
     running_mean: float
     running_max: int
@@ -106,7 +107,7 @@ class Figures:
 
 @dataclass
 class Meter:
-    """Takes a run's figures, one `step` after another. The cache's `reserve` is timed from now on."""
+    """Collects a run's figures, one `step` after another. It replaces the cache's `reserve` by a timed one."""
 
     cache: KVCache
     runner: PreparingRunner
@@ -130,7 +131,7 @@ class Meter:
         self.cache.reserve = timed
 
     def step(self, num_running: int, now: float) -> None:
-        """After a step in which `num_running` requests ran."""
+        """Record a step in which `num_running` requests ran."""
         allocated = self._reserve_seconds + self.runner.prepare_seconds
         self.alloc_seconds.append(allocated - self._allocated)
         self._allocated = allocated

@@ -1,6 +1,6 @@
-"""Two pictures of a comparison in one file: memory over time, and the memory of one sequence as it grows.
+"""Plots a comparison as two charts in one file: memory over time, and the memory of one growing sequence.
 
-Needs matplotlib (`pip install "quire-kv[plot]"`); nothing else of Quire does.
+Only this module needs matplotlib (`pip install "quire-kv[plot]"`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quire.spec import KVSpec
 __all__ = ["draw", "require_plotting"]
 
 _MIB = 2**20
-_MOST_TOKENS = 8192  # of the one sequence
+_MAX_TOKENS = 8192  # of the single sequence
 
 
 def require_plotting(path: str) -> None:
-    """Refuse, before anything runs, a plot that could not be drawn."""
+    """*raises:* before any run: ArgumentError: no such folder; BackendError: no matplotlib."""
     if not Path(path).parent.is_dir():
         raise ArgumentError(f"expected a file in a folder that exists, got {path!r} - in `plot`")
     try:
@@ -34,33 +34,37 @@ def require_plotting(path: str) -> None:
 
 
 def draw(path: str, comparison: Comparison, runs: dict[str, Run], spec: KVSpec) -> None:
-    """Write the picture; the one sequence runs through every storage without a model."""
+    """Write the file; the single sequence runs through every storage without a model."""
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, (over_time, of_one) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, (over_time, of_sequence) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     colours: dict[str, Any] = {}
     for name, run in runs.items():
         (line,) = over_time.plot(run.times, _in_mib(run.reserved), label=f"{name}: reserved", linewidth=1.2)
         colours[name] = line.get_color()
         over_time.plot(run.times, _in_mib(run.used), color=colours[name], linestyle=":", linewidth=1)
-    over_time.axhline(comparison.kv_memory / _MIB, color="grey", linewidth=0.8, label="all there is")
+    over_time.axhline(comparison.kv_memory / _MIB, color="grey", linewidth=0.8, label="kv_memory")
     over_time.set(
         title="KV memory over time (dotted: used by tokens)", xlabel="seconds", ylabel="MiB", ylim=(0, None)
     )
-    num_tokens = min(comparison.max_model_len, _MOST_TOKENS)
+    num_tokens = min(comparison.max_model_len, _MAX_TOKENS)
     for name in runs:
-        one = _one_sequence(comparison, name, spec, num_tokens)
-        of_one.plot(
-            _tokens(one, spec), _in_mib(one.reserved), color=colours[name], label=name, drawstyle="steps-post"
+        single = _one_sequence(comparison, name, spec, num_tokens)
+        of_sequence.plot(
+            _tokens(single, spec),
+            _in_mib(single.reserved),
+            color=colours[name],
+            label=name,
+            drawstyle="steps-post",
         )
-    of_one.set(
+    of_sequence.set(
         title="KV memory of one sequence",
-        xlabel="tokens it holds",
+        xlabel="tokens of the sequence",
         ylabel="MiB",
         ylim=(0, None),
         xlim=(0, None),
     )
-    for axes in (over_time, of_one):
+    for axes in (over_time, of_sequence):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -76,7 +80,7 @@ def _tokens(run: Run, spec: KVSpec) -> list[float]:
 
 
 def _one_sequence(comparison: Comparison, storage: str, spec: KVSpec, num_tokens: int) -> Run:
-    """A prompt of one token that generates all the others, with memory for two such sequences."""
+    """Run a prompt of one token that generates all other tokens, with memory for two such sequences."""
     alone = replace(
         comparison,
         workload=Workload("one sequence", (TraceRequest(0.0, 1, num_tokens - 1),)),

@@ -1,8 +1,8 @@
-"""The storages side by side, step by step: the same requests given to each as somebody adds them.
+"""Runs the storages side by side, step by step; every added request goes to each of them.
 
-As `compare.run_simulated`: the real scheduler, cache and storage, and a clock that moves along a cost line in place of
-a model. The pool is small (`MEMORY_TOKENS` tokens), so that one sees it fill. Everything told is read from the real
-cache; nothing is computed by formula.
+As in `comparison.run_simulated`: the real scheduler, cache and storage, and a clock that moves along a cost line in
+place of a model. The pool is small (`MEMORY_TOKENS` tokens), so that it visibly fills. All figures come from the real
+cache, not from formulas.
 
 Not thread-safe. Cost: a step some 0.3 ms a storage; `state` O(blocks + open sequences).
 """
@@ -33,7 +33,7 @@ __all__ = ["MAX_MODEL_LEN", "MEMORY_TOKENS", "NUM_CELLS", "ComparedRequest", "Si
 MAX_MODEL_LEN = 512
 MEMORY_TOKENS = 8 * MAX_MODEL_LEN
 NUM_CELLS = 256  # of a storage's map: 16 tokens each
-NOBODY, CACHED_CELL, IN_FLIGHT_CELL = -1, -2, -3  # owners of cells that no request has
+FREE_CELL, CACHED_CELL, IN_FLIGHT_CELL = -1, -2, -3  # owners of cells without a request
 
 _MAX_NUM_SEQS = 64
 _MAX_BATCH_TOKENS = 512
@@ -44,7 +44,7 @@ _SPEC = KVSpec(layers=(LayerSpec(Span(), 1, 32, 32),) * 2, dtype="float32")
 
 @dataclass(frozen=True)
 class ComparedRequest:
-    """A request: tokens of its prompt, of its output, and how many of the prompt all requests share."""
+    """A request: tokens of its prompt and of its output, and the number of prompt tokens that all requests share."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -55,7 +55,7 @@ class ComparedRequest:
             raise ArgumentError(f"expected shared tokens within the prompt, and some output, got {self}")
 
     def tokens(self, number: int) -> NDArray[np.int32]:
-        """Token ids; those behind what is shared are this request's own."""
+        """Token ids; the ids behind the shared ones are unique to the request."""
         shared = np.arange(1, self.num_shared_tokens + 1, dtype=np.int32)
         own = np.random.default_rng(number).integers(
             1024, _VOCAB_SIZE, self.num_prompt_tokens - self.num_shared_tokens, dtype=np.int32
@@ -64,7 +64,7 @@ class ComparedRequest:
 
 
 class _Side:
-    """One storage with an engine of its own."""
+    """A storage with an engine of its own."""
 
     def __init__(self, name: str, block_size: int, reservation: str) -> None:
         config = EngineConfig(
@@ -89,12 +89,12 @@ class _Side:
         self.num_refused = self.num_done = 0
         self.num_running_sum = self.num_steps = 0
 
-    def add(self, number: int, asked: ComparedRequest) -> None:
-        params = SamplingParams(max_tokens=asked.num_output_tokens, temperature=0, ignore_eos=True)
+    def add(self, number: int, request: ComparedRequest) -> None:
+        params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True)
         try:
-            self.engine.submit(asked.tokens(number), RequestOptions(params, request_id=str(number)))
+            self.engine.submit(request.tokens(number), RequestOptions(params, request_id=str(number)))
         except (CapacityError, ArgumentError):
-            self.num_refused += 1  # it can never fit here
+            self.num_refused += 1  # it can never fit into this storage
 
     def step(self) -> None:
         if not self.engine.has_work:
@@ -136,8 +136,8 @@ class _Side:
         }
 
     def _cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each cell the request that has most of it, or NOBODY or the like, and percents computed."""
-        owners, filled = self._block_ids()
+        """For each cell the request that has most of it, or FREE_CELL and the like, and the percentage computed."""
+        owners, filled = self._owners_and_shares()
         cells = np.arange(NUM_CELLS)
         starts = cells * len(owners) // NUM_CELLS
         stops = np.maximum(starts + 1, (cells + 1) * len(owners) // NUM_CELLS)
@@ -150,12 +150,12 @@ class _Side:
             fill[cell] = round(100 * float(filled[start:stop].mean()))
         return owner, fill
 
-    def _block_ids(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Of every block: who has it, and what share of it is computed."""
+    def _owners_and_shares(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The owner and the computed share of every block."""
         cache = self.cache
         requests = {s.cache_sequence.id: int(s.request.request_id) for s in self.engine.scheduler.running}
         block_ids = cache.block_map()
-        owners = np.full(len(block_ids.states), NOBODY, np.int64)
+        owners = np.full(len(block_ids.states), FREE_CELL, np.int64)
         filled = np.zeros(len(block_ids.states))
         owners[block_ids.states == CACHED], filled[block_ids.states == CACHED] = CACHED_CELL, 1.0
         owners[block_ids.states == IN_FLIGHT] = IN_FLIGHT_CELL
@@ -169,7 +169,7 @@ class _Side:
         for sequence in self.engine.scheduler.running:
             table = sequence.cache_sequence.block_table()
             number = requests[sequence.cache_sequence.id]
-            # What several share is shown with the first of them.
+            # A shared block is shown with the first of its requests.
             owners[table] = np.where(owners[table] >= 0, owners[table], number)
             share = np.clip(sequence.num_computed / cache.block_size - np.arange(len(table)), 0, 1)
             filled[table] = np.maximum(filled[table], share)
@@ -181,7 +181,7 @@ class _Side:
 
 
 class SideBySide:
-    """All storages that this machine has, each with the same memory and the same requests.
+    """All storages that this machine supports, each with the same memory and the same requests.
 
     block_size: of paged. reservation: of contiguous, "max", "pow2" or "exact".
     """
@@ -193,24 +193,26 @@ class SideBySide:
         self._sides: list[_Side] = []
         self._missing: dict[str, str] = {}
         self._names = tuple(names)
-        self._num_logit_rows = 0
+        self._num_requests = 0
         self.num_steps = 0
         for name in self._names:
             try:
                 self._sides.append(_Side(name, block_size, reservation))
-            except QuireError as error:  # this machine cannot do it: said, and the others go on
+            except (
+                QuireError
+            ) as error:  # this machine does not support it: report it and continue with the others
                 self._missing[name] = str(error)
 
-    def add(self, asked: ComparedRequest) -> int:
-        """Gives every storage the request; its number."""
-        number = self._num_logit_rows
-        self._num_logit_rows += 1
+    def add(self, request: ComparedRequest) -> int:
+        """Submit the request to every storage. Returns its number."""
+        number = self._num_requests
+        self._num_requests += 1
         for side in self._sides:
-            side.add(number, asked)
+            side.add(number, request)
         return number
 
     def finish(self, number: int) -> None:
-        """Ends a request wherever it still runs or waits."""
+        """End a request in every storage in which it still runs or waits."""
         for side in self._sides:
             side.finish(number)
 
@@ -221,7 +223,7 @@ class SideBySide:
 
     @property
     def num_open(self) -> int:
-        """Requests of the storage that has most of them left."""
+        """Maximum number of open requests over the storages."""
         return max((len(side.engine.scheduler.requests) for side in self._sides), default=0)
 
     def step(self, count: int = 1) -> None:
@@ -231,13 +233,13 @@ class SideBySide:
                 side.step()
 
     def state(self) -> dict[str, Any]:
-        """{"steps", "asked", "open", "block_size", "reservation", "storages": one entry each, with "missing" saying why
-        where it is not there}"""
+        """{"steps", "asked", "open", "block_size", "reservation", "storages": one entry each, with the reason in
+        "missing" if the machine does not support it}"""
         states = {side.name: side.state() for side in self._sides}
         missing = {name: {"name": name, "missing": reason} for name, reason in self._missing.items()}
         return {
             "steps": self.num_steps,
-            "asked": self._num_logit_rows,
+            "asked": self._num_requests,
             "open": self.num_open,
             "block_size": self.block_size,
             "reservation": self.reservation,

@@ -1,13 +1,13 @@
-"""What is asked of an engine: requests with arrival times and lengths, from a trace file or made up.
+"""Workloads: requests with arrival times and lengths, from a trace file or synthetic.
 
-A workload holds lengths and identities, no text: `token_ids` makes up ids of the right length, equal where the trace
-says that contents are equal. The same seed gives the same workload.
+A workload holds lengths and identities, no text: `token_ids` generates ids of the right length, equal where the trace
+has equal contents. The same seed gives the same workload.
 
-Trace formats, told apart by what is in the file:
+Trace formats, recognised by the file's content:
 
     Mooncake jsonl   {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}; equal hash ids are equal
-                     blocks of 512 tokens, whatever request they stand in
-    Azure csv        TIMESTAMP,ContextTokens,GeneratedTokens; lengths only, no content is shared
+                     blocks of 512 tokens, in any request
+    Azure csv        TIMESTAMP,ContextTokens,GeneratedTokens; lengths only, without shared content
 
 Cost: reading is O(file).
 """
@@ -34,7 +34,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request. `content_ids`: the identity of each block of MOONCAKE_BLOCK_TOKENS prompt tokens, if known."""
+    """A request. content_ids: the identity of each block of MOONCAKE_BLOCK_TOKENS prompt tokens, if known."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -48,14 +48,14 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in the order of their arrival, and in words where they come from."""
+    """Requests in the order of their arrival. name: their origin in words."""
 
     name: str
     requests: tuple[TraceRequest, ...]
     seed: int = 0
 
     def limited(self, max_model_len: int, num_requests: int | None = None) -> Workload:
-        """The first `num_requests` of those that fit in `max_model_len` tokens.
+        """The first `num_requests` requests that fit in `max_model_len` tokens.
 
         *raises:* ArgumentError if none fits.
         """
@@ -82,7 +82,7 @@ def _ids(seed: list[int], count: int, vocab_size: int) -> np.ndarray:
 
 
 def synthetic(lengths: Lengths, num_requests: int, seed: int = 0) -> Workload:
-    """Requests that are all there at the start, with lengths drawn from `lengths`."""
+    """Requests that all arrive at the start, with lengths drawn from `lengths`."""
     generator = np.random.default_rng(seed)
     prompts = lengths.prompt.draw(generator, num_requests)
     outputs = lengths.output.draw(generator, num_requests)
@@ -91,9 +91,9 @@ def synthetic(lengths: Lengths, num_requests: int, seed: int = 0) -> Workload:
 
 
 def read_trace(path: str | Path) -> Workload:
-    """The requests of a trace file; arrivals count from its first.
+    """The requests of a trace file; arrival times count from the first.
 
-    *raises:* ArgumentError: a file that cannot be read or is in neither format, with the line.
+    *raises:* ArgumentError: an unreadable file, or one in neither format, with the line.
     """
     path = Path(path)
     try:
@@ -145,7 +145,7 @@ def _mooncake(file: Any, path: Path) -> Iterator[TraceRequest]:
                 f"expected {num_blocks} hash ids for {request.num_prompt_tokens} tokens, got "
                 f"{len(request.content_ids)} - in {path}, line {number}"
             )
-        if _checked(request, path, number):
+        if _has_output(request, path, number):
             yield request
 
 
@@ -160,12 +160,12 @@ def _azure(file: Any, path: Path) -> Iterator[TraceRequest]:
                 f"expected TIMESTAMP,ContextTokens,GeneratedTokens, got {dict(row)} ({error}) - in {path}, "
                 f"line {number}"
             ) from error
-        if _checked(request, path, number):
+        if _has_output(request, path, number):
             yield request
 
 
-def _checked(request: TraceRequest, path: Path, number: int) -> bool:
-    """Whether it asks for anything to be generated; negative lengths are refused."""
+def _has_output(request: TraceRequest, path: Path, number: int) -> bool:
+    """Whether the request has a prompt and an output. *raises:* ArgumentError: a negative length."""
     if request.num_prompt_tokens < 0 or request.num_output_tokens < 0:
         raise ArgumentError(f"expected lengths of 0 or more, got {request} - in {path}, line {number}")
     return request.num_prompt_tokens > 0 and request.num_output_tokens > 0

@@ -1,17 +1,18 @@
-"""Reserved addresses, layer buffer by layer buffer, and which block is mapped at each position of them.
+"""A reserved range of addresses, and the block mapped at each position of it.
 
-Not an owner of memory: what lies behind an address is the heap's. `PlacementHeap.reserve` makes ranges, `map` and
-`unmap` change them.
+Not an owner of memory: the memory behind an address belongs to the heap. `PlacementHeap.reserve` makes ranges, `map`
+and `unmap` change them.
 
-A range has a *layer buffer* for each of the heap's layer buffers it uses (the keys of a layer, say): `num_positions`
-pieces of addresses in a row. Position p of every layer buffer is mapped together, to one block's piece of that layer
-buffer; so what was stored one position after another is one contiguous tensor in each layer buffer. The layer buffers
-lie one after another in one reservation, between two margins where nothing is ever mapped: tensors may begin before a
-layer buffer and end behind it.
+A range has `num_positions` consecutive pieces of addresses for each of the heap's *layer buffers* it uses (the keys of
+a layer, say). Position p is mapped in all layer buffers together, to one block's piece of each; so blocks at
+consecutive positions are one contiguous tensor in each layer buffer. The layer buffers lie one after another in one
+reservation, between two margins where nothing is ever mapped: tensors may begin before a layer buffer and end behind
+it.
 
 Invariants
-    A1  an address never changes; tensors made of a range keep its reservation, also after `PlacementHeap.release`.
-    A2  an address with no block behind it must not be touched: the process would die. Making tensors touches nothing.
+    A1  an address never changes; tensors made of a range keep its reservation alive, also after
+        `PlacementHeap.release`.
+    A2  touching an address without a block kills the process. Making a tensor touches no address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["AddressRange"]
 
 
 class _Reservation:
-    """The addresses themselves: given back, with the mappings they count, when nobody refers to them any more."""
+    """The addresses themselves. The last reference to it releases them, and the mappings they count."""
 
     def __init__(self, backend: PlacementBackend, num_bytes: int, alignment: int) -> None:
         self.address = backend.reserve(num_bytes, alignment)
@@ -40,19 +41,19 @@ class _Reservation:
         release = weakref.finalize(
             self, _release, backend, self.address, num_bytes, self.num_mappings, os.getpid()
         )
-        release.atexit = False  # the process's end gives all back, and a tensor may still be there
+        release.atexit = False  # the end of the process frees all, and a tensor may still exist
 
 
 def _release(
     backend: PlacementBackend, address: int, num_bytes: int, num_mappings: list[int], process_id: int
 ) -> None:
-    if os.getpid() == process_id:  # in a child other things may lie there by now
+    if os.getpid() == process_id:  # a child may have other things at these addresses
         backend.release(address, num_bytes)
         backend.budget.add(-num_mappings[0])
 
 
 class AddressRange:
-    """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each layer buffer of the heap, 0 where
+    """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each layer buffer of the heap, 0 if
     unused."""
 
     def __init__(
@@ -75,15 +76,15 @@ class AddressRange:
         self._backend = backend
         self._reservation = _Reservation(backend, num_bytes, alignment)
         self.address = self._reservation.address
-        # Of each position the block's number plus one, 0 for none, between two zeros: neighbours always exist, and
-        # what was never used costs no memory.
+        # For each position the block's number plus one, 0 for none, between two zeros: every position has neighbours,
+        # and unused entries cost no memory.
         self.entries = np.zeros(num_positions + 2, np.int32)
-        self.leaving = np.zeros(num_positions, bool)  # unmapped once a step under way has ended
+        self.leaving = np.zeros(num_positions, bool)  # to be unmapped when the running step ends
         self.open = True
 
     @property
     def num_mappings(self) -> int:
-        """Mappings that the operating system keeps for the range, at most."""
+        """Upper bound of the mappings that the operating system keeps for the range."""
         return self._reservation.num_mappings[0]
 
     @num_mappings.setter
@@ -96,7 +97,7 @@ class AddressRange:
         return int(np.count_nonzero(self.entries))
 
     def block_ids(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """int32, the block mapped at each position of [start, stop), -1 where there is none."""
+        """int32, the block mapped at each position of [start, stop), -1 without one."""
         stop = self.num_positions if stop is None else stop
         return self.entries[start + 1 : stop + 1] - 1
 
@@ -104,10 +105,10 @@ class AddressRange:
         self, layer_buffer: int, dtype: torch.dtype, *, before: int = 0, behind: int = 0
     ) -> torch.Tensor:
         """All addresses of a layer buffer as one 1-D tensor, num_positions x piece_bytes[layer_buffer] bytes; touches
-        none of them.
+        no address.
 
-        It sees whatever is mapped, now and later. before, behind: bytes in front of the layer buffer and after it that
-        the tensor names too, up to the range's margin; they are other layer buffers' or nobody's.
+        It shows the blocks that are mapped, now and later. before, behind: bytes in front of the layer buffer and after
+        it that the tensor covers too, up to the range's margin; they belong to other layer buffers or are unmapped.
         """
         if not (0 <= before <= self._margin_bytes and 0 <= behind <= self._margin_bytes):
             raise ArgumentError(
@@ -120,5 +121,5 @@ class AddressRange:
         buffer: Any = self._backend.buffer(self.address + self.offsets[layer_buffer] - before, num_bytes)
         buffer.reservation = (
             self._reservation
-        )  # A1: the tensor keeps the buffer, and that keeps the addresses
+        )  # A1: the tensor keeps the buffer alive, which keeps the addresses
         return torch.frombuffer(buffer, dtype=dtype)

@@ -1,12 +1,13 @@
-"""What a placement heap needs of a machine: address ranges, memory, and mapping the one onto the other.
+"""The calls that a placement heap needs of a machine: address ranges, memory, and mapping memory into ranges.
 
-Few calls, such that a device can offer them too; aliasing is mapping the same bytes of a heap at two addresses.
-Back ends: `memfd` (Linux), and in the tests one that only keeps books (`tests/support/simulated_heap.py`).
+They are few, so that a device can offer them too. Aliasing means mapping the same bytes of a heap at two addresses.
+Back ends: `memfd` (Linux), and for tests one without memory (`tests/support/simulated_heap.py`).
 
-Not counted here: who uses what. `heap.PlacementHeap` counts references and mappings and undoes what fails half way.
+Back ends count no users: `placement_heap.PlacementHeap` counts references and mappings and undoes a failed change.
 
 Invariants
-    B1  a call that fails raises, and has not given up what it was to replace: the caller maps the old state again.
+    B1  a call that fails raises, and has not released the mapping it was to replace: the caller maps the old state
+        again.
     B2  all addresses, offsets and sizes are multiples of `page_bytes`.
     B3  a heap's huge page stays one until any of it is given back.
 """
@@ -22,16 +23,16 @@ __all__ = ["MappingBudget", "PlacementBackend"]
 
 
 class MappingBudget:
-    """How many mappings may be had, and how many there are. Shared by all heaps that draw on one limit.
+    """The limit of mappings and their present number. All heaps under one limit share it.
 
-    Any thread may ask and add. Threads that ask at once may together go beyond the limit by one change each.
+    Any thread may check and add. Threads that check at the same time may exceed the limit by one change each.
 
-    limit: mappings at most; None for as many as one likes. what: what is limited and what to do, for messages.
+    limit: maximum of mappings; None for no limit. description: the limit's name and remedy, for error messages.
     """
 
-    def __init__(self, limit: int | None, what: str = "mappings") -> None:
+    def __init__(self, limit: int | None, description: str = "mappings") -> None:
         self.limit = limit
-        self.what = what
+        self.description = description
         self._used = ByteCounter()
 
     @property
@@ -42,24 +43,24 @@ class MappingBudget:
         """*raises:* CapacityError if `more` mappings do not fit."""
         if self.limit is not None and more > 0 and (used := self.used) + more > self.limit:
             raise CapacityError(
-                f"expected room for {more} more {self.what}: {used} of {self.limit} are in use"
+                f"expected room for {more} more {self.description}: {used} of {self.limit} are in use"
             )
 
     def add(self, more: int) -> None:
-        """From a finalizer too."""
+        """Count `more` mappings. A finalizer may call it too."""
         self._used.add(more)
 
 
 class PlacementBackend(Protocol):
-    """See the module's text. `heap` is whatever `make_heap` returned."""
+    """See the module's text. `heap` is a result of `make_heap`."""
 
     page_bytes: int
-    huge_bytes: int  # of a huge page: what is mapped a whole one at a time is read faster; 0: there are none
-    merges: bool  # one call maps neighbours in both spaces, and they count as one mapping
+    huge_bytes: int  # of a huge page, which is read faster when mapped as a whole; 0: none
+    merges: bool  # one call maps neighbours in both spaces, as one mapping
     budget: MappingBudget
 
     def reserve(self, num_bytes: int, alignment: int) -> int:
-        """An address, a multiple of `alignment`, from which `num_bytes` are ours; nothing is behind them."""
+        """The address, a multiple of `alignment`, of `num_bytes` of reserved, unmapped addresses."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
@@ -67,49 +68,49 @@ class PlacementBackend(Protocol):
         ...
 
     def make_heap(self, num_bytes: int) -> Any:
-        """Memory that can be mapped, none of it taken yet."""
+        """A heap of `num_bytes` that can be mapped, none of it committed yet."""
         ...
 
     def drop_heap(self, heap: Any) -> None:
-        """Give a heap of which nothing is mapped back."""
+        """Free a heap without mappings."""
         ...
 
     def commit(self, heap: Any, offset: int, num_bytes: int) -> None:
-        """Have memory behind these bytes: mapping and touching them fails no more."""
+        """Commit memory for these bytes: afterwards mapping and touching them cannot fail for want of memory."""
         ...
 
     def commit_huge(self, heap: Any, offset: int) -> bool:
-        """Have a huge page behind the `huge_bytes` from `offset` on, a multiple of them, behind which nothing is yet.
+        """Commit a huge page for the `huge_bytes` from `offset` on, a multiple of them, none of them committed yet.
 
-        False: the machine gives none, and nothing has changed."""
+        Returns False if the machine has none; nothing has changed then."""
         ...
 
     def give_back(self, heap: Any, offset: int, num_bytes: int) -> None:
-        """The machine may use that memory for something else; what was in it is lost."""
+        """Return that memory to the machine; its content is lost."""
         ...
 
     def map(self, address: int, num_bytes: int, heap: Any, offset: int, *, populate: bool) -> None:
-        """These bytes of the heap at that address, in place of what was there.
+        """Map these bytes of the heap at that address, replacing its mapping.
 
-        populate: enter the pages into the page table now; otherwise as they are touched."""
+        populate: enter the pages into the page table now; otherwise each at its first touch."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Nothing behind these addresses."""
+        """Leave these addresses reserved, without memory."""
         ...
 
     def copy(self, source: Any, source_offset: int, target: Any, target_offset: int, num_bytes: int) -> None:
-        """Copy bytes between heaps, without mapping them anywhere else."""
+        """Copy bytes between heaps without further mappings."""
         ...
 
     def heap_address(self, heap: Any) -> int:
-        """Where all of a heap can be reached, mapped elsewhere or not; to touch only what was committed."""
+        """An address at which all of a heap can be reached; only committed bytes may be touched."""
         ...
 
     def committed_bytes(self, heap: Any) -> int:
-        """Memory the heap takes, as the machine tells it."""
+        """Memory the heap takes, as the machine counts it."""
         ...
 
     def buffer(self, address: int, num_bytes: int) -> Any:
-        """An object with the buffer protocol over a reservation, touching nothing."""
+        """An object with the buffer protocol over a reservation; making it touches no address."""
         ...

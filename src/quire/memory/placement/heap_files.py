@@ -1,17 +1,15 @@
-"""The memory of a placement heap: where each block's pieces lie in which file, and which of it is taken.
+"""The files of a placement heap: the place of each block's pieces, and how much of them is committed.
 
-Not an owner: it counts no references. `heap` decides which blocks are in use, `mapping` where they are mapped. A "file"
-is what a back end makes, be it a file or a device's memory.
+Not an owner: it counts no references. `placement_heap` decides which blocks are in use, `mapping` where they are
+mapped. A "file" is a heap of the back end, be it a file or a device's memory.
 
 A file holds `blocks_per_file` blocks, layer buffer after layer buffer, the pieces of a layer buffer side by side: block
-u is in file u // blocks_per_file. Where a huge page is a whole number of a layer buffer's pieces, `frame_blocks` of
-them, so many blocks each, from the layer buffer's beginning on, are a *frame*: a huge page, if all its blocks got
-memory in one call.
+u is in file u // blocks_per_file. If a huge page is a whole number of a layer buffer's pieces, every `frame_blocks`
+blocks from the layer buffer's beginning on are a *frame*: one huge page, if one call committed all its blocks.
 
 Invariants
-    F1  a block's place never changes while its file is there.
-    F2  `committed[layer_buffer, block_id]` bytes of a piece have memory behind them; it is kept until `give_back` or
-        `drop`.
+    F1  a block's place never changes while its file exists.
+    F2  `committed[layer_buffer, block_id]` bytes of a piece are committed, until `give_back` or `drop`.
     F3  `is_huge[layer_buffer][frame]`: the frame is one huge page.
 
 Cost: `commit` and `give_back` one call to the machine for each run of neighbours and layer buffer.
@@ -29,18 +27,18 @@ import numpy as np
 from quire.errors import CapacityError
 from quire.memory.placement.backend import PlacementBackend
 
-__all__ = ["HeapFiles", "taking"]
+__all__ = ["HeapFiles", "with_capacity_error"]
 
 
-def taking(call: Callable[..., Any], *args: Any) -> Any:
-    """A call that takes something from the operating system, its refusal in our terms."""
+def with_capacity_error(call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call that takes a resource of the operating system; its refusal becomes a CapacityError."""
     try:
         return call(*args)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise CapacityError(
-                f"the operating system gives no file descriptor for the memory of the KV cache, of which it needs one: "
-                f"{error}; drop caches that are not needed (a cache and its forks have one together), raise the limit "
+                f"the operating system gives no file descriptor for the memory of the KV cache, which needs one: "
+                f"{error}; drop unneeded caches (a cache and its forks share one), raise the limit "
                 '(ulimit -n), or use another storage: "growing" for a QuireCache, "paged" for an LLM'
             ) from error
         raise CapacityError(
@@ -67,12 +65,13 @@ class HeapFiles:
             self._buffer_offsets.append(self._file_bytes)
             self._file_bytes += -(-size * blocks_per_file // alignment) * alignment
         self.files: dict[int, Any] = {}
-        # Of every block there can be: costs memory only where blocks are used.
+        # For `max_blocks` blocks; only the entries of used blocks cost memory.
         self._committed = np.zeros((len(piece_bytes), max_blocks), np.int32)
         self.is_huge = [np.zeros(max_blocks // each + 1 if each else 0, bool) for each in self.frame_blocks]
 
     def alignment_for(self, num_positions: int, sizes: Sequence[int]) -> int:
-        """Of a range's layer buffers that map so many bytes a position: that of huge pages where one fits."""
+        """Alignment of a range that maps `sizes` bytes a position: that of huge pages if its layer buffers can use
+        one."""
         layer_buffers = zip(sizes, self.piece_bytes, self.frame_blocks, strict=True)
         has_frames = any(
             each and size == full and num_positions >= each for size, full, each in layer_buffers
@@ -82,13 +81,13 @@ class HeapFiles:
     # Files
 
     def make(self, index: int) -> None:
-        """*raises:* CapacityError: the machine gives none."""
+        """Make file `index`. *raises:* CapacityError: the machine refuses."""
         self.backend.budget.check(1)
-        self.files[index] = taking(self.backend.make_heap, self._file_bytes)
+        self.files[index] = with_capacity_error(self.backend.make_heap, self._file_bytes)
         self.backend.budget.add(1)
 
     def drop(self, indices: list[int]) -> None:
-        """Files of which nothing is mapped."""
+        """Free files without mappings."""
         for index in indices:
             start, stop = self.span(index)
             self.backend.drop_heap(self.files.pop(index))
@@ -99,7 +98,7 @@ class HeapFiles:
                     is_huge[start // each : -(-stop // each)] = False
 
     def next_index(self) -> int | None:
-        """The lowest file that is not there, if there may be one more."""
+        """The lowest index without a file, or None if that file would lie beyond `max_blocks`."""
         index = 0
         while index in self.files:
             index += 1
@@ -117,9 +116,11 @@ class HeapFiles:
         return self.files[index], self._buffer_offsets[layer_buffer] + place * self.piece_bytes[layer_buffer]
 
     def addresses(self, block_ids: np.ndarray, layer_buffer: int) -> np.ndarray:
-        """int64, where the pieces of blocks can be reached whether mapped or not."""
+        """int64, addresses of the pieces of blocks, mapped into ranges or not."""
         index, place = np.divmod(block_ids, self.blocks_per_file)
-        bases = np.array([self.backend.heap_address(self.files[one]) for one in index.tolist()], np.int64)
+        bases = np.array(
+            [self.backend.heap_address(self.files[number]) for number in index.tolist()], np.int64
+        )
         return bases + self._buffer_offsets[layer_buffer] + place * self.piece_bytes[layer_buffer]
 
     def adjacent(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -127,7 +128,8 @@ class HeapFiles:
         return (right == left + 1) & (left // self.blocks_per_file == right // self.blocks_per_file)
 
     def commit(self, block_ids: np.ndarray, piece_bytes: Sequence[int]) -> None:
-        """Have memory behind the first bytes of these blocks' pieces. *raises:* CapacityError: there is none."""
+        """Commit the first `piece_bytes` bytes of these blocks' pieces. *raises:* CapacityError: the machine
+        refuses."""
         wanted = np.asarray(piece_bytes)[:, None]
         for layer_buffer in np.flatnonzero((self._committed[:, block_ids] < wanted).any(axis=1)).tolist():
             size = piece_bytes[layer_buffer]
@@ -135,16 +137,16 @@ class HeapFiles:
             if size == self.piece_bytes[layer_buffer] and self.frame_blocks[layer_buffer]:
                 lacking = self._commit_frames(layer_buffer, lacking)
             for first, count in self._runs(lacking, whole=size == self.piece_bytes[layer_buffer]):
-                taking(self.backend.commit, *self.place(first, layer_buffer), count * size)
+                with_capacity_error(self.backend.commit, *self.place(first, layer_buffer), count * size)
                 self._committed[layer_buffer, first : first + count] = size
 
     def give_back(self, block_ids: np.ndarray) -> None:
-        """The memory of these blocks (ascending, mapped nowhere) to the machine."""
+        """Return the memory of these blocks (ascending, mapped nowhere) to the machine."""
         for layer_buffer, size in enumerate(self.piece_bytes):
             for first, count in self._runs(
                 block_ids[self._committed[layer_buffer, block_ids] > 0], whole=True
             ):
-                taking(self.backend.give_back, *self.place(first, layer_buffer), count * size)
+                with_capacity_error(self.backend.give_back, *self.place(first, layer_buffer), count * size)
                 self._committed[layer_buffer, first : first + count] = 0
                 if each := self.frame_blocks[layer_buffer]:
                     self.is_huge[layer_buffer][first // each : -(-(first + count) // each)] = False
@@ -156,11 +158,11 @@ class HeapFiles:
 
     @property
     def committed_bytes(self) -> int:
-        """Memory that all files take now, as the machine tells it."""
+        """Memory that all files take now, as the machine counts it."""
         return sum(self.backend.committed_bytes(file) for file in self.files.values())
 
     def _frame_blocks(self, size: int) -> int:
-        """Pieces of this size that a huge page has, 0 where it is no whole number or files would begin within one."""
+        """Pieces of this size in a huge page; 0 if it is not a whole number or files would begin within a huge page."""
         huge = self.backend.huge_bytes
         fits = (
             self.backend.merges and huge and huge % size == 0 and self.blocks_per_file % (huge // size) == 0
@@ -168,7 +170,8 @@ class HeapFiles:
         return huge // size if fits else 0
 
     def _commit_frames(self, layer_buffer: int, lacking: np.ndarray) -> np.ndarray:
-        """Have huge pages behind the frames wholly among the ascending blocks that have no memory yet; what remains."""
+        """Commit huge pages for the uncommitted frames that lie wholly among these ascending blocks; returns the
+        rest."""
         each, size = self.frame_blocks[layer_buffer], self.piece_bytes[layer_buffer]
         if len(lacking) < each:
             return lacking
@@ -177,14 +180,15 @@ class HeapFiles:
             block_ids = slice(frame * each, (frame + 1) * each)
             if self._committed[layer_buffer, block_ids].any():
                 continue
-            if not taking(self.backend.commit_huge, *self.place(block_ids.start, layer_buffer)):
-                break  # there is none; the next one is asked for in the next call
+            if not with_capacity_error(self.backend.commit_huge, *self.place(block_ids.start, layer_buffer)):
+                break  # no huge page is free; the next call tries again
             self._committed[layer_buffer, block_ids] = size
             self.is_huge[layer_buffer][frame] = True
         return lacking[self._committed[layer_buffer, lacking] < size]
 
     def _runs(self, block_ids: np.ndarray, *, whole: bool) -> Iterator[tuple[int, int]]:
-        """First and number of neighbours among ascending blocks; one by one where not all of a piece is meant."""
+        """Runs of neighbours among ascending blocks, as (first, number); single blocks unless `whole` pieces are
+        meant."""
         if len(block_ids):
             apart = (
                 ~self.adjacent(block_ids[:-1], block_ids[1:]) if whole else np.ones(len(block_ids) - 1, bool)

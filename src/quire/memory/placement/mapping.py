@@ -1,16 +1,17 @@
-"""How positions of address ranges come to lead to other blocks: extents, counted mappings, and undoing what failed.
+"""Changes of the blocks at positions of address ranges: extents, the count of mappings, and undoing a failed change.
 
-Not an owner: it keeps no references, and takes no memory. `heap` calls it with units that have memory behind them.
+Not an owner: it counts no references and commits no memory. `placement_heap` calls it with committed blocks.
 
-An *extent* is a run of positions that lead to a run of neighbours in a file, or to nothing: one call to the machine,
-and one mapping of the operating system's.
+An *extent* is a run of positions that lead to a run of neighbours in a file, or to no block: one call to the machine,
+and one mapping of the operating system.
 
 Invariants
     M1  a range's `num_mappings` is 1 and the number of places in its layer buffers where two extents meet: never fewer
-        than the machine has, because the machine may merge what lies in different layer buffers too.
+        than the machine has, because the machine may merge mappings of different layer buffers too.
     M2  a change that fails leaves entries, counts and mappings as before.
     M3  positions that lead to all blocks of a huge page, in its order and from an address on that is a multiple of its
-        size, were mapped by one call: so the page is translated as one. The call that completes it maps all of it.
+        size, were mapped by one call, so that one page table entry translates them. The call that completes the page
+        maps all of it.
 
 Cost: one call to the machine for each extent and layer buffer that differ; numpy over the positions given.
 """
@@ -24,20 +25,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from quire.memory.placement.address_range import AddressRange
-from quire.memory.placement.heap_files import HeapFiles, taking
+from quire.memory.placement.heap_files import HeapFiles, with_capacity_error
 
 __all__ = ["Change", "change", "num_edges"]
 
-_ATTEMPTS = 4  # to undo: a call that fails once may be one that succeeds the next time
+_ATTEMPTS = 4  # of an undo: a call that failed may succeed the next time
 
 # A range, positions of it (distinct integers) and the block for each of them, -1 for none.
 Change: TypeAlias = tuple[AddressRange, Any, Any]
 
 
 def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) -> list[np.ndarray]:
-    """Lead positions (ascending) to blocks; which blocks they led to before, -1 for none. `populate` as in `map`.
+    """Lead positions (ascending) to blocks. Returns the blocks they led to before, -1 for none. `populate` as in `map`.
 
-    *raises:* CapacityError: the machine refuses, or the budget does not allow it (giving up is always allowed).
+    *raises:* CapacityError: the machine refuses, or the budget is exceeded (unmapping is always allowed).
     """
     budget = files.backend.budget
     old: list[np.ndarray] = []
@@ -54,9 +55,7 @@ def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) ->
             budget.check(sum(growth))
         for number, (address_range, positions, block_ids) in enumerate(changes):
             moved = np.flatnonzero(old[number] != block_ids)
-            extents: dict[
-                bool, list[tuple[int, int, int]]
-            ] = {}  # the same in all layer buffers that merge alike
+            extents: dict[bool, list[tuple[int, int, int]]] = {}  # by whether the layer buffer merges
             for layer_buffer, size in enumerate(address_range.piece_bytes):
                 merging = _merges(files, layer_buffer, size)
                 if merging not in extents:
@@ -69,7 +68,7 @@ def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) ->
                 for position, block_id, count in extents[merging] if size else []:
                     whole = _whole_pages(files, address_range, layer_buffer, position, block_id, count)
                     done.append((address_range, layer_buffer, whole[0], whole[0] + whole[2]))
-                    taking(_lead, files, address_range, layer_buffer, *whole, populate)
+                    with_capacity_error(_map_extent, files, address_range, layer_buffer, *whole, populate)
     except BaseException:
         for (address_range, positions, _), before in zip(reversed(changes), reversed(old), strict=True):
             address_range.entries[positions + 1] = before + 1
@@ -83,9 +82,9 @@ def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) ->
 
 
 def num_edges(files: HeapFiles, address_range: AddressRange, edges: np.ndarray) -> int:
-    """Of these edges (edge e is before position e), those where two extents meet, over all layer buffers."""
+    """How many of these edges (edge e is before position e) separate two extents, summed over all layer buffers."""
     left, right = address_range.entries[edges] - 1, address_range.entries[edges + 1] - 1
-    num_layer_buffers = {True: 0, False: 0}  # whose neighbours merge, and whose do not
+    num_layer_buffers = {True: 0, False: 0}  # by whether neighbours merge
     for layer_buffer, size in enumerate(address_range.piece_bytes):
         if size:
             num_layer_buffers[_merges(files, layer_buffer, size)] += 1
@@ -97,7 +96,7 @@ def num_edges(files: HeapFiles, address_range: AddressRange, edges: np.ndarray) 
 
 
 def _joined(files: HeapFiles, left: np.ndarray, right: np.ndarray, *, merging: bool) -> np.ndarray:
-    """Whether neighbouring positions that lead to these blocks are of one extent."""
+    """Whether neighbouring positions that lead to these blocks belong to one extent."""
     joined = (left < 0) & (right < 0)
     if merging:
         joined |= (left >= 0) & files.adjacent(left, right)
@@ -105,14 +104,14 @@ def _joined(files: HeapFiles, left: np.ndarray, right: np.ndarray, *, merging: b
 
 
 def _merges(files: HeapFiles, layer_buffer: int, size: int) -> bool:
-    """A layer buffer's neighbours lie side by side in the file only where the range maps all of each piece."""
+    """Whether a layer buffer's neighbours are adjacent in the file: only if the range maps all of each piece."""
     return files.backend.merges and size == files.piece_bytes[layer_buffer]
 
 
 def _extents(
     files: HeapFiles, positions: np.ndarray, block_ids: np.ndarray, *, merging: bool
 ) -> Iterator[tuple[int, int]]:
-    """Cut [0, len) where one call to the machine does not suffice."""
+    """Cut [0, len) into runs that one call to the machine maps."""
     if not len(positions):
         return
     joined = np.diff(positions) == 1
@@ -123,7 +122,7 @@ def _extents(
     yield from zip([0, *cuts], [*cuts, len(positions)], strict=True)
 
 
-def _lead(
+def _map_extent(
     files: HeapFiles,
     address_range: AddressRange,
     layer_buffer: int,
@@ -132,7 +131,7 @@ def _lead(
     count: int,
     populate: bool,
 ) -> None:
-    """One extent: positions from `position` on to neighbours from `block_id` on, or, if that is -1, to none."""
+    """Map one extent: positions from `position` on to neighbours from `block_id` on, or unmap it if that is -1."""
     size = address_range.piece_bytes[layer_buffer]
     address = address_range.address + address_range.offsets[layer_buffer] + position * size
     if block_id < 0:
@@ -144,7 +143,7 @@ def _lead(
 def _whole_pages(
     files: HeapFiles, address_range: AddressRange, layer_buffer: int, position: int, block_id: int, count: int
 ) -> tuple[int, int, int]:
-    """The extent (position, block, number), and what lies before and behind it of huge pages that it completes (M3)."""
+    """The extent (position, block, number), extended to the whole of the huge pages that it completes (M3)."""
     each = files.frame_blocks[layer_buffer]
     if (
         block_id < 0
@@ -169,20 +168,20 @@ def _whole_pages(
 def _is_completed(
     files: HeapFiles, address_range: AddressRange, layer_buffer: int, position: int, block_id: int
 ) -> bool:
-    """Whether positions from this one on lead to all of the frame that begins with the block, and it is a huge page."""
+    """Whether `block_id` begins a frame that is a huge page, and positions from `position` on lead to all of it."""
     each = files.frame_blocks[layer_buffer]
     if not files.is_huge[layer_buffer][block_id // each] or position + each > address_range.num_positions:
         return False
     entries = address_range.entries[position + 1 : position + 1 + each]
-    # Its ends first: they tell most of the time, as a sequence that grows has nothing at the last yet.
+    # Its ends first: they usually decide, as a growing sequence has no block at the last position yet.
     return bool(
         entries[0] == block_id + 1 and entries[-1] == block_id + each and (np.diff(entries) == 1).all()
     )
 
 
 def _restore(files: HeapFiles, address_range: AddressRange, layer_buffer: int, start: int, stop: int) -> None:
-    """Lead positions [start, stop) where the entries say again; if the machine refuses again and again, its word
-    stands: it has kept what was there (B1)."""
+    """Lead positions [start, stop) where the entries say again. If the machine refuses every attempt, its mapping
+    stays: a failed call has kept the old one (B1)."""
     merging = _merges(files, layer_buffer, address_range.piece_bytes[layer_buffer])
     block_ids = address_range.block_ids(start, stop)
     for first, last in _extents(files, np.arange(start, stop), block_ids, merging=merging):
@@ -190,5 +189,5 @@ def _restore(files: HeapFiles, address_range: AddressRange, layer_buffer: int, s
         whole = _whole_pages(files, address_range, layer_buffer, *extent)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                _lead(files, address_range, layer_buffer, *whole, True)
+                _map_extent(files, address_range, layer_buffer, *whole, True)
                 break

@@ -1,18 +1,18 @@
 """Placement heaps on Linux: a heap is a memfd, mapped onto reserved address space page by page.
 
-Not for Windows or macOS: `probe.why_not` tells whether this machine can do it.
+Not for Windows or macOS: `probe.unsupported_reason` tells whether this machine can do it.
 
-A heap is mapped once as a whole too, where copies are made and huge pages collapsed. Memory is taken by fallocate,
-which reports that there is none (MAP_POPULATE stays silent, and the first touch would end the process); pages are then
-entered by MAP_POPULATE, so that no kernel takes the faults, unless the caller leaves that to who touches them. Huge
-pages come by MADV_COLLAPSE of an aligned range of which one page is in memory: it needs neither root nor the
-shmem_enabled switch (which is "never" by default, so that MADV_HUGEPAGE and MADV_POPULATE_WRITE give small pages).
-Where free memory lies scattered the kernel first moves pages about, which may take a hundred times as long as clearing
-one; and a virtual machine's host may first have to find the memory (5 ms a huge page were seen). What that takes is
-bounded, in all to a twentieth of the time and at once to a tenth of a second; beyond it small pages have to do.
+A heap is also mapped once as a whole, for copies and for collapsing huge pages. fallocate commits memory and reports
+when there is none (MAP_POPULATE stays silent, and the first touch would end the process). MAP_POPULATE then enters the
+pages, so that no attention kernel takes the faults, unless the caller leaves that to the first touch. Huge pages come
+by MADV_COLLAPSE of an aligned range with one page in memory: it needs neither root nor the shmem_enabled switch (which
+is "never" by default, so that MADV_HUGEPAGE and MADV_POPULATE_WRITE give small pages). If free memory is fragmented,
+the kernel first moves pages, which may take a hundred times as long as clearing one, and a virtual machine's host may
+first have to find the memory (5 ms a huge page were measured). This time is limited to a twentieth of the total and a
+tenth of a second at once; beyond that the heap gets small pages.
 
-A child of `os.fork` gets none of the mappings (MADV_DONTFORK), closes the files, and gives nothing back: at those
-addresses something of its own may lie by then.
+A child of `os.fork` gets none of the mappings (MADV_DONTFORK), closes the files, and unmaps no addresses: it may have
+something of its own there by then.
 
 Cost (64 KiB pieces, measured in docs/virtual-memory.md): map about 10 us, unmap about 8 us, commit about 1 us a page.
 Entering pages is 25 us a MiB of small ones, nearly nothing of huge ones.
@@ -36,15 +36,15 @@ from quire.memory.placement.system_calls import HUGE_PAGE_BYTES, SystemCalls
 __all__ = ["MemfdBackend", "process_budget"]
 
 _DEFAULT_MAX_MAP_COUNT = 65530
-_BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries need the others
+_BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries need the rest
 _HUGE_S = 1e-3  # to make a huge page where one is free: 0.2 to 0.6 ms were measured
-_MOVING_SHARE, _MOVING_S = 0.05, 0.1  # of the time, and at once, for what takes longer
+_MOVING_SHARE, _MOVING_S = 0.05, 0.1  # limits for slower huge pages: share of the total time, and at once
 _process_budget: MappingBudget | None = None
 _heaps: weakref.WeakSet[_Memfd] = weakref.WeakSet()  # of this process
 
 
 def process_budget() -> MappingBudget:
-    """The mappings that all heaps of this process together may have: three quarters of vm.max_map_count.
+    """The limit of mappings of all heaps of this process together: three quarters of vm.max_map_count.
 
     At the limit not even unmapping works, and malloc fails in the whole process.
     """
@@ -63,7 +63,7 @@ def process_budget() -> MappingBudget:
 
 
 class _Memfd:
-    """One heap: its file, and where all of it is mapped. Goes with the last reference to it, or by `drop`."""
+    """One heap: its file, and the mapping of all of it. The last reference or `drop` frees it."""
 
     def __init__(self, calls: SystemCalls, num_bytes: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -79,7 +79,7 @@ class _Memfd:
             undo.pop_all()
         self.calls = calls
         self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved, os.getpid())
-        self.drop.atexit = False  # the process's end gives all back, and somebody may still look
+        self.drop.atexit = False  # the end of the process frees all, and a tensor may still exist
         _heaps.add(self)
 
 
@@ -90,7 +90,7 @@ def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int, process_id:
 
 
 def _forget_parent() -> None:
-    """In a child: its own mappings count from 0, and the parent's files are held open by the parent alone."""
+    """In a child process: count its own mappings from 0, and close its copies of the parent's files."""
     global _process_budget
     _process_budget = None
     for heap in list(_heaps):
@@ -125,7 +125,7 @@ class MemfdBackend:
         calls, slack = self._calls, alignment - self.page_bytes
         start = calls.reserve(num_bytes + slack)
         address = _round_up(start, alignment)
-        # What alignment left over at both ends.
+        # Release the excess of the alignment at both ends.
         if address > start:
             calls.munmap(start, address - start)
         if slack > address - start:
@@ -150,11 +150,11 @@ class MemfdBackend:
         self._counted_at = began
         if self._may_take_s <= 0:
             return False
-        # One page is needed: of an empty range nothing can be collapsed.
+        # MADV_COLLAPSE needs one page in memory.
         self._calls.fallocate(heap.fd, offset, self.page_bytes)
         try:
             self._calls.collapse(heap.address + offset, HUGE_PAGE_BYTES)
-            # The heap's own mapping needs no entry: copies are rare, and RSS would count it again.
+            # The mapping of the whole heap needs no entries: copies are rare, and RSS would count the page twice.
             self._calls.forget(heap.address + offset, HUGE_PAGE_BYTES)
         except OSError:
             self._calls.punch_hole(heap.fd, offset, HUGE_PAGE_BYTES)
@@ -170,7 +170,7 @@ class MemfdBackend:
         self._calls.map(address, num_bytes, heap.fd, offset, populate=populate)
         try:
             self._calls.keep_from_children(address, num_bytes)
-        except OSError:  # it may fail for a moment (EAGAIN)
+        except OSError:  # EAGAIN is temporary
             self._calls.keep_from_children(address, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:

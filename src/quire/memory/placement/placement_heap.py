@@ -1,24 +1,25 @@
-"""A pool of reference-counted blocks of memory that are mapped into address ranges: many ranges, many heaps, one
-block in several of them.
+"""A pool of reference-counted blocks of memory that are mapped into address ranges; one block may be mapped into
+several.
 
 Not a cache: it knows no tokens. `VirtualStorage` and the drop-in cache of `generate()` decide what a block holds.
 
 A *block* has a *piece* in every *layer buffer*: the keys of layer 0, its values, those of layer 1, ... The pieces of a
 layer buffer lie side by side in a heap, block after block, so that consecutive blocks at consecutive positions are one
-mapping in each layer buffer. A heap holds `blocks_per_heap` blocks: block u is in heap u // blocks_per_heap. Heaps are
-made when the first of their blocks is used, and given back by `trim` when none is.
+mapping in each layer buffer. A heap holds `blocks_per_heap` blocks: block u is in heap u // blocks_per_heap. The first
+use of one of its blocks makes a heap; `trim` frees a heap without used blocks.
 
-    held    somebody took it (`allocate`, `claim`, `hold`): one reference for each time
+    held    taken by `allocate`, `claim` or `hold`: one reference for each time
     mapped  one reference for each position of a range that leads to it
     free    no reference; its memory stays with the heap until `trim`
 
 Invariants
     P1  a block's references are its holds and the positions it is mapped at; a free block is mapped nowhere.
-    P2  a call that fails leaves every reference, range and mapping as before; memory it had taken for a free block is
-        kept like that of any free block.
+    P2  a call that fails leaves every reference, range and mapping as before; memory that it committed for a free block
+        stays until `trim`.
     P3  the mappings counted are never fewer than those the operating system has; no `map` takes them beyond the budget
         (unmapping the middle of a mapping may: it makes two of one).
-    P4  what is freed or unmapped with a step goes when `complete` has been called with that step, not before.
+    P4  blocks and positions that are freed or unmapped with a step go when `complete` is called with that step, not
+        before.
 
 Cost: `map` a call to the machine for each run of neighbours and layer buffer; bookkeeping is numpy over the positions
 given; `allocate` is O(blocks of all heaps).
@@ -53,8 +54,8 @@ class PlacementHeap:
     """Blocks of one piece in each layer buffer.
 
     piece_bytes: of each layer buffer, a multiple of the machine's page. max_blocks: blocks at most; as many as the
-        machine's memory holds if not given. blocks_per_heap: by default so many that a heap has at least 256 MiB.
-    backend: memory of this machine (memfd) if not given.
+    machine's memory holds if not given. blocks_per_heap: by default enough for a heap of 256 MiB. backend: memory of
+    this machine (memfd) if not given.
 
     *raises:* ArgumentError: a size out of range.
     """
@@ -76,7 +77,7 @@ class PlacementHeap:
         if blocks_per_heap is None:
             heap_bytes = max(_HEAP_BYTES, -(-max_blocks * self.block_bytes // _MAX_HEAPS))
             blocks_per_heap = min(max(8, -(-heap_bytes // self.block_bytes)), max_blocks)
-            # Whole huge pages in each layer buffer; a file is sparse, so that it may be larger than what is used of it.
+            # Whole huge pages in each layer buffer; files are sparse, so unused bytes cost nothing.
             whole = max(
                 (backend.huge_bytes // size for size in self.piece_bytes if backend.huge_bytes % size == 0),
                 default=1,
@@ -100,7 +101,8 @@ class PlacementHeap:
 
     @property
     def frame_blocks(self) -> int:
-        """So many blocks, from a multiple of it on at positions from one on, may be a huge page; 1: none is."""
+        """Number of blocks, from a multiple of it on at positions from a multiple of it on, that may be a huge page; 1:
+        none."""
         return max(1, *self._files.frame_blocks)
 
     # Address ranges
@@ -110,10 +112,10 @@ class PlacementHeap:
     ) -> AddressRange:
         """Addresses for `num_positions` blocks in a row, nothing mapped; `margin_bytes` more before and behind all.
 
-        piece_bytes: what of each layer buffer's piece is mapped, whole pages, 0 for a layer buffer that is not used;
-        all of it if not given.
+        piece_bytes: bytes of each layer buffer's piece to map, whole pages, 0 for an unused layer buffer; all of each
+        piece if not given.
 
-        *raises:* CapacityError: the address space is not to be had.
+        *raises:* CapacityError: the address space cannot be reserved.
         """
         page = self._backend.page_bytes
         sizes = self.piece_bytes if piece_bytes is None else tuple(piece_bytes)
@@ -140,11 +142,11 @@ class PlacementHeap:
         return made
 
     def release(self, address_range: AddressRange) -> None:
-        """Unmap all of the range. Its addresses go when the last tensor over them does. Twice is harmless."""
+        """Unmap all of the range. Its addresses live until their last tensor is freed. Twice is harmless."""
         if address_range.open:
             self._require(address_range)
             mapped = np.flatnonzero(address_range.entries) - 1
-            self._change([(address_range, mapped, np.full(len(mapped), -1))])
+            self._apply([(address_range, mapped, np.full(len(mapped), -1))])
             self._ranges.remove(address_range)
             address_range.open = False
 
@@ -153,7 +155,7 @@ class PlacementHeap:
     def allocate(self, count: int, after: int = -1) -> np.ndarray:
         """`count` free blocks, held once each: int32, the lowest above `after` first, then the lowest there are.
 
-        *raises:* CapacityError: there are not so many, or no memory for another heap; nothing has changed then.
+        *raises:* CapacityError: fewer are free, or no memory for another heap; nothing has changed then.
         """
         found = self._free_blocks()
         made: list[int] = []
@@ -178,7 +180,7 @@ class PlacementHeap:
         return block_ids
 
     def claim(self, block_ids: Any) -> None:
-        """Hold these very blocks, which must be free: for an owner that chooses their numbers itself.
+        """Hold exactly these blocks, which must be free: for an owner that chooses block numbers itself.
 
         *raises:* CapacityError: no memory for another heap; nothing has changed then.
         """
@@ -200,31 +202,31 @@ class PlacementHeap:
         self._references.add_holds(block_ids, 1)
 
     def hold(self, block_ids: Any) -> None:
-        """One more reference to each of these blocks, none of which is free."""
+        """Add a reference to each of these blocks; none may be free."""
         block_ids = self._references.live(block_ids)
         self._references.add_holds(block_ids, 1)
 
     def free(self, block_ids: Any, *, step: int | None = None) -> None:
-        """Give up a hold of each block: at once, or when `step` has been completed. Mapped positions keep a block."""
+        """Release a hold of each block: at once, or when `step` is complete. Mapped positions keep a block."""
         block_ids = self._references.block_ids(block_ids)
         self._references.check_held(block_ids)
         if step is None or step <= self._completed:
             self._references.add_holds(block_ids, -1)
         else:
-            self._when(step, lambda: self._free_promised(block_ids))
+            self._defer(step, lambda: self._free_promised(block_ids))
             self._references.promise(block_ids, 1)
 
     def references(self, block_ids: Any) -> np.ndarray:
-        """int32, holds and mapped positions of each block: 1 means that whoever asks is the only one."""
+        """int32, holds and mapped positions of each block: 1 means that the caller's reference is the only one."""
         return self._references.counts[self._references.block_ids(block_ids)]
 
     # Mapping
 
     def map(self, changes: Iterable[Change], *, populate: bool = True) -> None:
-        """Have blocks behind positions of ranges, in place of what was there: all of it or nothing.
+        """Map blocks at positions of ranges, replacing their mappings; all or nothing.
 
-        A block may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
-        populate: enter the pages into the page table now; otherwise the threads that touch them first do.
+        A block may be mapped at any number of positions; -1 unmaps. Positions that already lead to their block cost
+        nothing. populate: enter the pages into the page table now; otherwise each at its first touch.
 
         *raises:* CapacityError: no memory, or more mappings than the budget; nothing has changed then.
         """
@@ -244,20 +246,20 @@ class PlacementHeap:
             checked.append((address_range, positions, block_ids[order]))
         for address_range, _, block_ids in checked:
             self._files.commit(block_ids[block_ids >= 0], address_range.piece_bytes)
-        self._change(checked, populate)
+        self._apply(checked, populate)
 
     def unmap(self, address_range: AddressRange, positions: Any, *, step: int | None = None) -> None:
-        """Nothing behind these positions: at once, or when `step` has been completed. All or nothing."""
+        """Unmap these positions: at once, or when `step` is complete. All or nothing."""
         positions, _ = self._position_array(address_range, positions)
         if step is None or step <= self._completed:
-            self._change([(address_range, positions, np.full(len(positions), -1))])
+            self._apply([(address_range, positions, np.full(len(positions), -1))])
             address_range.leaving[positions] = False
         else:
-            self._when(step, lambda: self.unmap(address_range, positions) if address_range.open else None)
+            self._defer(step, lambda: self.unmap(address_range, positions) if address_range.open else None)
             address_range.leaving[positions] = True
 
     def complete(self, step: int) -> None:
-        """Every step up to this one has ended: what waited for them is freed and unmapped."""
+        """Mark every step up to `step` as ended: frees and unmaps what waited for it."""
         self._completed = max(self._completed, step)
         while self._waiting and self._waiting[0][0] <= self._completed:
             self._waiting[0][1]()
@@ -268,7 +270,7 @@ class PlacementHeap:
     def copy(self, source: int, target: int, num_bytes: Sequence[int]) -> None:
         """Copy the first `num_bytes[layer_buffer]` bytes of the pieces of one block to those of another, mapped or not.
 
-        *raises:* CapacityError: no memory behind the target.
+        *raises:* CapacityError: no memory for the target.
         """
         block_ids = self._references.live([source, target])
         for size, full in zip(num_bytes, self.piece_bytes, strict=True):
@@ -279,19 +281,19 @@ class PlacementHeap:
         self._files.copy(source, target, num_bytes)
 
     def commit(self, block_ids: Any, piece_bytes: Sequence[int]) -> None:
-        """Have memory behind the first `piece_bytes[layer_buffer]` bytes of these blocks' pieces, which are not free.
+        """Commit the first `piece_bytes[layer_buffer]` bytes of these blocks' pieces; no block may be free.
 
-        *raises:* CapacityError: there is none.
+        *raises:* CapacityError: no memory.
         """
         self._files.commit(self._references.live(block_ids), piece_bytes)
 
     def addresses(self, block_ids: Any, layer_buffer: int) -> np.ndarray:
-        """int64, where these blocks' pieces of a layer buffer can be reached whether mapped or not; none of them is
+        """int64, addresses of these blocks' pieces of a layer buffer, mapped into ranges or not; no block may be
         free."""
         return self._files.addresses(self._references.live(block_ids), layer_buffer)
 
     def trim(self) -> None:
-        """Give back the memory of every free block, and every heap none of whose blocks is in use."""
+        """Give back the memory of every free block, and every heap without used blocks."""
         for index in list(self._files.files):
             start, stop = self._files.span(index)
             unused = self._references.free_in(start, stop)
@@ -302,7 +304,7 @@ class PlacementHeap:
 
     @property
     def committed_bytes(self) -> int:
-        """Memory that the heaps take now, as the machine tells it."""
+        """Memory that the heaps take now, as the machine counts it."""
         return self._files.committed_bytes
 
     @property
@@ -311,7 +313,7 @@ class PlacementHeap:
 
     @property
     def num_mappings(self) -> int:
-        """Mappings of the open ranges and the heaps, at most."""
+        """Upper bound of the mappings of the open ranges and the heaps."""
         return self.num_heaps + sum(address_range.num_mappings for address_range in self._ranges)
 
     @property
@@ -320,7 +322,7 @@ class PlacementHeap:
         return int(np.count_nonzero(self._references.counts))
 
     def check(self) -> None:
-        """Prove P1 and P3; *raises:* InvariantError with the numbers."""
+        """Check P1 and P3; *raises:* InvariantError with the numbers."""
         references = self._references.holds.copy()
         for address_range in self._ranges:
             entries = address_range.entries
@@ -339,7 +341,7 @@ class PlacementHeap:
             )
         for block_id in np.flatnonzero(self._references.counts).tolist():
             if block_id // self.blocks_per_heap not in self._files.files:
-                raise InvariantError(f"P1: block {block_id} is in use, its heap is not there")
+                raise InvariantError(f"P1: block {block_id} is in use, but its heap does not exist")
 
     def close(self) -> None:
         """Unmap all ranges and give all memory back. Tensors over the ranges must not be touched any more."""
@@ -349,13 +351,13 @@ class PlacementHeap:
         self._references.clear()
         self._files.drop(list(self._files.files))
 
-    # How
+    # Internals
 
-    def _change(self, changes: list[Change], populate: bool = True) -> None:
+    def _apply(self, changes: list[Change], populate: bool = True) -> None:
         for (_, _, block_ids), before in zip(
             changes, change(self._files, changes, populate=populate), strict=True
         ):
-            self._references.moved(before, block_ids)
+            self._references.count_moves(before, block_ids)
 
     def _free_blocks(self) -> np.ndarray:
         parts = [np.zeros(0, np.int32)]
@@ -368,19 +370,17 @@ class PlacementHeap:
         self._references.promise(block_ids, -1)
         self._references.add_holds(block_ids, -1)
 
-    def _when(self, step: int, act: Callable[[], None]) -> None:
+    def _defer(self, step: int, act: Callable[[], None]) -> None:
         if self._waiting and step < self._waiting[-1][0]:
             raise ArgumentError(f"expected steps in order, got {step} after {self._waiting[-1][0]}")
         self._waiting.append((step, act))
 
     def _require(self, address_range: AddressRange) -> None:
-        if not any(address_range is own for own in self._ranges):
-            raise ArgumentError(
-                "expected an open range of this heap, got one that was released or is another's"
-            )
+        if not any(address_range is open_range for open_range in self._ranges):
+            raise ArgumentError("expected an open range of this heap, got a released range or another heap's")
 
     def _position_array(self, address_range: AddressRange, positions: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The positions in ascending order, and the order."""
+        """The positions in ascending order, and the permutation that sorts them."""
         self._require(address_range)
         positions = np.atleast_1d(np.asarray(positions, np.int64))
         order = np.argsort(positions, kind="stable")
@@ -397,12 +397,13 @@ class PlacementHeap:
 
 
 def check_piece_bytes(piece_bytes: Sequence[int], page_bytes: int) -> None:
-    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB (one page, if that is more)."""
-    most = max(MAX_PIECE_BYTES, page_bytes)
+    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB (or one page, if a page is larger)."""
+    max_bytes = max(MAX_PIECE_BYTES, page_bytes)
     if not piece_bytes:
         raise ArgumentError("expected a piece size for at least one layer buffer, got none")
     for size in piece_bytes:
-        if size < page_bytes or size % page_bytes or size > most:
+        if size < page_bytes or size % page_bytes or size > max_bytes:
             raise ArgumentError(
-                f"expected pieces of {page_bytes} to {most} bytes, a multiple of the page of {page_bytes}, got {size}"
+                f"expected pieces of {page_bytes} to {max_bytes} bytes, multiples of the page of {page_bytes}, "
+                f"got {size}"
             )

@@ -1,9 +1,9 @@
-"""The system calls a placement heap on Linux is made of, one method each. Failing is an OSError, never a return value.
+"""The system calls of a placement heap on Linux, one method each. A failure is an OSError, never a return value.
 
-Not a policy: who calls what, and what is undone when one fails, is in `memfd` and `heap`. A test hands in a subclass
-whose calls fail when it says so.
+Not a policy: `memfd` and `placement_heap` decide the order of calls and undo them on failure. Tests pass a subclass
+whose calls fail on demand.
 
-Cost: about 1 us of ctypes beside the call itself.
+Cost: about 1 us of ctypes in addition to the call itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["HUGE_PAGE_BYTES", "SystemCalls"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
-# Linux's values of what the standard library does not name (in every version that is supported).
+# Linux's values of constants that the standard library lacks in some supported version.
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -40,7 +40,7 @@ if sys.platform == "linux":
 
 
 class SystemCalls:
-    """Straight to the operating system. Addresses and sizes are in bytes, whole pages."""
+    """The real calls. Addresses and sizes are in bytes, whole pages."""
 
     def memfd_create(self, name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC)
@@ -52,41 +52,41 @@ class SystemCalls:
         os.close(fd)
 
     def reserve(self, num_bytes: int) -> int:
-        """Address space with nothing behind it; touching it ends the process."""
+        """Reserve address space without memory; touching it ends the process."""
         return self._map(None, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
     def map(self, address: int, num_bytes: int, fd: int, offset: int, *, populate: bool) -> None:
-        """Bytes of the file at a given address, in place of what was there."""
+        """Map bytes of the file at a given address, replacing its mapping."""
         flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if populate else 0)
         self._map(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Reserved address space again, in place of what was there."""
+        """Make this address space reserved and without memory again."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         self._map(address, num_bytes, _PROT_NONE, flags)
 
     def munmap(self, address: int, num_bytes: int) -> None:
-        """Nobody's address space again."""
+        """Release this address space."""
         _check(_libc.munmap(address, num_bytes), "munmap", num_bytes)
 
     def keep_from_children(self, address: int, num_bytes: int) -> None:
-        """A process forked from this one does not get the mapping, and so cannot write in it."""
+        """Keep the mapping out of child processes, so that they cannot write to it."""
         _check(_libc.madvise(address, num_bytes, mmap.MADV_DONTFORK), "madvise(MADV_DONTFORK)", num_bytes)
 
     def collapse(self, address: int, num_bytes: int) -> None:
-        """Make huge pages of the whole aligned range, of which some page is in memory (Linux 6.1)."""
+        """Make huge pages of the whole aligned range, which has a page in memory (Linux 6.1)."""
         _check(_libc.madvise(address, num_bytes, _MADV_COLLAPSE), "madvise(MADV_COLLAPSE)", num_bytes)
 
     def forget(self, address: int, num_bytes: int) -> None:
-        """Drop the page tables' entries of a file's mapping: its memory is found again when it is touched."""
+        """Drop the page table entries of a file mapping; a later touch enters its memory again."""
         _check(_libc.madvise(address, num_bytes, mmap.MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
 
     def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Have memory behind these bytes of the file."""
+        """Commit memory for these bytes of the file."""
         _check(_fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, num_bytes), "fallocate", num_bytes)
 
     def punch_hole(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Give the memory behind these bytes back; they read as zeros then."""
+        """Give the memory of these bytes back; they read as zeros then."""
         mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
         _check(_fallocate(fd, mode, offset, num_bytes), "fallocate(PUNCH_HOLE)", num_bytes)
 

@@ -1,1 +1,1 @@
-"""Virtual storage: blocks mapped behind rows of addresses."""
+"""Virtual storage: blocks mapped into rows of addresses."""

@@ -1,4 +1,4 @@
-"""How many tokens a block of the virtual storage has: as many as make whole pages, in every layer.
+"""The block sizes of the virtual storage: a block's keys and values fill whole pages in every layer.
 
 Not an allocator: arithmetic on a model's shape.
 """
@@ -26,14 +26,16 @@ def virtual_block_size(
     spec: KVSpec,
     piece_bytes: int = DEFAULT_PIECE_BYTES,
     *,
-    most: int = 4096,
+    max_tokens: int = 4096,
 ) -> int:
-    """Tokens of the smallest block such that keys (or values) of one layer of any block take `piece_bytes`, or the next
-    less that is whole pages.
+    """Tokens of the smallest block such that keys (or values) of one layer of any block take at most `piece_bytes`, as
+    much as whole pages allow.
 
-    Where the shape needs more for whole pages, the least that does. most: tokens of a block at most, the cache's limit.
+    If the shape needs more for whole pages, the smallest block size with whole pages. max_tokens: limit of tokens of a
+    block, the cache's.
 
-    *raises:* ArgumentError: a piece below a page or not a multiple of it, or a shape no block of `most` tokens fits.
+    *raises:* ArgumentError: a piece below a page or not a multiple of it, or a shape that needs blocks of more than
+    `max_tokens` tokens.
     """
     page_bytes = mmap.PAGESIZE
     if piece_bytes < page_bytes or piece_bytes % page_bytes or piece_bytes > max(2 << 20, page_bytes):
@@ -41,29 +43,29 @@ def virtual_block_size(
             f"expected a piece size of {page_bytes} bytes to 2MiB, a multiple of the page of {page_bytes}, "
             f"got {piece_bytes}"
         )
-    least = _least_block_size(spec, page_bytes)
-    most //= spec.tokens_per_node(1)
-    if least > most:
+    min_tokens = _min_block_size(spec, page_bytes)
+    max_tokens //= spec.tokens_per_node(1)
+    if min_tokens > max_tokens:
         raise ArgumentError(
-            f"expected keys and values that fill whole pages of {page_bytes} bytes within {most} tokens, got "
-            f"a shape that needs {least}; use storage paged"
+            f"expected keys and values that fill whole pages of {page_bytes} bytes within {max_tokens} tokens, got "
+            f"a shape that needs {min_tokens}; use storage paged"
         )
     largest = max(size * group.block_factor for group in spec.groups for size in _token_bytes(group))
-    return max(least, min(piece_bytes // largest, most) // least * least)
+    return max(min_tokens, min(piece_bytes // largest, max_tokens) // min_tokens * min_tokens)
 
 
 def check_block_size(block_size: int, spec: KVSpec, page_bytes: int) -> None:
-    """*raises:* ArgumentError unless blocks of so many tokens are whole pages in every layer."""
-    least = _least_block_size(spec, page_bytes)
-    if block_size < 1 or block_size % least:
+    """*raises:* ArgumentError unless blocks of `block_size` tokens fill whole pages in every layer."""
+    min_tokens = _min_block_size(spec, page_bytes)
+    if block_size < 1 or block_size % min_tokens:
         raise ArgumentError(
-            f"expected a block size in multiples of {least}, so that a block's keys and values of a layer are whole "
-            f"pages of {page_bytes} bytes, got {block_size}"
+            f"expected a block size in multiples of {min_tokens}, so that a block's keys and values of a layer are "
+            f"whole pages of {page_bytes} bytes, got {block_size}"
         )
 
 
 def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int) -> list[int]:
-    """Of keys and values of a block in each slot, 0 where the group has no layer, and for values of latent
+    """Bytes of keys and of values of a block in each slot; 0 without a layer of the group, and for values of latent
     layers."""
     tokens = group.tokens_per_block(block_size)
     sizes = [tokens * size for size in (*_token_bytes(group), 0)[:2]]
@@ -71,34 +73,33 @@ def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int) -> list[int]
 
 
 def layer_buffer_bytes(spec: KVSpec, block_size: int) -> list[int]:
-    """Of keys and values of a block in each slot, those of the group that takes most there; 0 where none has any."""
+    """Bytes of keys and of values of a block in each slot, the maximum over the groups; 0 if no group has any."""
     num_slots = max(len(group.layers) for group in spec.groups)
     piece_bytes = [piece_bytes_of(group, num_slots, block_size) for group in spec.groups]
     return [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
 
 
 def virtual_block_bytes(spec: KVSpec, block_size: int) -> int:
-    """Bytes that a block of a `VirtualStorage` takes at most: its pieces in every slot."""
+    """Maximum bytes of a block of a `VirtualStorage`: its pieces in every slot."""
     return sum(layer_buffer_bytes(spec, block_size))
 
 
 def run_blocks(layer_buffers: list[int]) -> int:
-    """The power of two of blocks whose pieces, of these bytes in each layer buffer, have 2 MiB in the smallest layer
-    buffer.
+    """The power of two of blocks whose pieces fill 2 MiB in the layer buffer with the smallest pieces.
 
-    So many neighbours, mapped at once, cost few mappings, and make huge pages where there are any.
+    layer_buffers: bytes of a piece in each. A run of so many neighbours costs few mappings and can use huge pages.
     """
     return 1 << max(0, math.ceil(math.log2((2 << 20) / min(layer_buffers))))
 
 
 def _token_bytes(group: KVGroup) -> tuple[int, ...]:
-    """Bytes of a token's keys and of its values in one layer; of latent layers of its keys alone."""
+    """Bytes of a token's keys and of its values in one layer; only of its keys in latent layers."""
     head_bytes = group.num_kv_heads * group.dtype_bytes
     return tuple(head_bytes * dim for dim in group.row_elements)
 
 
-def _least_block_size(spec: KVSpec, page_bytes: int) -> int:
-    """The fewest tokens of the smallest block with which keys, and values, of every block are whole pages in each
+def _min_block_size(spec: KVSpec, page_bytes: int) -> int:
+    """The fewest tokens of the smallest block for which keys, and values, of every block fill whole pages in each
     layer."""
     return math.lcm(
         *(

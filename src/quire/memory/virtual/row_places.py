@@ -1,7 +1,7 @@
-"""Where the blocks of a group's sequences lie in its address range: block b of a row at the row's b-th position.
+"""The places of a group's blocks in its address range: block b of a row is at the row's b-th position.
 
-Not an owner: it says what should lead where, and keeps nothing but the range; `VirtualStorage` maps. `WindowRing` is
-the other way, for groups that forget.
+Not an owner: it computes positions and has only the range; `VirtualStorage` maps. `WindowRing` is the other layout, for
+groups with a window.
 
 Cost: numpy over the tables given.
 """
@@ -24,10 +24,10 @@ __all__ = ["RowPlaces", "RowShape", "placements"]
 
 
 class RowShape(NamedTuple):
-    """Of the rows of a group: `num_rows` of `blocks_per_row` blocks of `block_size` tokens each; all groups' rows are
-    equally many, and of as many tokens.
+    """Shape of a group's rows: `num_rows` rows of `blocks_per_row` blocks of `block_size` tokens each. All groups have
+    equally many rows of equally many tokens.
 
-    buffer_of: of keys (2 * slot) and values (2 * slot + 1) of each slot, which of the heap's layer buffers it is.
+    buffer_of: the heap's layer buffer of keys (2 * slot) and of values (2 * slot + 1) of each slot.
     """
 
     num_rows: int
@@ -40,12 +40,12 @@ class RowShape(NamedTuple):
 class RowPlaces:
     """A group's rows, each of `blocks_per_row` positions for one sequence.
 
-    piece_bytes: of a position in each layer buffer of the heap, 0 where the group has none.
+    piece_bytes: of a position in each layer buffer of the heap, 0 if the group does not use it.
 
-    *raises:* CapacityError: the address space is not to be had.
+    *raises:* CapacityError: the address space cannot be reserved.
     """
 
-    span: Span | None = None  # whose tables these entries are alone; None: those of all rows
+    span: Span | None = None  # a kind of window with a table of its own; None: the table of plain rows
 
     def __init__(
         self,
@@ -61,40 +61,41 @@ class RowPlaces:
 
     def _reserve(self, heap: PlacementHeap, piece_bytes: list[int]) -> None:
         self.range = heap.reserve(self.num_rows * self.blocks_per_row, piece_bytes)
-        # [rows, positions of a row]: the block plus one that each leads to.
-        self._led = self.range.entries[1:-1].reshape(self.num_rows, self.blocks_per_row)
+        # [rows, positions of a row]: the mapped block plus one.
+        self._mapped = self.range.entries[1:-1].reshape(self.num_rows, self.blocks_per_row)
 
-    def differing(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What rows do not lead to yet, and what a window has given back: positions, and the blocks there (-1: none).
+    def differences(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions whose mapping differs from the table, and the blocks to map there (-1: unmap, a window has given it
+        back).
 
-        table: int32 [rows, widest], of blocks, -1 before a window and beyond a sequence's end.
+        table: int32 [rows, widest] of blocks, -1 before a window and beyond a sequence's end.
         """
         width = table.shape[1]
-        there = self._led[rows, :width]
+        there = self._mapped[rows, :width]
         differ = there != table + 1
-        # Beyond a sequence's end the table is -1 too: what a parked row has there does no harm.
+        # Beyond a sequence's end the table is -1 too: a block that a formerly parked row has there is harmless.
         ends = width - (table[:, ::-1] >= 0).argmax(1)
         differ &= (table >= 0) | (np.arange(width) < ends[:, None])
         which, place = np.nonzero(differ)
         return rows[which] * self.blocks_per_row + place, table[which, place]
 
-    def num_led(self, rows: list[int], table: np.ndarray) -> np.ndarray:
-        """int64 [rows]: how many of one sequence's blocks each row leads to."""
+    def count_mapped(self, rows: list[int], table: np.ndarray) -> np.ndarray:
+        """int64 [rows]: the number of one sequence's blocks that each row leads to already."""
         wanted = table + 1
-        there = self._led[rows, : len(wanted)]
+        there = self._mapped[rows, : len(wanted)]
         return ((there == wanted) & (wanted > 0)).sum(1)
 
-    def mapped(self, rows: list[int]) -> np.ndarray:
-        """The positions of these rows that lead anywhere."""
-        which, place = np.nonzero(self._led[rows])
-        return np.asarray(rows, np.int64)[which] * self._led.shape[1] + place
+    def mapped_positions(self, rows: list[int]) -> np.ndarray:
+        """The mapped positions of these rows."""
+        which, place = np.nonzero(self._mapped[rows])
+        return np.asarray(rows, np.int64)[which] * self._mapped.shape[1] + place
 
     def entries(self, rows: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """int64 [rows]: the table entry from which the row's positions count: token p is the p-th behind it."""
+        """int64 [rows]: the table entry at which each row begins: token p is the p-th behind it."""
         return rows
 
     def check_table(self, table: np.ndarray) -> None:
-        """*raises:* ArgumentError: sequences longer than a row."""
+        """*raises:* ArgumentError: a sequence longer than a row."""
         if table.shape[1] > self.blocks_per_row:
             raise ArgumentError(
                 f"expected sequences of at most {self.row_tokens} tokens, got {table.shape[1]} blocks of "
@@ -116,14 +117,14 @@ class RowPlaces:
         )
 
     def check(self) -> None:
-        """Prove the invariants. *raises:* InvariantError."""
+        """Check the invariants. *raises:* InvariantError."""
 
 
 def placements(plan: StepPlan, entries: list[np.ndarray], row_tokens: int) -> list[TablePlan]:
-    """A step's tables and slots, of rows that begin at these entries: an int64 [sequences] for each table."""
+    """A step's tables and slots for rows that begin at `entries`: an int64 [sequences] for each table."""
     contexts = plan.context_lengths.astype(np.int64)
     starts = plan.query_start
-    if starts[-1] == len(contexts):  # a token each
+    if starts[-1] == len(contexts):  # one new token each
         positions, sequence = contexts - 1, np.arange(len(contexts))
     else:
         lengths = np.diff(starts)

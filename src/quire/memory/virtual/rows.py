@@ -1,8 +1,9 @@
-"""Which row of addresses is whose: rows of open sequences, and parked ones, still mapped, that the next ones adopt.
+"""The owner of each row of addresses: an open sequence, or none: a parked row is still mapped, and a new sequence
+adopts it.
 
-Not a mapper: where a row leads is `RowPlaces`' business.
+Not a mapper: `RowPlaces` knows the blocks of a row.
 
-Invariant: every row is one sequence's or parked.
+Invariant: every row belongs to one sequence or is parked.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ class Rows:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.of: dict[int, int] = {}  # of open sequences
-        self.parked = list(range(num_rows))  # never used ones first, then in the order they were left
+        self.row_of: dict[int, int] = {}  # by open sequence
+        self.parked = list(range(num_rows))  # unused rows first, then in the order they were parked
 
     def adopt(self, ids: list[int], tables: list[np.ndarray], places: Sequence[RowPlaces]) -> list[int]:
-        """Give rows to the sequences that have none, each the parked one that leads to most of its blocks already.
+        """Give rows to the sequences without one, each the parked row that leads to most of its blocks already.
 
-        Returns: those sequences. *raises:* CapacityError: more sequences than rows; nothing has changed then.
+        Returns these sequences. *raises:* CapacityError: more sequences than rows; nothing has changed then.
         """
-        new = [(at, sequence) for at, sequence in enumerate(ids) if sequence not in self.of]
+        new = [(at, sequence) for at, sequence in enumerate(ids) if sequence not in self.row_of]
         if len(new) > len(self.parked):
             raise CapacityError(
-                f"expected at most {self.num_rows} sequences at once, got {len(self.of) + len(new)}; close some "
+                f"expected at most {self.num_rows} sequences at once, got {len(self.row_of) + len(new)}; close some "
                 "or raise max_num_seqs"
             )
         for at, sequence in new:
             matches = np.zeros(len(self.parked), np.int64)
-            for one, table in zip(places, tables, strict=True):
-                matches += one.num_led(self.parked, table[at])
-            # Of equals the one parked longest, first of all one that was never used.
-            self.of[sequence] = self.parked.pop(int(matches.argmax()))
+            for group_places, table in zip(places, tables, strict=True):
+                matches += group_places.count_mapped(self.parked, table[at])
+            # Among equals the row parked longest; unused rows come first.
+            self.row_of[sequence] = self.parked.pop(int(matches.argmax()))
         return [sequence for _, sequence in new]
 
     def park(self, sequences: list[int]) -> None:
-        """They have rows, which they leave."""
-        self.parked += [self.of.pop(sequence) for sequence in sequences]
+        """Park the rows of these sequences, which have one each."""
+        self.parked += [self.row_of.pop(sequence) for sequence in sequences]

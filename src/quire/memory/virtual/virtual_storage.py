@@ -1,27 +1,27 @@
-"""The virtual storage: every sequence has a row of addresses, and the machine's page tables lead it to its blocks.
+"""The virtual storage: every sequence has a row of addresses, which the machine's page tables map to its blocks.
 
-Not a pool, not a scheduler: which block holds what is the cache's business. Before a step `prepare` compares the blocks
-of each sequence with what its row leads to, and maps what differs; a kernel then sees one contiguous tensor a
-sequence, and needs no block table.
+Not a pool, not a scheduler: the cache knows the content of blocks. Before a step `prepare` compares the blocks of each
+sequence with those its row leads to, and maps the differences; a kernel then sees one contiguous tensor for each
+sequence and needs no block table.
 
 A block is `block_size` tokens, or several times as many: in every layer of its group one piece of keys and one of
 values, whole pages, at a place of the placement heap that its number fixes. So consecutive blocks are one mapping. Rows
-are token-major, [token, kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table
-has one entry, the row;
-slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table: `row_places`. With
-`step_tokens`, rows of groups that forget are mirror rings, with a table for each kind of window: `window_ring`.
+are token-major, [token, kv_head, head_dim], and `row_tokens` long; only mapped blocks cost memory. A table has one
+entry, the row: slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table:
+`row_places`. With `step_tokens`, rows of groups with a window are mirror rings, with a table for each kind of window:
+`window_ring`.
 
     used    a row of an open sequence
-    parked  of one that has ended: still mapped, adopted whole by the next sequence that finds most of its blocks in it
+    parked  a row of an ended sequence: still mapped; a new sequence with most of its blocks there adopts it
 
 Invariants
     U1  after `prepare`, the row of each of the step's sequences leads to its blocks, in every layer of every group, and
-        in a row that is no ring nothing is mapped where a window has given blocks back.
-    U2  the heap holds a block from the first time a step needs it until `give_back` or `resize`: its bytes stay.
+        a row that is not a ring has no mapping where a window has given blocks back.
+    U2  the heap holds a block from the first step that needs it until `give_back` or `resize`: its bytes stay.
     U3  a `prepare` that fails has changed no row of an open sequence.
 
-Cost: `prepare` compares [sequences, blocks] in numpy, tens of us, less where they are those of the step before; then
-about 10 us for each piece that is new, two pieces a layer (docs/virtual-memory.md). `view` makes two tensors.
+Cost: `prepare` compares [sequences, blocks] in numpy, tens of us, less if they equal those of the step before; then
+about 10 us for each new piece, two pieces a layer (docs/virtual-memory.md). `view` makes two tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
 from quire.memory.device import HOST, DeviceMemory
 from quire.memory.heap import physical_bytes
-from quire.memory.placement import PlacementBackend, PlacementHeap, why_not
+from quire.memory.placement import PlacementBackend, PlacementHeap, unsupported_reason
 from quire.memory.placement.memfd import MemfdBackend
 from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
@@ -50,7 +50,7 @@ from quire.memory.virtual.page_sizes import (
 from quire.memory.virtual.row_map import RowMap
 from quire.memory.virtual.row_places import RowShape, placements
 from quire.memory.virtual.rows import Rows
-from quire.memory.virtual.window_ring import places_for
+from quire.memory.virtual.window_ring import make_places
 from quire.spec import KVGroup, KVSpec, format_of
 from quire.step import GroupPlan, Int64Array, StepPlan
 
@@ -65,20 +65,21 @@ class VirtualStorage(BlockStorage):
         num_blocks: blocks to begin with.
         block_size: tokens of a block (of the smallest, `KVGroup.block_factor`), such that pieces are whole pages: see
             `virtual_block_size`.
-        max_model_len: tokens of a sequence at most: how long a row is. max_num_seqs: rows.
+        max_model_len: maximum tokens of a sequence, the length of a row. max_num_seqs: number of rows.
         max_blocks: blocks `resize` can reach; as many as the machine's memory holds if not given.
         backend: of the placement heap; this machine's memory if not given.
-        step_tokens: tokens that a step adds to a sequence at most, lookahead too: then groups that forget have rings.
+        step_tokens: maximum tokens that a step adds to a sequence, lookahead included; if given, groups with a window
+            have rings.
         device: this machine, whose MMU translates and whose copies move bytes.
 
     Raises:
         ArgumentError: an argument out of range.
-        BackendError: this machine cannot map memory where one likes; the text says what to do.
+        BackendError: this machine cannot map memory at chosen addresses; the text says what to do.
         CapacityError: the address space cannot be reserved.
     """
 
     capabilities = Capabilities(shares_prefix=True, elastic=True)
-    generation = 0  # views cover all rows there can be: they always hold
+    generation = 0  # views cover all rows, so they stay valid
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class VirtualStorage(BlockStorage):
         if max_blocks is not None and max_blocks < num_blocks:
             raise ArgumentError(f"expected max_blocks of at least num_blocks={num_blocks}, got {max_blocks}")
         if backend is None:
-            if (reason := why_not()) is not None:
+            if (reason := unsupported_reason()) is not None:
                 raise BackendError(
                     f"storage virtual does not work on this machine: {reason}; use storage paged"
                 )
@@ -121,8 +122,8 @@ class VirtualStorage(BlockStorage):
         }
         check_block_size(block_size, spec, backend.page_bytes)
 
-        # Lanes: keys and values of slot j, where the j-th layer of every group lies, as large as the largest group's;
-        # none for values where only latent layers lie there.
+        # Lanes: keys and values of slot j, which has the j-th layer of every group, as large as the largest group's; no
+        # lane for values of a slot with latent layers only.
         num_slots = max(len(group.layers) for group in spec.groups)
         piece_bytes = [piece_bytes_of(group, num_slots, block_size) for group in spec.groups]
         largest = layer_buffer_bytes(spec, block_size)
@@ -133,11 +134,11 @@ class VirtualStorage(BlockStorage):
         self.run_blocks = run_blocks(layer_buffers)
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(layer_buffers))
         self._heap = PlacementHeap(layer_buffers, max_blocks=self.max_blocks, backend=backend)
-        # As many tokens in the rows of all groups: whole nodes.
+        # Rows of all groups have equally many tokens: whole nodes.
         node_tokens, frame = spec.tokens_per_node(block_size), self._heap.frame_blocks
         nodes_per_row = -(-max_model_len // node_tokens)
         if nodes_per_row * max(group.blocks_per_node for group in spec.groups) >= frame:
-            # Every row begins on a huge page, as the runs of blocks do that it leads to.
+            # Every row begins on a huge page, like the runs of blocks that it leads to.
             nodes_per_row = -(-nodes_per_row // frame) * frame
         self.row_tokens = nodes_per_row * node_tokens
         shapes = [
@@ -152,7 +153,7 @@ class VirtualStorage(BlockStorage):
         ]
         try:
             self._places = [
-                places_for(self._heap, group, sizes, shape, step_tokens)
+                make_places(self._heap, group, sizes, shape, step_tokens)
                 for group, sizes, shape in zip(spec.groups, piece_bytes, shapes, strict=True)
             ]
         except CapacityError as error:
@@ -160,53 +161,53 @@ class VirtualStorage(BlockStorage):
                 f"{error} - {max_num_seqs} rows of {self.row_tokens} tokens; lower max_model_len or max_num_seqs"
             ) from error
         self._ranges = [places.range for places in self._places]
-        # A table for each way to lie: plain rows, rings of each kind of window. The first group of each stands for all.
+        # One table for plain rows and one for the rings of each kind of window, made from the first such group.
         kinds = [places.span and (places.span, places.block_size) for places in self._places]
-        self._first_of_table = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-        self._table_of = [[kinds[i] for i in self._first_of_table].index(kind) for kind in kinds]
+        self._first_group_of_table = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+        self._table_of = [[kinds[i] for i in self._first_group_of_table].index(kind) for kind in kinds]
         self._rows = Rows(max_num_seqs)
         self._map = RowMap(self._heap, self._places, self._rows, self.max_blocks)
-        # Sequences, the cache's tables and our tables' entries of the step before, as long as rows lead there.
-        self._last: tuple[list[int], list[np.ndarray], list[np.ndarray]] | None = None
+        # Sequences, cache tables and table entries of the previous step, while the rows still lead there.
+        self._previous: tuple[list[int], list[np.ndarray], list[np.ndarray]] | None = None
 
-    # Figures
+    # Properties
 
     @property
     def num_tables(self) -> int:
-        return len(self._first_of_table)
+        return len(self._first_group_of_table)
 
     def table_of(self, layer: int) -> int:
         return self._table_of[self._home[self.spec.stored_in(layer)][0].index]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes one block takes at most: its pieces in every slot."""
+        """Maximum bytes of one block: its pieces in every slot."""
         return self._heap.block_bytes
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory the heaps take now (the blocks of their files), parked and free blocks included."""
+        """Bytes of memory the heaps take now (disk blocks of their files), parked and free blocks included."""
         return self._heap.committed_bytes
 
     @property
     def bytes_reserved(self) -> int:
-        """Bytes of addresses its rows take, mapped or not."""
+        """Bytes of address space of its rows, mapped or not."""
         return sum(address_range.num_bytes for address_range in self._ranges)
 
     @property
     def num_mappings(self) -> int:
-        """Memory mappings it uses of the process's, at most."""
+        """Upper bound of the process's memory mappings that it uses."""
         return self._heap.num_mappings
 
     def row_of(self, sequence_id: int) -> int | None:
-        """The row of an open sequence that has been in a step: `view(layer).k[row]` are its keys, if no ring's."""
-        return self._rows.of.get(sequence_id)
+        """The row of an open sequence that has been in a step; without a ring `view(layer).k[row]` are its keys."""
+        return self._rows.row_of.get(sequence_id)
 
     def view(self, layer: int) -> KVView:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does).
 
-        [entries, kv_heads, row_tokens, head_dim]; only what a step mapped may be touched. An entry is a row, or a
-        stretch of a ring.
+        [entries, kv_heads, row_tokens, head_dim]; only addresses that a step mapped may be touched. An entry is a row,
+        or a stretch of a ring.
         """
         group, slot = self._home[self.spec.stored_in(layer)]
         return self._places[group.index].view(slot)
@@ -214,17 +215,18 @@ class VirtualStorage(BlockStorage):
     # Steps
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
-        """Map what the step's sequences need and do the plan's copies; see `Storage.prepare`."""
+        """Map the blocks of the step's sequences and run the plan's copies; see `Storage.prepare`."""
         ids = np.asarray(sequence_ids).tolist()
         groups = plan.groups
         tables = [group.block_tables for group in groups]
-        entries = self._entries_of_last(ids, tables)  # as in most steps
+        entries = self._previous_entries(ids, tables)  # the usual case
         if entries is None or any(len(group.copies) for group in groups):
             entries = self._find_entries(ids, tables, groups)
         return placements(plan, entries, self.row_tokens)
 
     def run_copies(self, plan: StepPlan) -> None:
-        """See `BlockStorage.run_copies`: the blocks held, with memory behind all of each, and the plan's copies."""
+        """Hold the plan's blocks, commit all of their memory, and run the plan's copies; see
+        `BlockStorage.run_copies`."""
         for index, address_range in enumerate(self._ranges):
             group = plan.group(index)
             block_ids = np.unique(group.block_tables[group.block_tables >= 0])
@@ -233,8 +235,7 @@ class VirtualStorage(BlockStorage):
             self._copy(group.copies, index)
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
-        """Where blocks of a group lie in the heap, for `quire.memory.block_bytes`; `run_copies` has put memory
-        there."""
+        """Where blocks of a group lie in the heap, for `quire.memory.block_bytes`; `run_copies` has committed them."""
         sizes = tuple(dim * self.dtype.itemsize for dim in group.row_elements)
         addresses = np.stack(
             [
@@ -248,15 +249,17 @@ class VirtualStorage(BlockStorage):
         return BlockPlaces(addresses, sizes, tuple(group.num_kv_heads * size for size in sizes))
 
     def forget(self, sequence_ids: Int64Array) -> None:
-        """Park the rows of sequences that have ended: still mapped, for the next ones."""
-        self._park([sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows.of])
+        """Park the rows of ended sequences: they stay mapped, for later sequences."""
+        self._park(
+            [sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows.row_of]
+        )
 
     # Memory given back
 
     def give_back(self, block_ids: Any) -> None:
-        """Give the memory of these blocks back to the operating system, wherever they lie. What they held is lost.
+        """Give the memory of these blocks back to the operating system, wherever they lie. Their content is lost.
 
-        They may be used again at any time. A row that still leads to one of them is unmapped there.
+        They may be used again at any time. Rows that still lead to these blocks are unmapped there.
 
         Args:
             blocks: distinct integers [m], of no open sequence.
@@ -264,7 +267,7 @@ class VirtualStorage(BlockStorage):
         Raises:
             CapacityError: the system refuses to unmap; nothing has changed then.
         """
-        self._last = None
+        self._previous = None
         ids = np.asarray(block_ids, np.int64).reshape(-1)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
             raise ArgumentError(
@@ -273,9 +276,9 @@ class VirtualStorage(BlockStorage):
         self._map.give_back(ids)
 
     def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks from now on; the memory of those given up goes back at once.
+        """Change the number of blocks to `num_blocks`; the memory of dropped blocks goes back at once.
 
-        The caller sees to it that nobody needs a block at or above `num_blocks`.
+        The caller makes sure that no block at or above `num_blocks` is in use.
 
         Raises:
             ArgumentError: fewer than one block.
@@ -305,7 +308,7 @@ class VirtualStorage(BlockStorage):
             self._heap.release(every)
 
     def check(self) -> None:
-        """Prove the heap's invariants and the rings'. *raises:* InvariantError."""
+        """Check the invariants of the heap and the rings. *raises:* InvariantError."""
         self._heap.check()
         for places in self._places:
             places.check()
@@ -314,44 +317,44 @@ class VirtualStorage(BlockStorage):
         """Give all memory back; views must not be touched any more. Twice is harmless."""
         self._heap.close()
         self.close_states()
-        self._last = None
-        self._rows.of.clear()
+        self._previous = None
+        self._rows.row_of.clear()
         self._map.is_held[:] = False
 
-    # How
+    # Internals
 
-    def _entries_of_last(self, ids: list[int], tables: list[np.ndarray]) -> list[np.ndarray] | None:
-        """The entries, where rows lead to just these blocks since the step before."""
-        if self._last is None or self._last[0] != ids:
+    def _previous_entries(self, ids: list[int], tables: list[np.ndarray]) -> list[np.ndarray] | None:
+        """The entries of the previous step, if it had the same sequences and blocks; else None."""
+        if self._previous is None or self._previous[0] != ids:
             return None
-        same = all(np.array_equal(table, last) for table, last in zip(tables, self._last[1], strict=True))
-        return self._last[2] if same else None
+        same = all(np.array_equal(table, last) for table, last in zip(tables, self._previous[1], strict=True))
+        return self._previous[2] if same else None
 
     def _find_entries(
         self, ids: list[int], tables: list[np.ndarray], groups: Sequence[GroupPlan]
     ) -> list[np.ndarray]:
-        """Have the rows of these sequences lead to the blocks of their tables, and copy what is to be copied."""
-        self._last = None
+        """Map the blocks of the tables into the rows of these sequences, and run the copies."""
+        self._previous = None
         adopted = self._rows.adopt(ids, tables, self._places)
-        rows = np.array([self._rows.of[sequence] for sequence in ids], np.int64)
+        rows = np.array([self._rows.row_of[sequence] for sequence in ids], np.int64)
         try:
-            self._map.lead(rows, tables)
+            self._map.map_rows(rows, tables)
             for index, group in enumerate(groups):
                 self._copy(group.copies, index)
         except BaseException:
             self._park(adopted)
             raise
-        entries = [self._places[index].entries(rows, tables[index]) for index in self._first_of_table]
-        self._last = ids, tables, entries
+        entries = [self._places[index].entries(rows, tables[index]) for index in self._first_group_of_table]
+        self._previous = ids, tables, entries
         return entries
 
     def _park(self, sequences: list[int]) -> None:
         if sequences:
-            self._last = None
+            self._previous = None
         self._rows.park(sequences)
 
     def _copy(self, copies: np.ndarray, index: int) -> None:
-        """Rows of source block, target block, tokens: in every layer of the group."""
+        """Copy blocks in every layer of the group. copies: rows of (source block, target block, tokens)."""
         if len(copies):
             tokens = self._places[index].block_size
             token_bytes = [size // tokens for size in self._ranges[index].piece_bytes]

@@ -1,4 +1,4 @@
-"""Mirror rings: a row of a group that forgets has addresses for its window only, and leads to it twice in a row.
+"""Mirror rings: a row of a group with a window has addresses for its window only, mapped twice in succession.
 
 Not an owner, see `RowPlaces`. A ring is R tokens, `ring_blocks` positions; block b of a sequence lies at position b mod
 `ring_blocks`, and once more R tokens further on:
@@ -6,27 +6,27 @@ Not an owner, see `RowPlaces`. A ring is R tokens, `ring_blocks` positions; bloc
     blocks 5 6 7 8 of a ring of 4        | 8 | 5 | 6 | 7 | 8 | 5 | 6 | 7 |        5 6 7 8 are one stretch of memory
                                          ring              mirror
 
-So whatever consecutive tokens are needed, from the first block that is kept to the last of the step, are one plain
-tensor at ascending addresses: an unmodified contiguous kernel reads it. A kernel of ours finds a token by its position
-in the sequence. The lap is how often the ring has been gone round before the first block kept; an entry is R tokens:
+So all consecutive tokens that a step reads, from the first kept block to the last of the step, are one tensor at
+ascending addresses: an unmodified contiguous kernel reads it. Quire's kernels find a token by its position in the
+sequence. The lap is the number of full rounds of the ring before the first kept block; an entry is R tokens:
 
     entry of a row            num_laps + 2 * row - lap
     address of position p     entry * R + p tokens from entry 0
 
-`num_laps` entries that nobody touches lie before the first ring, so that none is negative; they are reserved once for
-the range, not for each layer buffer, as are those that views name behind the last ring. Views overlap, as in
-`contiguous`.
+`num_laps` untouched entries lie before the first ring, so that no entry is negative; they are reserved once for the
+range, not for each layer buffer, like the entries of views behind the last ring. Views overlap, as in `contiguous`.
 
-Blocks are the cache's: it counts, gives and takes one for every block as it does for any row, and knows of no ring. The
-ring is addresses; the memory behind them is that of the blocks, which change as the sequence goes on.
+The cache counts and allocates blocks as for any row and knows no rings. A ring is addresses; their memory is that of
+the blocks, which change as the sequence grows.
 
 Invariants
-    W1  after `prepare`, position b mod `ring_blocks` of a row leads to the block of block b, for every block its table
-        keeps; these are at most `ring_blocks`, so no two blocks meet.
-    W2  both copies of a position lead to the same block, or neither does: they are changed in one call of the heap's,
-        which is all or nothing.
-    W3  a position whose block the window has given back leads on to that block until another block comes round: nobody
-        reads it there, and a block has one place in the heap whoever leads to it. `give_back` unmaps it.
+    W1  after `prepare`, position b mod `ring_blocks` of a row leads to block b of the sequence, for every block its
+        table keeps; these are at most `ring_blocks`, so no two blocks share a position.
+    W2  both copies of a position lead to the same block, or neither leads to any: one all-or-nothing call of the heap
+        changes both.
+    W3  a position whose block the window has given back still leads to that block until another block takes the
+        position: no step reads it there, and a block has one place in the heap for all its mappings. `give_back` unmaps
+        it.
 
 Cost: two calls a layer buffer for each new block, as in a plain row (there one to map and one to unmap).
 """
@@ -41,19 +41,20 @@ from quire.memory.placement import PlacementHeap
 from quire.memory.virtual.row_places import RowPlaces, RowShape
 from quire.spec import KVGroup
 
-__all__ = ["WindowRing", "places_for"]
+__all__ = ["WindowRing", "make_places"]
 
 
-def places_for(
+def make_places(
     heap: PlacementHeap,
     group: KVGroup,
     piece_bytes: list[int],
     shape: RowShape,
     step_tokens: int | None,
 ) -> RowPlaces:
-    """A group's rings, where it forgets, steps are bounded, and a ring and its mirror are shorter than a row."""
+    """Rings for a group with a window, if steps are bounded and a ring with its mirror is shorter than a row; else
+    rows."""
     if step_tokens is not None and group.span.kind != "full":
-        # What a sequence keeps is a window before its first new token; its first and last blocks may be kept in part.
+        # A sequence keeps a window before its first new token; its first and last blocks may be partial.
         ring_blocks = (group.span.most_kept - 2 + step_tokens) // shape.block_size + 2
         if 2 * ring_blocks < shape.blocks_per_row:
             return WindowRing(heap, group, piece_bytes, shape, ring_blocks)
@@ -86,26 +87,26 @@ class WindowRing(RowPlaces):
             piece_bytes,
             margin_bytes=self.num_laps * self.ring_blocks * max(piece_bytes),
         )
-        self._led = self.range.entries[1:-1].reshape(self.num_rows, 2 * self.ring_blocks)
+        self._mapped = self.range.entries[1:-1].reshape(self.num_rows, 2 * self.ring_blocks)
 
-    def differing(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of both copies, and the blocks there; see `RowPlaces.differing`."""
+    def differences(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of both copies, and the blocks to map there; see `RowPlaces.differences`."""
         which, block = np.nonzero(table >= 0)
         block_ids, place = table[which, block], block % self.ring_blocks
-        new = self._led[rows[which], place] != block_ids + 1
+        new = self._mapped[rows[which], place] != block_ids + 1
         positions = rows[which[new]] * (2 * self.ring_blocks) + place[new]
         return np.concatenate([positions, positions + self.ring_blocks]), np.tile(block_ids[new], 2)
 
-    def num_led(self, rows: list[int], table: np.ndarray) -> np.ndarray:
+    def count_mapped(self, rows: list[int], table: np.ndarray) -> np.ndarray:
         block = np.flatnonzero(table >= 0)
-        there = self._led[np.asarray(rows, np.int64)[:, None], block % self.ring_blocks]
+        there = self._mapped[np.asarray(rows, np.int64)[:, None], block % self.ring_blocks]
         return (there == table[block] + 1).sum(1)
 
     def entries(self, rows: np.ndarray, table: np.ndarray) -> np.ndarray:
         return self.num_laps + 2 * rows - (table >= 0).argmax(1) // self.ring_blocks
 
     def check_table(self, table: np.ndarray) -> None:
-        """*raises:* ArgumentError: sequences too long, or more blocks at once than the ring has."""
+        """*raises:* ArgumentError: a sequence too long, or more blocks at once than the ring has."""
         super().check_table(table)
         kept = int((table >= 0).sum(1).max(initial=0))
         if kept > self.ring_blocks:
@@ -129,8 +130,8 @@ class WindowRing(RowPlaces):
         )
 
     def check(self) -> None:
-        """Prove W2."""
-        ring, mirror = self._led[:, : self.ring_blocks], self._led[:, self.ring_blocks :]
+        """Check W2."""
+        ring, mirror = self._mapped[:, : self.ring_blocks], self._mapped[:, self.ring_blocks :]
         wrong = np.flatnonzero((ring != mirror).any(1))
         if len(wrong):
             raise InvariantError(
