@@ -22,7 +22,7 @@ from quire import LLM
 from quire.errors import LoadError
 from quire.model import PreparedModel, load, saved_codes
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.prove.model_probe import rehearse
+from quire.model.prove.model_probe import run_probe_steps
 from quire.model.quantized import coded_weights, tell_weights
 from quire.quantized import QuantizedPanels, QuantizedWeight
 from quire.saved_folder import SavedFolder
@@ -92,7 +92,7 @@ def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None =
             for index, one in enumerate([weight] if isinstance(weight, QuantizedPanels) else weight):
                 panels[f"{name} {index}"] = _panels(one).tobytes()
         prepared = PreparedModel(loaded, backend="native", packed_weights=folder)
-    logits = rehearse(prepared).float().numpy().tobytes()
+    logits = run_probe_steps(prepared).float().numpy().tobytes()
     told = fingerprint, tell_weights(loaded.model)
     return Start(prepared, logits, panels, told, len(made), bool(probes))
 

@@ -30,7 +30,7 @@ from quire.backends import extension
 from quire.model import PreparedModel
 from quire.model.module_patch import own_class
 from quire.model.packed_parameter import PackedParameter, bytes_of
-from quire.model.prove.hooks import hooked
+from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour, facts
 from quire.saved_folder import SavedFolder
 
@@ -101,7 +101,7 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
 def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
     if type(prepared) is not PreparedModel or prepared.backend.name not in ("python", "native"):
         return None
-    if hooked(model) is not None:
+    if first_hook(model) is not None:
         return None
     if any("forward" in module.__dict__ for module in model.modules()):
         return None

@@ -19,7 +19,7 @@ once for a model and format. One that holds keys already keeps what it has.
 
 Not a copy: the model is changed in place, and given back by `restore` as it would be without.
 
-A model that somebody changes is followed (`prove.stamp`): each `generate`, and each forward outside of one, looks
+A model that somebody changes is followed (`prove.ModelRecord`): each `generate`, and each forward outside of one, looks
 first. Other weights, adapters, attributes, another dtype: everything is undone, prepared and proved again, which may
 end at the packed linear layers alone (`accelerate(model)` tells). Hooks and training mode are nothing that a step could
 show as the model's own forward does: that forward computes while they are there, and under `torch.autocast`.
@@ -61,7 +61,7 @@ from quire.model.load import base_model, load, not_plain
 from quire.model.model_lock import hold, let_go, require_free
 from quire.model.module_patch import below, install
 from quire.model.prepare import PreparedModel
-from quire.model.prove.hooks import hooked, without_hooks
+from quire.model.prove.hooks import first_hook, without_hooks
 from quire.model.prove.model_record import ModelRecord
 from quire.model.unsupported import counts_padding
 from quire.process import ForkSafeLock
@@ -100,7 +100,7 @@ class _Accelerated:
             backend  # None: nothing here computes steps, linear layers are packed as this machine can
         )
         self._undo: list[Callable[[], None]] = []
-        self._stamp: ModelRecord | None = None
+        self._model_record: ModelRecord | None = None
         self._steps: _Steps | None = None
         self._done = Acceleration("whole")
         self._own: str | None = None  # why the model's own forward computes for now
@@ -151,23 +151,23 @@ class _Accelerated:
 
     def _look(self) -> None:
         model = self._model()
-        if self._stamp is None or model is None or torch.compiler.is_compiling():
+        if self._model_record is None or model is None or torch.compiler.is_compiling():
             return
-        look = self._stamp.look()
-        if look.changed is not None:
+        change = self._model_record.compare()
+        if change.changed is not None:
             self._undo_all()
             self._prepare(model)
-            assert self._stamp is not None
-            look = self._stamp.look()
+            assert self._model_record is not None
+            change = self._model_record.compare()
         self._own = None
-        if look.hooks:
-            self._own = f"{hooked(model)} expects the model's own forward; remove it to have Quire's"
-        elif look.training:
+        if change.hooks:
+            self._own = f"{first_hook(model)} expects the model's own forward; remove it to have Quire's"
+        elif change.training:
             self._own = "the model is in training mode; call model.eval()"
 
     def undo(self) -> None:
         self._undo_all()
-        self._stamp = None
+        self._model_record = None
 
     def _undo_all(self) -> None:
         self._steps = None
@@ -207,7 +207,7 @@ class _Accelerated:
         except (UnsupportedModelError, ConfigError) as error:
             reason = str(error)
         except ArgumentError as error:
-            if self._stamp is None:
+            if self._model_record is None:
                 raise
             reason = str(error)  # it has gone where Quire does not run it
         if prepared is None:
@@ -219,14 +219,14 @@ class _Accelerated:
             self._undo.append(undo)
             hold(model, self, self._undo)
             self._undo.append(lambda: let_go(model, self))
-            if self._stamp is not None:
-                self._stamp = ModelRecord(model)
+            if self._model_record is not None:
+                self._model_record = ModelRecord(model)
             return
         prepared.give_back_training()
         self._done = Acceleration("whole")
         self._undo.append(prepared.restore)
         self._steps = _Steps(self._model, prepared, cache_keyword(below(model, "forward")))
-        self._stamp = prepared.stamp
+        self._model_record = prepared.model_record
 
 
 _NAME = "_quire_accelerated"  # in the model's __dict__, with which it goes

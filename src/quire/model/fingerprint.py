@@ -33,7 +33,7 @@ from quire.attention import backend as attention_backend
 from quire.backends import native_module
 from quire.model.load import LoadedModel
 from quire.model.packed_parameter import bytes_of
-from quire.model.prove.hooks import hooked
+from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour
 from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
@@ -72,7 +72,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         parts["coded"] = coded
     if loaded.reckoned_by:
         parts["reckoned_by"] = loaded.reckoned_by
-    if hooked(loaded.model) is not None:
+    if first_hook(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
         native: Any = native_module()

@@ -52,9 +52,9 @@ from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.latent_proof import prove_latents
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.prove.model_record import ModelRecord, facts
-from quire.model.prove.replaced_operators import first_of_each, unproved
+from quire.model.prove.replaced_operators import first_unproved, one_of_each_kind
 from quire.model.quantized import coded_weights
 from quire.model.saved_check import SavedChecks
 from quire.model.saved_linears import SavedLinears
@@ -167,7 +167,7 @@ class PreparedModel:
                     self.decoder = None  # it calls no module, and would leave out what is on one
             now = facts(loaded.model)
             volatile = frozenset(name for name in before if before[name] != now.get(name))
-            self.stamp = ModelRecord(loaded.model, now, volatile)
+            self.model_record = ModelRecord(loaded.model, now, volatile)
         except UnsupportedModelError as error:
             self.restore()
             missing = None if self.by_own_forward else what_is_missing(loaded.model)
@@ -412,7 +412,7 @@ class PreparedModel:
             self._take(model, proof.found)
             return
         attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] = {}
-        rehearse(self, attended)
+        run_probe_steps(self, attended)
         latents = {module: layer for module, (layer, _) in attended.items() if self.spec.layers[layer].latent}
         if latents:
             prove_latents(self, latents)
@@ -451,32 +451,32 @@ class PreparedModel:
         """
         probe = Probe(self, needs_float64=not self.spec.states)
         if not self.backend.is_native:
-            probe.require(rehearse(self))
+            probe.require(run_probe_steps(self))
             check_generate(self.loaded, probe)
             return []
         self._watch = row_invariant.Recorder(model)
         try:
-            logits = rehearse(self)
+            logits = run_probe_steps(self)
             modules = list(self._watch.modules)
         finally:
             self._watch = None
         probe.require(logits)
         check_generate(self.loaded, probe)
         if modules:
-            own = {module: below(module, "forward") for module in first_of_each(modules)}
+            own = {module: below(module, "forward") for module in one_of_each_kind(modules)}
             self._undo.append(row_invariant.replace(model, modules))
-            if (module := unproved(self, own)) is not None:
+            if (module := first_unproved(self, own)) is not None:
                 raise UnsupportedModelError(
                     f"model type {self.loaded.model_type}: expected {type(module).__name__} to compute the same by "
                     "operators whose bits do not depend on the other rows, got something else; backend='python' runs it"
                 )
-            logits = rehearse(self)
+            logits = run_probe_steps(self)
             probe.require(logits)
         if self.fused is not None:
             from quire.model.fused import match_decoder
 
             self.decoder = match_decoder(model, self.fused)
-            if self.decoder is not None and not torch.equal(rehearse(self), logits):
+            if self.decoder is not None and not torch.equal(run_probe_steps(self), logits):
                 self.decoder = None
         return modules
 

@@ -27,7 +27,7 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.step import ForwardStep
 from quire.saved_folder import SavedFolder
 
@@ -199,7 +199,7 @@ class RecurrentModel(PreparedModel):
                 f"model type {self.loaded.model_type}: its own forward runs on this machine's memory alone"
             )
         probe = Probe(self, needs_float64=False)  # code that is not ours may name float32
-        probe.require(rehearse(self))
+        probe.require(run_probe_steps(self))
         check_generate(self.loaded, probe)
 
     def _threads(self) -> AbstractContextManager[None]:

@@ -31,8 +31,8 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
-from quire.model.prove.indexer import choosing
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.indexer import limited_indexers
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.recurrent_model import RecurrentModel, has_own_states
 from quire.model.sequence_cache import SequenceCache
 from quire.model.step import ForwardStep
@@ -146,7 +146,7 @@ class SequentialModel(PreparedModel):
         check_generate(self.loaded, self._prove_logits())
         if self.spec.has_indexer and self.loaded.dtype is torch.float32:
             # In 16 bits rounding decides between scores that are nearly equal, and proves nothing.
-            with choosing(model):
+            with limited_indexers(model):
                 self._chooses = True
                 try:
                     self._prove_logits()
@@ -156,7 +156,7 @@ class SequentialModel(PreparedModel):
     def _prove_logits(self) -> Probe:
         probe = Probe(self, needs_float64=False)  # code that is not ours may name float32
         for block_size in (_GATHERED, _WHOLE):
-            probe.require(rehearse(self, block_size=block_size))
+            probe.require(run_probe_steps(self, block_size=block_size))
         return probe
 
     def _check_layers(self) -> None:

@@ -28,9 +28,9 @@ from quire.model.fused.layer import match_layer
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.prove.error_bounds import NUM_ROWS, decide, parts_of, within_bounds
+from quire.model.prove.error_bounds import NUM_ROWS, decide, row_parts, within_bounds
 from quire.model.prove.model import ModelToProve
-from quire.model.prove.recorded_calls import Call, Calls, PagedCall, own
+from quire.model.prove.recorded_calls import Call, Calls, PagedCall, module_output
 from quire.model.prove.upcast import packed_as, upcast_to
 
 __all__ = ["Proof", "ProofResult"]
@@ -101,7 +101,7 @@ class Proof:
         call = self._near.get(module)
         rows = random_rows(part.width, count=NUM_ROWS).to(self.dtype) if call is None else call.hidden
         rows = rows.reshape(-1, part.width)
-        parts = parts_of(len(rows))
+        parts = row_parts(len(rows))
         wider = self._rows_of(module, rows, self._wide)
         if wider is None or not part.serves(rows):
             return False
@@ -119,7 +119,7 @@ class Proof:
         if far is None or near is None or part.options is None:
             return None
         hidden = random_rows(far.hidden.shape[-1], _epsilon_of(part), far.hidden.shape[1])
-        call = far.of(torch.float32, hidden)
+        call = far.to_dtype(torch.float32, hidden)
         want = self._own(module, call)
         if want is None:
             return None
@@ -128,7 +128,7 @@ class Proof:
             if twin is None or not self._placed(twin, part):
                 return None
             answers = self._attended(twin, call)
-        rotation = decide(answers, want, lambda: self._own(module, far.of(torch.float64, hidden)))
+        rotation = decide(answers, want, lambda: self._own(module, far.to_dtype(torch.float64, hidden)))
         if rotation is None:
             return None
         serving = match_attention(module, _norms_of(module, kinds, self.dtype))
@@ -145,7 +145,7 @@ class Proof:
         hidden = self._as_large_as_what_is_added(module, far)
         if hidden is None:
             return False
-        call = far.of(torch.float32, hidden)
+        call = far.to_dtype(torch.float32, hidden)
         want = self._own(module, call)
         if want is None:
             return False
@@ -156,7 +156,7 @@ class Proof:
         before = hidden.double()
 
         def wider() -> torch.Tensor | None:
-            exact = self._own(module, far.of(torch.float64, hidden))
+            exact = self._own(module, far.to_dtype(torch.float64, hidden))
             return None if exact is None else exact - before
 
         if decide({True: answer.double() - before}, want.double() - before, wider) is None:
@@ -171,7 +171,7 @@ class Proof:
         wide = nullcontext() if dtype is self.dtype else upcast_to(module, dtype)
         try:
             with self._prepared.eagerly(), wide:
-                return own(module, call)
+                return module_output(module, call)
         except Exception:  # it reads more than its arguments
             return None
 
@@ -222,7 +222,7 @@ class Proof:
 
     def _serves(self, module: nn.Module, call: Call, answer: torch.Tensor, *, adds: bool = False) -> bool:
         mine = self._own(module, call)
-        wider = self._own(module, call.of(self._wide))
+        wider = self._own(module, call.to_dtype(self._wide))
         if mine is None or wider is None or mine.shape != answer.shape:
             return False
         if adds:
@@ -233,7 +233,7 @@ class Proof:
     def _as_large_as_what_is_added(self, module: nn.Module, call: Call) -> torch.Tensor | None:
         """Rows for the layer, float32, so small that what it adds to them is not lost beside them."""
         rows = random_rows(call.hidden.shape[-1], count=call.hidden.shape[1])
-        answer = self._own(module, call.of(torch.float32, rows))
+        answer = self._own(module, call.to_dtype(torch.float32, rows))
         if answer is None:
             return None
         added = float((answer - rows).norm() / rows.norm())

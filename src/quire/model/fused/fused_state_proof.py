@@ -20,7 +20,7 @@ from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import mlp_candidates
 from quire.model.fused.norm import norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.prove.error_bounds import NUM_ROWS, decide, parts_of, within_bounds
+from quire.model.prove.error_bounds import NUM_ROWS, decide, row_parts, within_bounds
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.recorded_calls import Calls
 from quire.model.prove.upcast import packed_as, upcast_to
@@ -78,7 +78,7 @@ class StateProof:
         answer, mine, wider = _in_parts(candidates[found], adapter, served), own(served), own(served.float())
         return (
             found
-            if within_bounds(answer[0], mine[0], wider[0], self.dtype, parts_of(served.shape[1]))
+            if within_bounds(answer[0], mine[0], wider[0], self.dtype, row_parts(served.shape[1]))
             else None
         )
 
@@ -142,7 +142,7 @@ class StateProof:
         if answer is None or mine is None or wider is None:
             return False
         answer, mine, wider = (x[0].double() - served[0].double() for x in (answer, mine, wider))
-        return within_bounds(answer, mine, wider, self.dtype, parts_of(served.shape[1]))
+        return within_bounds(answer, mine, wider, self.dtype, row_parts(served.shape[1]))
 
     def _in(self, module: nn.Module, rows: torch.Tensor) -> AbstractContextManager[None]:
         """Within it `module` computes in the type of `rows`."""
@@ -162,7 +162,7 @@ def _in_parts(part: Callable[..., torch.Tensor], adapter: StateAdapter, rows: to
     source = _Fresh(adapter)
     answers = []
     with torch.inference_mode():
-        for where in parts_of(rows.shape[1]):
+        for where in row_parts(rows.shape[1]):
             source.begin(where)
             answers.append(part(rows[:, where].contiguous(), source, (None, None)))
     return torch.cat(answers, dim=1)

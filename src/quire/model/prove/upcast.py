@@ -39,7 +39,7 @@ _SMALL = 1 << 22  # elements of one module: 16 MiB in float32
 class _UpcastWeight:
     """A packed weight, read in a wider type: some of its rows at a time, widened where they stay in the caches."""
 
-    _AT_ONCE = 1 << 18  # elements, 1 MiB in float32
+    _CHUNK_ELEMENTS = 1 << 18  # elements, 1 MiB in float32
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         self._packed, self.dtype = packed, dtype
@@ -47,7 +47,7 @@ class _UpcastWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.num_outputs))
-        count = max(1, self._AT_ONCE // self.num_inputs)
+        count = max(1, self._CHUNK_ELEMENTS // self.num_inputs)
         gives_rows = isinstance(self._packed, NativeWeight | QuantizedPanels)
         dense = None if gives_rows else self._packed.unpack()
         for start in range(0, self.num_outputs, count):
@@ -61,7 +61,7 @@ class _UpcastWeight:
         return out
 
     def unpack(self) -> torch.Tensor:
-        return _unpacked(self._packed, self.dtype)
+        return _unpack(self._packed, self.dtype)
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self._packed, QuantizedPanels):
@@ -69,7 +69,7 @@ class _UpcastWeight:
         return self._packed.gather_rows(ids).to(self.dtype)
 
 
-def _unpacked(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def _unpack(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight in `dtype`: of codes without the rounding to the model's own."""
     return packed.unpack(dtype) if isinstance(packed, QuantizedPanels) else packed.unpack().to(dtype)
 
@@ -77,48 +77,48 @@ def _unpacked(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 @contextmanager
 def upcast_to(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it `module` computes in `dtype`, by torch's own operators."""
-    with _changed(module, dtype, lambda packed: _UpcastWeight(packed, dtype)):
+    with _upcast_modules(module, dtype, lambda packed: _UpcastWeight(packed, dtype)):
         yield
 
 
 @contextmanager
 def packed_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it `module` computes in `dtype`, its packed linear layers by the extension's kernels."""
-    kept: dict[int, NativeWeight] = {}
+    packed_weights: dict[int, NativeWeight] = {}
 
     def pack(packed: PackedWeight) -> NativeWeight:
-        if id(packed) not in kept:
-            kept[id(packed)] = NativeWeight(_unpacked(packed, dtype))
-        return kept[id(packed)]
+        if id(packed) not in packed_weights:
+            packed_weights[id(packed)] = NativeWeight(_unpack(packed, dtype))
+        return packed_weights[id(packed)]
 
-    with _changed(module, dtype, pack):
+    with _upcast_modules(module, dtype, pack):
         yield
 
 
 @contextmanager
-def _changed(
-    module: nn.Module, dtype: torch.dtype, widen: Callable[[PackedWeight], PackedWeight]
+def _upcast_modules(
+    module: nn.Module, dtype: torch.dtype, convert: Callable[[PackedWeight], PackedWeight]
 ) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         for part in module.modules():
             if isinstance(part, nn.Embedding):
-                undo.append(_give(part, dtype))
+                undo.append(_upcast_embedding(part, dtype))
             elif is_experts(part):
                 loop = functools.partial(loop_of(own_class(part)), part)
                 widen_experts = functools.partial(DenseExperts, transposed=bool(part.is_transposed))
                 undo.append(_upcast_experts(part, dtype, loop, widen_experts))
             elif isinstance(part, PackedModule) and part._packed is not None:
-                wide = widen(part._packed)
-                undo.append(_set(part.__dict__, "_packed", wide))
+                wide = convert(part._packed)
+                undo.append(_set_entry(part.__dict__, "_packed", wide))
                 if isinstance(weight := part._parameters.get("weight"), PackedParameter):
                     stand_in = _upcast_packed(wide, weight.shape, dtype, part._transposed)
-                    undo.append(_set(part._parameters, "weight", stand_in))
+                    undo.append(_set_entry(part._parameters, "weight", stand_in))
                 if (bias := part._parameters.get("bias")) is not None:
                     wide_bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-                    undo.append(_set(part._parameters, "bias", wide_bias))
+                    undo.append(_set_entry(part._parameters, "bias", wide_bias))
             elif sum(value.numel() for value in part.parameters(recurse=False)) <= _SMALL:
-                undo.extend(_set(*place) for place in _widened(part, dtype))
+                undo.extend(_set_entry(*place) for place in _upcast_tensors(part, dtype))
             else:
                 undo.append(_upcast_experts(part, dtype))
         yield
@@ -141,7 +141,7 @@ def _upcast_packed(
     )
 
 
-def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def _set_entry(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = owner[name]
     owner[name] = value
 
@@ -154,14 +154,14 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 @contextmanager
 def with_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within it `part` has this forward."""
-    undo = _forward(part, forward)
+    undo = _set_forward(part, forward)
     try:
         yield
     finally:
         undo()
 
 
-def _forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def _set_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """`forward` for `part`'s own; returns what undoes it."""
     before = part.__dict__.get("forward")
     part.__dict__["forward"] = forward
@@ -175,10 +175,10 @@ def _forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]
     return undo
 
 
-def _give(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def _upcast_embedding(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """An embedding gives rows of `dtype`: its table is not widened for a few of them."""
     own = part.forward
-    return _forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
+    return _set_forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
 
 
 def _upcast_experts(
@@ -193,16 +193,16 @@ def _upcast_experts(
     def forward(*args: Any, **kwargs: Any) -> Any:
         undo: list[Callable[[], None]] = []
         try:
-            undo.extend(_set(*place) for place in _widened(part, dtype, widen_experts))
+            undo.extend(_set_entry(*place) for place in _upcast_tensors(part, dtype, widen_experts))
             return own(*args, **kwargs)
         finally:
             while undo:
                 undo.pop()()
 
-    return _forward(part, forward)
+    return _set_forward(part, forward)
 
 
-def _widened(
+def _upcast_tensors(
     part: nn.Module,
     dtype: torch.dtype,
     widen_experts: Callable[[torch.Tensor, torch.dtype], Any] | None = None,

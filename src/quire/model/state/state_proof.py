@@ -22,7 +22,7 @@ import torch
 
 from quire.errors import UnsupportedModelError
 from quire.model.prove.equal_modules import kind_of
-from quire.model.prove.error_bounds import NUM_ROWS, parts_of, within_bounds
+from quire.model.prove.error_bounds import NUM_ROWS, row_parts, within_bounds
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceStep
@@ -59,7 +59,7 @@ def is_as_good(adapter: StateAdapter) -> bool:
     wide, num_rows = copy.deepcopy(adapter.module).float(), max(NUM_ROWS, adapter.text_lengths[-1])
     dtype = adapter.first_projection.weight.dtype
     hidden = torch.randn(num_rows, adapter.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    parts = parts_of(num_rows)
+    parts = row_parts(num_rows)
     with torch.no_grad():
         expected = type(adapter)(wide, adapter.recurrence).own(hidden.float())
         return within_bounds(_in_parts(adapter, hidden, parts), adapter.own(hidden), expected, dtype, parts)
