@@ -22,7 +22,7 @@ from torch import nn
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
 from quire.model.state import StateAdapter, StateStep, adapter_of, install_states, state_adapters, state_proof
-from quire.model.state.state_proof import TOLERANCE, distance, is_as_good, prove_states
+from quire.model.state.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
 from quire.recurrence import RecurrenceStep, backend
 from quire.spec.state_spec import state_specs
 
@@ -65,7 +65,7 @@ def test_an_adapter_computes_what_its_mixer_does_over_a_prompt(model: Any) -> No
 def test_in_16_bits_an_adapter_loses_no_more_than_its_mixer(model: Any, dtype: torch.dtype) -> None:
     adapter = first(copy.deepcopy(model).to(dtype))
     assert distance(adapter, 8) <= TOLERANCE
-    assert is_as_good(adapter)
+    assert is_within_bounds(adapter)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -238,7 +238,7 @@ def test_the_lowest_time_step_holds_for_every_row() -> None:
     assert distance(adapter, 8) < TOLERANCE
     hidden, states = torch.randn(8, adapter.hidden_size), fresh_states(adapter, 1, [0])
     with torch.no_grad():
-        whole = adapter.own(hidden)
+        whole = adapter.module_output(hidden)
     rows = [
         adapter.forward(hidden[at, None], states, StateStep(RecurrenceStep([0, 1], [0]), torch.tensor([at])))
         for at in range(8)

@@ -20,7 +20,7 @@ from quire.quantized.readers import CheckpointModule, CheckpointWeights, checkpo
 @dataclass
 class Header:
     shape: tuple[int, ...]
-    stored: torch.dtype
+    saved_type: torch.dtype
 
 
 def read(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CheckpointWeights:

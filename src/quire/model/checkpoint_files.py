@@ -53,7 +53,7 @@ def weights_of(
         if source is None:
             others = _names(settings, Path(where))
             source = SafetensorsSource.of_checkpoint(
-                where, revision, may_download=may_download, others=others
+                where, revision, may_download=may_download, other_names=others
             )
             if source is None:
                 raise LoadError(

@@ -70,8 +70,8 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     }
     if coded := _coded(loaded.model):
         parts["coded"] = coded
-    if loaded.reckoned_by:
-        parts["reckoned_by"] = loaded.reckoned_by
+    if loaded.dequantizer_versions:
+        parts["reckoned_by"] = loaded.dequantizer_versions
     if first_hook(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
@@ -113,7 +113,7 @@ def _coded(model: PreTrainedModel) -> str:
 def _weights_digest(source: WeightSource) -> str:
     digest = hashlib.sha256()
     for stored in source:
-        digest.update(f"{stored.name} {stored.stored} {stored.shape}\n".encode())
+        digest.update(f"{stored.name} {stored.saved_type} {stored.shape}\n".encode())
         digest.update(bytes_of(stored.read()))
     return digest.hexdigest()
 

@@ -62,8 +62,8 @@ from quire.model.sources import (
     LiveSource,
     SafetensorsSource,
     WeightSource,
+    dequantizer_versions,
     is_gguf,
-    reckoned_by,
 )
 from quire.model.support import GGUF
 from quire.model.tokenizer import (
@@ -123,7 +123,7 @@ class LoadedModel:
     mapped: FileRanges | None = None
     kept: tuple[SavedWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
-    reckoned_by: str = ""
+    dequantizer_versions: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,7 +227,7 @@ def load(
         source=stored or loaded_model.source,
         mapped=mapped,
         kept=kept,
-        reckoned_by="" if quantization_of(config) is None else _readers(),
+        dequantizer_versions="" if quantization_of(config) is None else _readers(),
     )
 
 
@@ -262,7 +262,7 @@ def _from_pretrained(
         if dtype == "auto":
             dtype = _dtype_of(whole)
         if dtype is None:
-            stored = [] if is_quantized or source is None else [one.stored for one in source]
+            stored = [] if is_quantized or source is None else [one.saved_type for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
         how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep, "backend": backend}
         return load_quantized(kind, where, source, whole, dtype, **how, **options)
@@ -343,7 +343,7 @@ def _load_gguf(
         source=source,
         mapped=weights,
         kept=kept,
-        reckoned_by=f"{reckoned_by()}, {_readers()}",
+        dequantizer_versions=f"{dequantizer_versions()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )
 
@@ -673,7 +673,7 @@ def without_weights(
         config = gguf_config(stored)
         with _as_load_error(f"cannot make a model by the header of {file}"):
             found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
-        kinds = {tensor.stored for tensor in stored if isinstance(tensor.stored, str)}
+        kinds = {tensor.saved_type for tensor in stored if isinstance(tensor.saved_type, str)}
         forms = tuple(GGUF + kind for kind in sorted(kinds))
         found = replace(found, vocabulary=gguf_vocabulary(stored), stored_forms=forms)
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
@@ -692,7 +692,7 @@ def without_weights(
     is_plain = quantization_of(config) is None
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
     if stored_dtype is None:
-        stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
+        stored_dtype = next((one.saved_type for one in tensors if one.saved_type in _FLOATS), torch.float32)
     with _as_load_error(f"cannot make a model by the config of {_shown(source, where)}"):
         found = _unloaded(
             config if is_plain else plain_config(config),

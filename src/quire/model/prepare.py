@@ -424,7 +424,7 @@ class PreparedModel:
             self._undo.append(self.fused.restore)
         give_back_freed()
         replaced = self._probe(model)
-        fused = None if self.fused is None else self.fused.found(model)
+        fused = None if self.fused is None else self.fused.findings(model)
         if proof is not None and fused is not None:
             names = {module: name for name, module in model.named_modules()}
             proof.keep({

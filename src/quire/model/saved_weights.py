@@ -184,8 +184,8 @@ class SavedWeights:
         for one in wanted:
             places: list[list[int]] = []
             for origin in one.origins:
-                reckoned_by = (origin.reckoned_by,) if origin.reckoned_by else ()
-                file = files.setdefault((origin.path, origin.stamp, *reckoned_by), len(files))
+                dequantizer_versions = (origin.dequantizer_versions,) if origin.dequantizer_versions else ()
+                file = files.setdefault((origin.path, origin.stamp, *dequantizer_versions), len(files))
                 places.append([file, origin.offset])
                 self._sources.add((origin.path, origin.stamp))
             self._offsets[one.key] = position

@@ -1,8 +1,8 @@
-"""Weights as codes of a few bits, and the product with one without widening a whole one.
+"""Quantized weights of a few bits a value, and the product with one that never dequantizes it as a whole.
 
-Others may use the names below, and
+Other parts may use the names below, and
     rounding    the version of the rounding
-    readers     weights of quantized checkpoints and of GGUF files as codes
+    readers     quantized weights from checkpoints and GGUF files
 """
 
 from quire.quantized.code_form import (

@@ -1,14 +1,14 @@
 """A module of the model computed in a wider type: the same code, its weights widened one module at a time.
 
-`upcast_to(module, dtype)` makes `module` and everything in it take and give `dtype`. A module with large weights of
-its own holds them widened for the time of its forward and no longer, so that one is in float32 at a time, and of
-experts only those that have rows. Small ones are widened throughout: a module around them may ask for their type
-before it calls them, as an adapter's does. `packed_as` is the same for a look at what the kernels do in float32:
-packed linear layers are packed again in that type and stay so until the end.
-Not a copy: the module itself is changed, and is as it was afterwards.
+`upcast_to(module, dtype)` makes `module` and everything in it take and give `dtype`. A module with large weights has
+them widened only during its forward, so that one module at a time is in float32, and of its experts only those that
+have rows. Small weights are widened throughout: a module around them may ask for their type before it calls them, as
+an adapter's does. `packed_as` tests the kernels in float32: it packs packed linear layers again in that type, until
+the end of the block.
+Not a copy: the module itself is changed, and restored afterwards.
 
 Invariants
-    W1  after the block every module has the weights and the forward it had.
+    W1  after the block every module has its former weights and forward.
 
 Cost: the weights of each module read and written once a forward; `packed_as` packs them.
 """
@@ -37,7 +37,7 @@ _SMALL = 1 << 22  # elements of one module: 16 MiB in float32
 
 
 class _UpcastWeight:
-    """A packed weight, read in a wider type: some of its rows at a time, widened where they stay in the caches."""
+    """A packed weight read in a wider type: a few rows at a time, widened into the processor's caches."""
 
     _CHUNK_ELEMENTS = 1 << 18  # elements, 1 MiB in float32
 
@@ -70,7 +70,7 @@ class _UpcastWeight:
 
 
 def _unpack(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in `dtype`: of codes without the rounding to the model's own."""
+    """The weight in `dtype`; a quantized one without the rounding to the model's own type."""
     return packed.unpack(dtype) if isinstance(packed, QuantizedPanels) else packed.unpack().to(dtype)
 
 
@@ -130,7 +130,7 @@ def _upcast_modules(
 def _upcast_packed(
     packed: PackedWeight, shape: torch.Size, dtype: torch.dtype, transposed: bool
 ) -> PackedParameter:
-    """The Parameter of a packed weight, for who reads it past its module: widened when it is read."""
+    """The Parameter of a packed weight, for code that reads it without its module: widened when it is read."""
 
     def unpack() -> torch.Tensor:
         dense = packed.unpack()
@@ -162,7 +162,7 @@ def with_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 
 
 def _set_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """`forward` for `part`'s own; returns what undoes it."""
+    """Sets the forward of `part`; returns a function that undoes it."""
     before = part.__dict__.get("forward")
     part.__dict__["forward"] = forward
 
@@ -176,7 +176,7 @@ def _set_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], N
 
 
 def _upcast_embedding(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """An embedding gives rows of `dtype`: its table is not widened for a few of them."""
+    """The embedding gives rows of `dtype`: the rows are widened, not its table."""
     own = part.forward
     return _set_forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
 
@@ -187,7 +187,7 @@ def _upcast_experts(
     own: Callable[..., Any] | None = None,
     widen_experts: Callable[[torch.Tensor, torch.dtype], Any] | None = None,
 ) -> Callable[[], None]:
-    """For the time of its forward, which may be another, `part` has its own parameters and buffers in `dtype`."""
+    """`part` has its parameters and buffers in `dtype` during its forward, which `own` may replace."""
     own = part.forward if own is None else own
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _upcast_tensors(
     dtype: torch.dtype,
     widen_experts: Callable[[torch.Tensor, torch.dtype], Any] | None = None,
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where each of `part`'s own parameters and buffers stands, its name there, and what it is in `dtype`."""
+    """For each of `part`'s own parameters and buffers: its dictionary, its name, and its value in `dtype`."""
     for name, value in part._parameters.items():
         if value is None or not value.is_floating_point():
             continue
@@ -216,6 +216,6 @@ def _upcast_tensors(
         else:
             yield part._parameters, name, nn.Parameter(plain(value).to(dtype), requires_grad=False)
     for name, value in part._buffers.items():
-        # Rotary frequencies are float32 by themselves, whatever the rows are.
+        # Rotary frequencies are float32 by design, in any type of rows.
         if value is not None and value.is_floating_point() and value.dtype is not torch.float32:
             yield part._buffers, name, value.to(dtype)

@@ -58,7 +58,7 @@ def codes_in(headers: Headers) -> str | None:
             name
             for name in sorted(headers)
             if (end := name.rpartition(".")[2]) in ends
-            or (end.endswith(("weight", "_blocks")) and headers[name].stored in integers)
+            or (end.endswith(("weight", "_blocks")) and headers[name].saved_type in integers)
         ),
         None,
     )
@@ -108,7 +108,7 @@ def checkpoint_weights(
     found = reader(CheckpointReader(config, headers, tensor, module_of))
     taken = found.names
     for name in sorted(headers):
-        stored, end = headers[name].stored, name.rpartition(".")[2]
+        stored, end = headers[name].saved_type, name.rpartition(".")[2]
         is_codes = isinstance(stored, str) or stored in (torch.int8, torch.uint8, *FLOATS_OF_8)
         if name not in taken and (is_codes or end in _CODES):
             kind = stored if isinstance(stored, str) else str(stored).removeprefix("torch.")

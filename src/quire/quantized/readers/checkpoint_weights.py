@@ -49,7 +49,7 @@ class TensorHeader(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def stored(self) -> torch.dtype | str: ...
+    def saved_type(self) -> torch.dtype | str: ...
 
 
 Headers = Mapping[str, TensorHeader]
@@ -170,15 +170,15 @@ def matrix(name: str, part: str, headers: Headers, *types: torch.dtype) -> tuple
 
 def require_type(name: str, part: str, headers: Headers, *types: torch.dtype) -> None:
     """*raises:* LoadError: the tensor `part` of the weight `name` is of none of these."""
-    if headers[part].stored not in types:
+    if headers[part].saved_type not in types:
         expected = " or ".join(str(one).removeprefix("torch.") for one in types)
-        raise mismatch(name, f"{part} of", expected, str(headers[part].stored).removeprefix("torch."))
+        raise mismatch(name, f"{part} of", expected, str(headers[part].saved_type).removeprefix("torch."))
 
 
 def scales_form(name: str, headers: Headers, tensor: Callable[[str], torch.Tensor]) -> FactorForm:
     """How the scales of the tensor `name` will be held. Bytes are exponents. Whether two bytes hold numbers of float32
     the first ones tell."""
-    stored = headers[name].stored
+    stored = headers[name].saved_type
     if stored == torch.uint8:
         return FactorForm(torch.bfloat16)
     if stored == torch.float32:

@@ -77,7 +77,7 @@ def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
         if key not in parts:
             raise LoadError(f"cannot read the weight {name}: the checkpoint has {prefix}weight_scale alone")
         scheme = scheme_of(config, prefix.removesuffix("."), checkpoint.module_of)
-        stored = headers[parts[key]].stored
+        stored = headers[parts[key]].saved_type
         form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
         if stored == torch.int32 and key == "weight_packed":
             shape, bits = _packed_shape(name, prefix, scheme, checkpoint)
@@ -104,7 +104,7 @@ def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
             of_block = scheme.get("block_structure")
             form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=of_block, headers=headers)
             unpack_it = partial(_unpack_floats, name=name, block=of_block)
-        elif stored == torch.uint8 and headers[parts["weight_scale"]].stored == torch.uint8:
+        elif stored == torch.uint8 and headers[parts["weight_scale"]].saved_type == torch.uint8:
             rows, columns = matrix(name, parts[key], headers, torch.uint8)
             shape = (rows, columns * 2)
             require_floats(name, scheme, 4, parts)
@@ -171,7 +171,9 @@ def _require_scales_of_floats(name: str, scale: str, shape: tuple[int, int], hea
     """Bytes are exponents, which MXFP8 has."""
     require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
     expected = (shape[0], shape[1] // 32)
-    if headers[scale].stored == torch.uint8 and (tuple(headers[scale].shape) != expected or shape[1] % 32):
+    if headers[scale].saved_type == torch.uint8 and (
+        tuple(headers[scale].shape) != expected or shape[1] % 32
+    ):
         raise mismatch(name, "exponents of", list(expected), list(headers[scale].shape))
 
 

@@ -83,14 +83,14 @@ def fp8(checkpoint: CheckpointReader) -> CheckpointWeights:
     weights = []
     for prefix in prefixes_of(headers, "weight"):
         name = prefix + "weight"
-        if headers[name].stored not in FLOATS_OF_8:
+        if headers[name].saved_type not in FLOATS_OF_8:
             continue
         scale = next((name + end for end in ("_scale_inv", "_scale") if name + end in headers), None)
         if scale is None:
             raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {name}_scale_inv")
         shape = matrix(name, name, headers, *FLOATS_OF_8)
         require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu)
-        if (kind := kind_of(headers[name].stored)) != config.get("fmt", kind):
+        if (kind := kind_of(headers[name].saved_type)) != config.get("fmt", kind):
             raise contradiction(name, "fmt", config["fmt"], kind)
         of_scale = tuple(headers[scale].shape)
         if said is not None and of_scale != blocks_of(shape, said):
@@ -123,7 +123,7 @@ def fp8_form(
     headers: Headers,
 ) -> CodeForm:
     """Of the weight of the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
-    shape, stored = headers[name].shape, headers[name].stored
+    shape, stored = headers[name].shape, headers[name].saved_type
     sizes, kind, _ = _scale_groups(name, (shape[0], shape[1]), tuple(headers[scale].shape), block)
     group, _ = even_groups(sizes)
     return CodeForm(
