@@ -123,8 +123,8 @@ def _check_starts(
         assert (start.num_made, start.was_proved) == (num_made, was_proved)
         assert start.panels == fresh.panels
         assert start.logits == fresh.logits
-        assert start.told == fresh.told
-        assert all(weight.is_kept for weight in coded_weights(start.prepared.loaded.model).values())
+        assert start.metadata == fresh.metadata
+        assert all(weight.is_saved for weight in coded_weights(start.prepared.loaded.model).values())
         assert len(_files(kept)) == num_files
         start.prepared.restore()
     assert len(list(kept.glob("*.proof"))) == is_proof_kept
@@ -248,11 +248,11 @@ def test_any_codes_are_read_again_from_their_panels(kind: str) -> None:
     start = -panels.ctypes.data % 64
     panels = panels[start : start + packed.native.num_bytes]
     panels[:] = _panels(packed)
-    again = QuantizedPanels.at(panels, packed.told, 40, 256, torch.bfloat16)
+    again = QuantizedPanels.from_packed(panels, packed.metadata, 40, 256, torch.bfloat16)
     x = torch.randn(5, 256, dtype=torch.bfloat16)
     assert torch.equal(again.multiply(x, None), packed.multiply(x, None))
     assert torch.equal(again.unpack(torch.float32), packed.unpack(torch.float32))
-    assert (again.label, again.num_bytes, again.told) == (packed.label, packed.num_bytes, packed.told)
+    assert (again.label, again.num_bytes, again.metadata) == (packed.label, packed.num_bytes, packed.metadata)
     assert again.native.goes_with(packed.native)
 
 

@@ -81,7 +81,7 @@ def test_many_rows_are_widened_piece_by_piece(tmp_path: Path, monkeypatch: pytes
         if tensor.name == "token_embd.weight"
     ]
     whole = to_float32(tensor)
-    monkeypatch.setattr("quire.model.sources.gguf_source._WIDENED_AT_ONCE", 64 * 7)
+    monkeypatch.setattr("quire.model.sources.gguf_source._CHUNK_VALUES", 64 * 7)
     assert torch.equal(to_float32(tensor), whole)
 
 

@@ -113,7 +113,7 @@ def test_parts_make_the_whole(kind: str) -> None:
     cuts = [(0, 32), (32, 64), (64, 70)]
     parts = [weight.rows(*cut) for cut in cuts]
     packed, whole = (
-        QuantizedPanels.of_parts(parts, 70, torch.bfloat16),
+        QuantizedPanels.from_parts(parts, 70, torch.bfloat16),
         QuantizedPanels(weight, torch.bfloat16),
     )
     assert (packed.num_outputs, packed.num_bytes) == (70, whole.num_bytes)
@@ -122,7 +122,7 @@ def test_parts_make_the_whole(kind: str) -> None:
     assert torch.equal(packed.unpack(), whole.unpack())
     for wrong in (parts[:2], [weight.rows(0, 30), weight.rows(30, 70)], [parts[0], *parts]):
         with pytest.raises(ArgumentError, match="that make 70 outputs"):
-            QuantizedPanels.of_parts(wrong, 70, torch.bfloat16)
+            QuantizedPanels.from_parts(wrong, 70, torch.bfloat16)
 
 
 def test_panels_are_read_where_they_lie() -> None:

@@ -41,7 +41,7 @@ def one(config: dict[str, Any], module: dict[str, torch.Tensor], prefix: str = "
     assert replace(said, scales=found.scales) == found  # told by the headers alone
     assert said.num_bytes(*weight.shape) == found.num_bytes(*weight.shape)
     for dtype in (torch.bfloat16, torch.float32):
-        widened = weight.widened(tensors.__getitem__, dtype)
+        widened = weight.dequantize(tensors.__getitem__, dtype)
         assert torch.equal(widened, read_weight.dequantize().to(dtype))
     return read_weight
 
@@ -293,7 +293,7 @@ def test_mxfp4_experts() -> None:
     for expert, expected in zip(experts, values, strict=True):
         same_bits(expert, expected)
     theirs = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
-    assert torch.equal(weight.widened(tensors.__getitem__, torch.bfloat16), theirs)
+    assert torch.equal(weight.dequantize(tensors.__getitem__, torch.bfloat16), theirs)
 
 
 @pytest.mark.parametrize("nested", [False, True])

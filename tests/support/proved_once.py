@@ -99,7 +99,7 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
 
 
 def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
-    if type(prepared) is not PreparedModel or prepared.backend.name not in ("python", "native"):
+    if type(prepared) is not PreparedModel or prepared.device.name not in ("python", "native"):
         return None
     if first_hook(model) is not None:
         return None
@@ -113,7 +113,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     digest = xxhash.xxh3_128()
     for _, tensor in tensors:
         digest.update(bytes_of(tensor))
-    native = extension(prepared.backend.name)
+    native = extension(prepared.device.name)
     classes = tuple((own_class(module), type(module).forward) for module in model.modules())
     return (
         classes,
@@ -124,7 +124,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
         digest.digest(),
         prepared.loaded.dtype,
         prepared.max_model_len,
-        prepared.backend.name,
+        prepared.device.name,
         None if native is None else native.isa(),
     )
 

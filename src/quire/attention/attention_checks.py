@@ -1,6 +1,6 @@
-"""What both back ends check before they touch memory: one clear error, and nothing changed.
+"""The checks that both devices make before they touch memory: one clear error, and nothing changed.
 
-Not the plan's or the options' own checks: those are made once, when they are built.
+Not the checks of the plan or the options, which are made once, when they are built.
 
 Cost: a few us of shape comparisons, and one pass over the slot mapping.
 """
@@ -56,7 +56,7 @@ def check_run(
         )
     if view.k_offset is not None and (options.softcap or options.sinks is not None):
         raise ArgumentError(
-            "expected keys as they are for a layer with a soft cap or sinks, which see what is taken off them, got "
+            "expected unmodified keys for a layer with a soft cap or sinks, whose scores the offset would change, got "
             "keys with an offset"
         )
     if plan.block_size != view.block_size:

@@ -75,9 +75,9 @@ def _kept_folder(config: EngineConfig) -> SavedFolder | None:
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
     """*raises:* ArgumentError: the back end cannot attend to the formats that K and V are to have."""
-    from quire.attention import backend
+    from quire.attention import device_of
 
-    device = backend(name)
+    device = device_of(name)
     wanted = {found for layer in spec.layers for found in (layer.k_format, layer.v_format) if found}
     for found in sorted(wanted):
         if found not in device.kv_formats:
@@ -105,7 +105,7 @@ class EngineCore:
 
         import torch
 
-        from quire.attention import backend
+        from quire.attention import device_of
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
         from quire.memory.heap import give_back_freed
@@ -115,7 +115,7 @@ class EngineCore:
         from quire.model.quantized import coded_weights, tell_weights
         from quire.model.sequential_model import prepare
 
-        backend(config.backend)  # an unknown one is refused here
+        device_of(config.backend)  # an unknown one is refused here
         require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
@@ -162,8 +162,8 @@ class EngineCore:
             if self.prepared.by_own_forward and spec.kv_dtype != spec.dtype:
                 raise ArgumentError(
                     f"expected K and V in the model's dtype, {spec.dtype}, for a model that runs by its own forward "
-                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kept_in} - in `kv_dtype`; "
-                    "take auto"
+                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype_by_layers} - in "
+                    "`kv_dtype`; take auto"
                 )
             spec = self._fitted(spec, config)
             fingerprint = (
@@ -235,7 +235,7 @@ class EngineCore:
 
     def _fitted(self, spec: KVSpec, config: EngineConfig) -> KVSpec:
         """`spec`, with what has to be taken off keys for its codes, and without codes where that cannot be."""
-        if spec.plain is spec:
+        if spec.in_model_dtype is spec:
             return spec
         from quire.model.key_offsets import measure_key_offsets
 
@@ -246,9 +246,9 @@ class EngineCore:
                 "beside sinks or a soft cap",
                 *(self.name, ", ".join(map(str, sorted(left_out))), spec.dtype),
             )
-        for reason in layers_left(spec.plain, config.kv_dtype).values():
+        for reason in layers_left(spec.in_model_dtype, config.kv_dtype).values():
             _log.warning("%s: keeps K and V in %s where a layer has %s", self.name, spec.dtype, reason)
-        return with_kv_dtype(spec.plain, config.kv_dtype, but=left_out)
+        return with_kv_dtype(spec.in_model_dtype, config.kv_dtype, exclude=left_out)
 
     @property
     def bytes_committed(self) -> int:

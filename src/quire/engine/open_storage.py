@@ -224,9 +224,9 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 def device_of(config: EngineConfig) -> DeviceMemory:
     """Whose memory it is."""
-    from quire.attention import backend
+    from quire.attention import device_of
 
-    return backend(config.backend)
+    return device_of(config.backend)
 
 
 @functools.cache

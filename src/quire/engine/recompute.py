@@ -98,7 +98,7 @@ def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> Compared:
         return Compared(entry, reason="it is gone")
     tokens = np.concatenate([np.frombuffer(one.info.tokens, "<i4") for one in chain])
     start = entry.info.start
-    layout = PayloadLayout.of(llm.cache.spec)
+    layout = PayloadLayout.from_spec(llm.cache.spec)
     try:
         stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, layout=layout)
     except SegmentError as error:
@@ -127,7 +127,7 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     llm.driver.require_open()
     storage: Any = llm.core.storage
     llm.engine.scheduler.check_fits(len(tokens), f"a segment that ends at token {len(tokens)}")
-    payload = np.zeros(PayloadLayout.of(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
+    payload = np.zeros(PayloadLayout.from_spec(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
     cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
     first_node = start // node_tokens
     try:

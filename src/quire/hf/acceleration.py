@@ -46,8 +46,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.attention import Device
-from quire.attention import backend as attention_backend
+from quire.attention import Device, device_of
 from quire.backends import extension
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
 from quire.hf.layers import RowLayer
@@ -266,7 +265,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     require_free(model)
     if backend is None and extension() is not None:
         backend = "native"
-    accelerated = _Accelerated(model, None if backend is None else attention_backend(backend))
+    accelerated = _Accelerated(model, None if backend is None else device_of(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)
     return accelerated.done
 
@@ -377,7 +376,7 @@ class _Steps:
         ):
             return None
         length = cache.get_seq_length()
-        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.backend)
+        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.device)
         positions = _positions(given.get("position_ids"), ids.shape, length)
         if pads is None or positions is None or (self._counts_padding and pads.any()):
             return None
@@ -435,7 +434,7 @@ class _Steps:
             return True  # it was, and has the same rows
         if len(cache.layers) != len(layers):
             return False
-        theirs, ours = cache.backend, prepared.backend
+        theirs, ours = cache.backend, prepared.device
         if theirs.name != ours.name and not (theirs.is_host and ours.is_host):
             how = "without backend=" if ours.is_host else f'with storage="growing", backend={ours.name!r}'
             raise ArgumentError(

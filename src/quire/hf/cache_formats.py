@@ -102,7 +102,7 @@ class CacheFormats:
         """A model's spec, with these formats."""
         if self._spec is None:
             return plain
-        return with_kv_dtype(plain, self.kv_dtype, but=self._left_out) if self.coded else plain
+        return with_kv_dtype(plain, self.kv_dtype, exclude=self._left_out) if self.coded else plain
 
     def measure(self, layer: int, keys: torch.Tensor) -> None:
         """`keys` [rows, heads, tokens, width] are about to be the first of this layer, unless it has some."""
@@ -154,7 +154,7 @@ class CacheFormats:
                     f"{self.kv_dtype!r} says, got {shape.dtype}; make one with kv_dtype='auto'"
                 )
             return
-        expected = ((told.num_kv_heads, told.num_kv_heads), told.given_dims)
+        expected = ((told.num_kv_heads, told.num_kv_heads), told.input_dims)
         if (shape.num_heads, shape.widths) != expected:
             raise ArgumentError(
                 f"expected heads {expected[0]} of widths {expected[1]} in layer {layer} of a QuireCache with kv_dtype="

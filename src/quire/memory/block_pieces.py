@@ -48,7 +48,7 @@ class BlockPieces:
     """Of a storage of this spec. May be used by several threads."""
 
     def __init__(self, spec: KVSpec) -> None:
-        self.layout = PayloadLayout.of(spec)
+        self.layout = PayloadLayout.from_spec(spec)
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
     def of(

@@ -57,13 +57,13 @@ def paged_block_bytes(spec: KVSpec, block_size: int) -> int:
 
 def _num_slots(spec: KVSpec) -> int:
     """One for each layer of a group, or one for all."""
-    counts = {group.most_layers for group in spec.groups}
+    counts = {group.max_layers for group in spec.groups}
     return counts.pop() if len(counts) == 1 else 1
 
 
 def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements that one block takes in a slot."""
-    layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
+    layers_of_slot = {group.index: group.max_layers // _num_slots(spec) for group in spec.groups}
     return max(
         group.tokens_per_block(block_size)
         * layers_of_slot[group.index]

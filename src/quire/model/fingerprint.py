@@ -29,7 +29,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from quire.atomic_file import AtomicFile
-from quire.attention import backend as attention_backend
+from quire.attention import device_of
 from quire.backends import native_module
 from quire.model.load import LoadedModel
 from quire.model.packed_parameter import bytes_of
@@ -58,7 +58,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
 
     To be asked for before the model is prepared.
     """
-    files, device = loaded.source.files, attention_backend(backend)
+    files, device = loaded.source.files, device_of(backend)
     parts: dict[str, Any] = {
         "config": _config_digest(loaded.model),
         "weights": _files_digest(files) if files else _weights_digest(loaded.source),
@@ -85,7 +85,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
 def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
     """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
     are kept in the model's dtype."""
-    if spec.plain is spec:
+    if spec.in_model_dtype is spec:
         return fingerprint
     formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
     digest = hashlib.sha256(fingerprint + json.dumps(formats).encode())

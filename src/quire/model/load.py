@@ -218,7 +218,7 @@ def load(
     _refuse_missing(model, report, _shown(source, where))
     mapped = MappedFiles()
     if weights is not None:
-        if weights.rounds:
+        if weights.has_rounding:
             observer().begins("rounding weights")
         kept = (*kept, *quantize_saved(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted, has_rules)
@@ -245,7 +245,7 @@ def _from_pretrained(
 
     widened: of quantized weights no codes are kept.
     """
-    rounds_experts = rounded is not None and rounded.rounds and _may_have_experts(config)
+    rounds_experts = rounded is not None and rounded.has_rounding and _may_have_experts(config)
     is_quantized = quantization_of(config) is not None
     if not is_quantized and (source is None or not rounds_experts):
 
@@ -334,7 +334,7 @@ def _load_gguf(
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
-        if rounded.rounds:
+        if rounded.has_rounding:
             observer().begins("rounding weights")
         kept = (*kept, *quantize_saved(model, rounded, weights, keep, backend))
     loaded = _describe(model, tokenizer, path.stem, wanted, has_rules)

@@ -31,8 +31,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Device
-from quire.attention import backend as attention_backend
+from quire.attention import AttentionOptions, Device, device_of
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.load_progress import observer
 from quire.memory.block_bytes import BlockStorage
@@ -109,11 +108,11 @@ class PreparedModel:
         max_model_len: int | None = None,
         packed_weights: SavedFolder | None = None,
     ) -> None:
-        self.backend: Device = attention_backend(backend)
-        if loaded.dtype not in self.backend.dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.dtypes)
+        self.device: Device = device_of(backend)
+        if loaded.dtype not in self.device.dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.device.dtypes)
             raise ArgumentError(
-                f"expected a model of {known} for backend {self.backend.name!r}, got {loaded.dtype}; "
+                f"expected a model of {known} for backend {self.device.name!r}, got {loaded.dtype}; "
                 "choose it with `dtype`"
             )
         self._asked_length = max_model_len
@@ -228,13 +227,13 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
+        cache = made(storage.spec, storage, self.device, self.loaded.model_type, states)
         cache.latents, cache.key_offsets = self._latents, self.key_offsets
         return cache
 
     def check_storage(self, storage: Storage) -> None:
         """*raises:* ArgumentError: it is of another spec than this model's; formats are the storage's own."""
-        if storage.spec.plain.layers != self.spec.layers:
+        if storage.spec.in_model_dtype.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
         if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
             raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
@@ -262,8 +261,8 @@ class PreparedModel:
         cache = self._cache if cache is None else cache
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        if not self.backend.is_host:
-            return self.backend.to_host(self._forward(on_device(step, self.backend.to_device), cache))
+        if not self.device.is_host:
+            return self.device.to_host(self._forward(on_device(step, self.device.to_device), cache))
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
@@ -338,7 +337,7 @@ class PreparedModel:
         """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
         if self._cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        self._cache.backend = watch_attention(self.backend, record)
+        self._cache.backend = watch_attention(self.device, record)
         self._record = record
         self._undo.append(watch_linears(self._model, record))
 
@@ -371,12 +370,12 @@ class PreparedModel:
                 f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
             )
         if self.spec.states:
-            self._adapters = find_states(self.loaded, self.spec, self.backend)
+            self._adapters = find_states(self.loaded, self.spec, self.device)
         self._undo.append(rope.freeze(model, self.max_model_len))
-        packing = packing_on(self.backend)
+        packing = packing_on(self.device)
         if packing is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
-            self._undo.append(pack_linears(model, packing, release=release, pack=self.backend.pack))
+            self._undo.append(pack_linears(model, packing, release=release, pack=self.device.pack))
         else:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
@@ -384,14 +383,14 @@ class PreparedModel:
                 files = (*self.loaded.kept, kept)
                 self._read_from(files)
                 paths = [one.path for one in files if one.pages is not None]
-                codes_are_kept = all(weight.is_kept for weight in coded_weights(model).values())
+                codes_are_kept = all(weight.is_saved for weight in coded_weights(model).values())
                 are_all_kept = codes_are_kept and all(one.holds_all for one in files)
-                if self.backend.is_native and are_all_kept and paths:
+                if self.device.is_native and are_all_kept and paths:
                     self._proof = SavedProof.of(packed_weights, paths, self.loaded, self.max_model_len)
         if self._adapters:
             are_proved = self._proof is not None and self._proof.found is not None
             self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
-        if self.backend.is_native:
+        if self.device.is_native:
             self._undo.append(pack_experts(model))
         if (routed := route(model)) is not None:
             self.routed = routed
@@ -417,7 +416,7 @@ class PreparedModel:
         if latents:
             prove_latents(self, latents)
             attended = {module: found for module, found in attended.items() if module not in latents}
-        if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
+        if self.device.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
             self.fused = fuse(self, attended, self._adapters)
@@ -450,7 +449,7 @@ class PreparedModel:
         Returns the modules whose forward was replaced.
         """
         probe = Probe(self, needs_float64=not self.spec.states)
-        if not self.backend.is_native:
+        if not self.device.is_native:
             probe.require(run_probe_steps(self))
             check_generate(self.loaded, probe)
             return []
@@ -482,7 +481,7 @@ class PreparedModel:
 
     def _threads(self) -> AbstractContextManager[None]:
         """torch on one thread beside the kernels' pool."""
-        return one_torch_thread() if self.backend.is_native else nullcontext()
+        return one_torch_thread() if self.device.is_native else nullcontext()
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:

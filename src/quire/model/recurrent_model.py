@@ -143,7 +143,7 @@ class RecurrentModel(PreparedModel):
 
     def cache_over(self, storage: Any) -> PagedCache:
         self.check_storage(storage)
-        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type, storage.states)
+        return PagedCache(self.spec, storage, self.device, self.loaded.model_type, storage.states)
 
     def own_logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
@@ -194,7 +194,7 @@ class RecurrentModel(PreparedModel):
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
 
     def _prove(self, model: PreTrainedModel) -> None:
-        if not self.backend.is_host:
+        if not self.device.is_host:
             raise UnsupportedModelError(
                 f"model type {self.loaded.model_type}: its own forward runs on this machine's memory alone"
             )

@@ -70,7 +70,7 @@ class SequentialModel(PreparedModel):
 
     def cache_over(self, storage: Storage) -> SequenceCache:
         self.check_storage(storage)
-        return SequenceCache(self.spec, storage, self.backend, self.loaded.model_type)
+        return SequenceCache(self.spec, storage, self.device, self.loaded.model_type)
 
     def own_logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
@@ -162,7 +162,7 @@ class SequentialModel(PreparedModel):
     def _check_layers(self) -> None:
         """*raises:* UnsupportedModelError: the model needs more than K and V of all tokens of each layer."""
         reason = None
-        if not self.backend.is_host:
+        if not self.device.is_host:
             reason = "runs on this machine's memory alone"
         elif any(layer.span.kind == "chunked" for layer in self.spec.layers):
             reason = (

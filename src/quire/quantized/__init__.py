@@ -11,14 +11,14 @@ from quire.quantized.code_form import (
     CodeForm,
     FactorForm,
     form_of,
-    joined_form,
+    join_forms,
     require_product,
     rounded_form,
 )
 from quire.quantized.panels import QuantizedPanels
 from quire.quantized.quantized_reference import multiply
 from quire.quantized.rounding import round_to_codes
-from quire.quantized.weight import Factor, QuantizedWeight, joined
+from quire.quantized.weight import Factor, QuantizedWeight, join_weights
 
 __all__ = [
     "PANEL",
@@ -29,8 +29,8 @@ __all__ = [
     "QuantizedPanels",
     "QuantizedWeight",
     "form_of",
-    "joined",
-    "joined_form",
+    "join_forms",
+    "join_weights",
     "multiply",
     "require_product",
     "round_to_codes",

@@ -54,7 +54,7 @@ def places_for(
     """A group's rings, where it forgets, steps are bounded, and a ring and its mirror are shorter than a row."""
     if step_tokens is not None and group.span.kind != "full":
         # What a sequence keeps is a window before its first new token; its first and last blocks may be kept in part.
-        ring_blocks = (group.span.most_kept - 2 + step_tokens) // shape.block_size + 2
+        ring_blocks = (group.span.max_num_kept - 2 + step_tokens) // shape.block_size + 2
         if 2 * ring_blocks < shape.blocks_per_row:
             return WindowRing(heap, group, piece_bytes, shape, ring_blocks)
     return RowPlaces(heap, group, piece_bytes, shape)
@@ -111,7 +111,7 @@ class WindowRing(RowPlaces):
         if kept > self.ring_blocks:
             raise ArgumentError(
                 f"expected at most {self.ring_blocks} blocks of {self.block_size} tokens at once, which a window of "
-                f"{self.group.span.most_kept} tokens and a step need, got {kept}; raise step_tokens or shorten steps"
+                f"{self.group.span.max_num_kept} tokens and a step need, got {kept}; raise step_tokens or shorten steps"
             )
 
     def _tensor(self, layer_buffer: int, dim: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ def _own_output(
 
 def _paged_output(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor:
     """The call over paged memory, part by part: [1, rows, width]."""
-    native = prepared.backend.is_native
+    native = prepared.device.is_native
     wide: Any = nullcontext()
     if dtype is not prepared.loaded.dtype:
         wide = packed_as(module, dtype) if native else upcast_to(module, dtype)

@@ -120,7 +120,7 @@ def run_probe_steps(
         num_blocks,
         block_size,
         max_blocks=num_blocks,
-        device=prepared.backend,
+        device=prepared.device,
     )
     storage.fill(float("nan"))
     if prepared.spec.states:

@@ -23,8 +23,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from quire.attention import AttentionPlan
-from quire.attention import backend as attention_backend
+from quire.attention import AttentionPlan, device_of
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.own_cache import own_cache, own_cache_class
@@ -117,13 +116,13 @@ class PagedCall:
         self._storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks)
         self._storage.fill(float("nan"))
         self._blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)  # an order that hides no fault
-        backend = attention_backend("native" if native else "python")
+        device = device_of("native" if native else "python")
         k, v = call.past
         if k.shape[2]:
             positions = torch.arange(call.start - k.shape[2], call.start)
             slots = self._slots(positions)
-            backend.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
-        self.cache = PagedCache(spec, self._storage, backend, "proof")
+            device.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
+        self.cache = PagedCache(spec, self._storage, device, "proof")
         self._call = call
 
     def __enter__(self) -> PagedCall:
@@ -265,7 +264,7 @@ def _cached_kv(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | No
 
 
 def _empty_past(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k_width, v_width = layer.given_dims
+    k_width, v_width = layer.input_dims
     return (
         torch.empty(1, layer.num_kv_heads, 0, k_width, dtype=dtype),
         torch.empty(1, layer.num_kv_heads, 0, v_width, dtype=dtype),
@@ -308,7 +307,7 @@ class _RandomCache(DynamicCache):
         generator = torch.Generator().manual_seed(layer)
         k, v = (
             torch.randn(1, stored.num_kv_heads, count, width, generator=generator)
-            for width in stored.given_dims
+            for width in stored.input_dims
         )
         return k.to(self._dtype), v.to(self._dtype)
 
