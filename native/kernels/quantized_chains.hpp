@@ -1,4 +1,4 @@
-// Products of bf16 rows with panels of codes by vdpbf16ps, which multiplies pairs: reference.py's order of operations too, where a pair is two
+// Products of bf16 rows with panels of codes by vdpbf16ps, which multiplies pairs: quantized_reference.py's order of operations too, where a pair is two
 // inputs that follow each other in a sum of even or odd ones (quantized_rows.hpp).
 //
 // Not every processor need round between the two products of a pair: chains_keep_order() tries. Elsewhere codes are multiplied in float32.

@@ -100,7 +100,7 @@ def test_gptq_settings_of_single_modules() -> None:
     tensors = packing.gptq(weight, minus_one=False)
     tensors.pop("g_idx")
     config = {"quant_method": "gptq", "sym": True, "group_size": 16, "dynamic": {r"-:.*down": {}}}
-    with pytest.raises(LoadError, match=r"mlp.up.weight: .*group_size says, 16, got scales of 2 groups"):
+    with pytest.raises(LoadError, match=r"mlp.up.weight: .*group_size = 16, got scales of 2 groups"):
         one(config, tensors)
     config["dynamic"] = {r"+:mlp\.u": {"group_size": 32}}
     same_bits(one(config, tensors), weight.values)
@@ -156,7 +156,7 @@ def test_compressed_tensors_in_bytes() -> None:
     for block in ([128], "128", "128x", "128x-1", [128.0, 128], [True, 128], [0, 128], {"rows": 128}, 128):
         with pytest.raises(LoadError, match=r"weights\.block_structure: expected two whole numbers above 0"):
             read(scheme(num_bits=8, type="float", block_structure=block), tensors)
-    with pytest.raises(LoadError, match=r"block_structure says, \[64, 64\], got scales of \[2, 2\]"):
+    with pytest.raises(LoadError, match=r"block_structure = \[64, 64\], got scales of \[2, 2\]"):
         one(scheme(num_bits=8, type="float", block_structure="64x64"), tensors)
 
 
@@ -265,7 +265,7 @@ def test_fp8_in_blocks(outputs: int, inputs: int) -> None:
     same_bits(one({"quant_method": "fp8"}, tensors), values)  # transformers' default
     with pytest.raises(LoadError, match=r"weight_block_size: expected two whole numbers above 0"):
         one({**config, "weight_block_size": "128 by 128"}, tensors)
-    with pytest.raises(LoadError, match=r"weight_block_size says, \[64, 128\], got scales of"):
+    with pytest.raises(LoadError, match=r"weight_block_size = \[64, 128\], got scales of"):
         one({**config, "weight_block_size": [64, 128]}, tensors)
     assert got.group == (128 if inputs % 128 == 0 else 64)
 

@@ -3,7 +3,7 @@
 `device_of()` is the entry point, and finds whole devices (`Device`); `reference_attention` is the definition in torch,
 `native_attention` the kernels.
 
-Other parts may use the names below, and
+Others may use the names below, and
     devices           the devices by name
     codecs            K and V as codes
     native_attention  the kernels

@@ -238,7 +238,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     its base model, with the adapters in it.
 
     Args:
-        backend: what computes, by a name of `quire.attention.backend`; not given, the extension where it is built. On
+        backend: what computes, by a name of `quire.attention.device_of`; not given, the extension where it is built. On
             another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
 
     Raises:

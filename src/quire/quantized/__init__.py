@@ -1,6 +1,6 @@
 """Quantized weights of a few bits a value, and the product with one that never dequantizes it as a whole.
 
-Other parts may use the names below, and
+Others may use the names below, and
     rounding    the version of the rounding
     readers     quantized weights from checkpoints and GGUF files
 """

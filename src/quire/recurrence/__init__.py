@@ -3,7 +3,7 @@
 `backend()` is the entry point; `reference_recurrence` is the definition in torch, token by token in float32,
 `native_recurrence` the kernels.
 
-Other parts may use the names below, and
+Others may use the names below, and
     recurrence_backend, step  the backends by name, and the rows of a step
     native_recurrence         the kernels
 """

@@ -1,6 +1,6 @@
 """The cost of a token: the shape of a model's KV cache, read from the model's config.
 
-Other parts may use the names below, and
+Others may use the names below, and
     model_config    the fields of a model's config
     kv_formats      the formats of keys and values
     kv_dtype        the format of each layer

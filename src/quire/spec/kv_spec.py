@@ -44,7 +44,7 @@ __all__ = ["KVGroup", "KVSpec"]
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
 MAX_FACTOR = 8  # of a block's tokens: a branch copies as many, and events and tiers treat them as one
-_LONG = 1 << 17  # tokens of a sequence of which windows contain a negligible part
+_LONG = 1 << 17  # tokens of a sequence so long that windows contain a negligible part of it
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Each question is decided on one module of all equal ones (`quire.model.prove.equal_modules`):
 
-    F1   in float32, its weights widened: which candidate computes what the module computes (`error_bounds.decide`).
+    F1   in float32, its weights upcast: which candidate computes what the module computes (`error_bounds.decide`).
          Norms on rows some of which have a variance of epsilon; attention and layers far in a sequence, beyond every
          window; layers by what they add to the residual, on rows no larger than that.
     F2   in the working type, on activations of the model itself, at 65, 8 and 1 rows: the kernel's error against the
@@ -10,7 +10,7 @@ Each question is decided on one module of all equal ones (`quire.model.prove.equ
 
 A module that is not proved is not fused. `error_bounds` has the bounds, `recorded_calls` the calls; no bound is here.
 
-Cost: the products of each tested module, a few dozen rows, in float32; its weights widened and packed once more.
+Cost: the products of each tested module, a few dozen rows, in float32; its weights upcast and packed once more.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The reference computation is the adapter (`quire.model.state.state_proof` compar
 float32): it serves in the mixer's place when the layer's own forward runs. The rows go through the kernel in parts,
 over one state.
 
-Cost: for each kind of mixer and of layer a few forwards of `NUM_ROWS` rows, its weights widened and packed once more.
+Cost: for each kind of mixer and of layer a few forwards of `NUM_ROWS` rows, its weights upcast and packed once more.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def _gemma4(header: GGUFHeader) -> dict[str, Any]:
     if widths != [
         usual * (2 if doubled and layer >= num_layers - shared else 1) for layer in range(num_layers)
     ]:
-        raise header.refusal("feed_forward_length", widths, "one width, or twice it where layers share keys")
+        raise header.refusal(
+            "feed_forward_length", widths, "one width, or twice it in layers that share keys"
+        )
     without_values = [
         layer
         for layer in range(num_layers - shared)

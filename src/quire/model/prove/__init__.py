@@ -1,7 +1,7 @@
 """Proof that a replacement computes what the original module computes, and the facts that such a proof rests on.
 
     error_bounds.py        the bounds: F1 which candidate a module is, F2 that the kernel loses no more than the module
-    upcast.py              a module computed in a wider type, its weights widened one module at a time
+    upcast.py              a module computed in a wider type, its weights upcast one module at a time
     equal_modules.py       which modules are equal but for their weights, so that one of them is tested for all
     recorded_calls.py      recorded calls of the model's own modules, which can be repeated in other ways
     model.py               the part of the prepared model that proofs use

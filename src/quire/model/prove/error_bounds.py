@@ -1,6 +1,6 @@
 """Error bounds: when a replacement counts as equal to the original. The bounds of all proofs are defined here only.
 
-    decide         F1: which candidate computes what the module computes, in float32, its weights widened
+    decide         F1: which candidate computes what the module computes, in float32, its weights upcast
     within_bounds  F2: whether the serving kernel loses no more than the model's own forward does in the working type,
                    both compared with a reference computation in a wider type
     rows_agree     F2 for the logits of a whole model, row by row, since rounding may reroute single rows
@@ -73,7 +73,7 @@ def decide(
 
     Args:
         answers: output of each candidate, float32; candidates with the same bits count as the first of them.
-        want: output of the module, float32, its weights widened; None if the module could not be called.
+        want: output of the module, float32, its weights upcast; None if the module could not be called.
         wider: computes the same in float64. Called if no candidate is near enough: the distance of `want` from it,
             by channel, is the noise.
     """

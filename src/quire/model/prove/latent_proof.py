@@ -1,7 +1,7 @@
 """Proof of attention on latents (`quire.model.latent`): it must give what the module's own forward gives.
 
 One of all equal latent modules is tested, on its own calls near the start of a text and far behind
-(`recorded_calls`), in steps of 65, 8 and 1 rows over paged memory. F1 in float32, its weights widened; F2 in the
+(`recorded_calls`), in steps of 65, 8 and 1 rows over paged memory. F1 in float32, its weights upcast; F2 in the
 working type.
 
 Cost: two forwards up to the last recorded layer, and five calls of each tested module.

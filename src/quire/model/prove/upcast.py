@@ -1,8 +1,8 @@
-"""A module of the model computed in a wider type: the same code, its weights widened one module at a time.
+"""A module of the model computed in a wider type: the same code, its weights upcast one module at a time.
 
 `upcast_to(module, dtype)` makes `module` and everything in it take and give `dtype`. A module with large weights has
-them widened only during its forward, so that one module at a time is in float32, and of its experts only those that
-have rows. Small weights are widened throughout: a module around them may ask for their type before it calls them, as
+them upcast only during its forward, so that one module at a time is in float32, and of its experts only those that
+have rows. Small weights are upcast throughout: a module around them may ask for their type before it calls them, as
 an adapter's does. `packed_as` tests the kernels in float32: it packs packed linear layers again in that type, until
 the end of the block.
 Not a copy: the module itself is changed, and restored afterwards.
@@ -37,7 +37,7 @@ _SMALL = 1 << 22  # elements of one module: 16 MiB in float32
 
 
 class _UpcastWeight:
-    """A packed weight read in a wider type: a few rows at a time, widened into the processor's caches."""
+    """A packed weight read in a wider type: a few rows at a time, upcast into the processor's caches."""
 
     _CHUNK_ELEMENTS = 1 << 18  # elements, 1 MiB in float32
 
@@ -130,7 +130,7 @@ def _upcast_modules(
 def _upcast_packed(
     packed: PackedWeight, shape: torch.Size, dtype: torch.dtype, transposed: bool
 ) -> PackedParameter:
-    """The Parameter of a packed weight, for code that reads it without its module: widened when it is read."""
+    """The Parameter of a packed weight, for code that reads it without its module: upcast when it is read."""
 
     def unpack() -> torch.Tensor:
         dense = packed.unpack()
@@ -176,7 +176,7 @@ def _set_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], N
 
 
 def _upcast_embedding(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """The embedding gives rows of `dtype`: the rows are widened, not its table."""
+    """The embedding gives rows of `dtype`: the rows are upcast, not its table."""
     own = part.forward
     return _set_forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
 

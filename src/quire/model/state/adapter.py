@@ -5,7 +5,7 @@ parameters must be exactly those of the kind, and the shapes must fit. A mixer w
 Projections, norms and activations are the mixer's own submodules, called as modules, so that hooks and adapters on them
 take effect; the convolution and the recurrence are `quire.recurrence`'s.
 
-All fields are float32, those of convolutions too: inputs in 16 bits are widened exactly, and one type a slot keeps
+All fields are float32, those of convolutions too: inputs in 16 bits are converted exactly, and one type a slot keeps
 slots, checkpoints and their bytes simple. A convolution's state is a hundredth of its layer's other state or, in short
 convolutions, some KiB.
 

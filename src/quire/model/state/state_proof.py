@@ -1,6 +1,6 @@
 """Proof that an adapter computes what its mixer computes, made before it serves.
 
-    distance          F1: in float32, on a copy with widened weights, against the mixer's own forward over a prompt.
+    distance          F1: in float32, on a copy with upcast weights, against the mixer's own forward over a prompt.
                       It detects a mixer of known structure with other arithmetic (another activation, a factor).
     is_within_bounds  F2: in the model's own type, if that has 16 bits. The reference computation is the mixer's own
                       forward on a copy in float32, its tables included; the mixer's own error sets the bound.

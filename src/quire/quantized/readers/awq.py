@@ -102,7 +102,7 @@ def awq(checkpoint: CheckpointReader) -> CheckpointWeights:
         group_size = config.get("group_size", 128)
         group_size = inputs if group_size < 0 else group_size
         if -(-inputs // group_size) != groups:
-            saved = f"scales of {groups} groups in {inputs} inputs, where it makes {-(-inputs // group_size)}"
+            saved = f"scales of {groups} groups in {inputs} inputs, while the config gives {-(-inputs // group_size)}"
             raise contradiction(name, "group_size", group_size, saved)
         unpack_it = partial(_unpack, group_size=group_size)
         form = partial(_form, scales=parts["scales"], inputs=inputs, group_size=group_size, headers=headers)

@@ -218,7 +218,7 @@ def require_groups(
     for field, shapes in expected.items():
         if tuple(of_scales) not in shapes:
             setting = list(scheme[field]) if field == "block_structure" else scheme[field]
-            saved = f"scales of {list(of_scales)}, where it makes {list(shapes[0])}"
+            saved = f"scales of {list(of_scales)}, while the config gives {list(shapes[0])}"
             raise contradiction(name, f"config_groups: {field}", setting, saved)
     field = {"group": "group_size", "block": "block_structure"}.get(strategy or "")
     if field is not None and field not in expected:

@@ -140,7 +140,7 @@ def _packed_shape(
     if not 2 <= bits <= 8 or words != -(-inputs * bits // 32):
         expected = [rows, -(-inputs * bits // 32)]
         if "num_bits" in scheme:
-            saved = f"words of {[rows, words]}, where it makes {expected}"
+            saved = f"words of {[rows, words]}, while the config gives {expected}"
             raise contradiction(name, "config_groups: num_bits", bits, saved)
         raise mismatch(name, f"words of {bits} bits a code", expected, [rows, words])
     return (rows, inputs), bits

@@ -94,7 +94,7 @@ def fp8(checkpoint: CheckpointReader) -> CheckpointWeights:
             raise contradiction(name, "fmt", config["fmt"], kind)
         of_scale = tuple(headers[scale].shape)
         if block_size is not None and of_scale != blocks_of(shape, block_size):
-            saved = f"scales of {list(of_scale)}, where it makes {list(blocks_of(shape, block_size))}"
+            saved = f"scales of {list(of_scale)}, while the config gives {list(blocks_of(shape, block_size))}"
             raise contradiction(name, "weight_block_size", list(block_size), saved)
         form = partial(fp8_form, name=name, scale=scale, block=block, headers=headers)
         unpack_it = partial(_unpack, name=name, block=block)

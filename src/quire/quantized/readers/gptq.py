@@ -114,7 +114,7 @@ def gptq(checkpoint: CheckpointReader) -> CheckpointWeights:
         group_size = _group_size(settings, inputs)
         if -(-inputs // group_size) != groups and "group_size" in settings:
             expected = -(-inputs // group_size)
-            saved = f"scales of {groups} groups in {inputs} inputs, where it makes {expected}"
+            saved = f"scales of {groups} groups in {inputs} inputs, while the config gives {expected}"
             field = path * ("group_size" in overrides) + "group_size"
             raise contradiction(name, field, settings["group_size"], saved)
         if prefix + "g_idx" in headers:
