@@ -123,7 +123,7 @@ def _check_starts(
         assert (start.num_made, start.was_proved) == (num_made, was_proved)
         assert start.panels == fresh.panels
         assert start.logits == fresh.logits
-        assert start.metadata == fresh.metadata
+        assert start.told == fresh.told
         assert all(weight.is_saved for weight in coded_weights(start.prepared.loaded.model).values())
         assert len(_files(kept)) == num_files
         start.prepared.restore()

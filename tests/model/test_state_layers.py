@@ -83,13 +83,13 @@ def test_what_loses_more_than_the_mixer_is_refused(monkeypatch: pytest.MonkeyPat
     """In float32 it computes the same; in bfloat16 its answer is rounded to fewer bits."""
     adapters = state_adapters(tiny_model("mamba").bfloat16(), REFERENCE)
     kind: Any = type(next(iter(adapters.values())))
-    rows = kind.rows
+    rows = kind.compute_rows
 
     def coarse(self: Any, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         answer = rows(self, hidden, *rest)
         return answer if hidden.dtype is torch.float32 else answer + answer * 2.0**-6
 
-    monkeypatch.setattr(kind, "rows", coarse)
+    monkeypatch.setattr(kind, "compute_rows", coarse)
     with pytest.raises(UnsupportedModelError, match=r"to lose no more in torch\.bfloat16"):
         prove_states(adapters)
 

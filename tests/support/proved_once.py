@@ -87,14 +87,14 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
     elif proof.found is None:
         before = facts(model)
         _prove(self, model)
-        if not self.backend.is_native:
+        if not self.device.is_native:
             proof.keep({})  # torch's own operators serve: there is nothing to install
         if facts(model) != before:
             proof.forget()
         elif self._adapters:
             content, _ = proof.key
             ProvedOnce(content).keep({})
-    elif self.backend.is_native:
+    elif self.device.is_native:
         _prove(self, model)  # takes what is kept
 
 
