@@ -68,8 +68,8 @@ class QuireCache(DynamicCache):
             `quire.spec.kv_dtype` has it.
         key_offsets: of codes, what is taken off keys before: by layer, [num_kv_heads, k_head_dim], layers that it lacks
             have none. Not given: measured, once the model's keys are seen (`quire.hf.cache_formats`).
-        backend: whose memory it is, by a name of `quire.attention.device_of`; not given, this machine's. Another device's
-            is `growing` or `contiguous`, and takes the steps of a model that `accelerate(model, backend=...)` runs
+        backend: whose memory it is, by a name of `quire.attention.device_of`; not given, this machine's. Another
+        device's is `growing` or `contiguous`, and takes the steps of a model that `accelerate(model, backend=...)` runs
             there; a forward of the model's own is refused.
 
     Raises:
