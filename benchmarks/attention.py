@@ -34,7 +34,7 @@ from machine import emit, emit_machine
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import AttentionOptions, attention_batch, backend
+from quire.attention import AttentionOptions, attention_batch, device_of
 from quire.memory import KVView, PagedStorage
 from quire.model.linear import NativeWeight, OneDnnWeight, _onednn_serves
 from quire.spec import KVSpec
@@ -85,7 +85,7 @@ class Bench:
     """The tables of one run: each method measures one and prints it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.attention = backend("native")
+        self.attention = device_of("native")
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.threads: int = arguments.threads
         self.quick: bool = arguments.quick or arguments.brief

@@ -25,7 +25,7 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams, _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import attention_batch, backend
+from quire.attention import attention_batch, device_of
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
@@ -63,7 +63,7 @@ class Pool:
         self.token_bytes = spec.bytes_per_token
         k, v = (torch.randn(4096, NUM_KV_HEADS, HEAD_DIM).to(torch.bfloat16) for _ in range(2))
         for first in range(0, num_tokens, len(k)):
-            backend("native").write(self.view, k, v, torch.arange(first, first + len(k)))
+            device_of("native").write(self.view, k, v, torch.arange(first, first + len(k)))
         self.ids = torch.randperm(num_blocks).int()
 
     def passes(self, batch: int, context: int) -> tuple[Any, int]:
@@ -79,7 +79,7 @@ class Pool:
 
         def run() -> None:
             for plan in plans:
-                backend("native").run(self.view, query, plan, OPTIONS, out=out)
+                device_of("native").run(self.view, query, plan, OPTIONS, out=out)
 
         return timed(run), calls * batch * context * self.token_bytes
 

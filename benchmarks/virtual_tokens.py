@@ -28,7 +28,7 @@ from machine import emit, emit_machine
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM, Cache, SamplingParams
-from quire.attention import AttentionOptions, attention_batch, backend
+from quire.attention import AttentionOptions, attention_batch, device_of
 from quire.baselines.contiguous import ContiguousStorage
 from quire.memory import KVView, PagedStorage, VirtualStorage
 from quire.spec import KVSpec
@@ -127,7 +127,7 @@ def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
             storage,
         )
 
-    attention, query = backend("native"), torch.randn(num_sequences, Q_HEADS, HEAD_DIM).bfloat16()
+    attention, query = device_of("native"), torch.randn(num_sequences, Q_HEADS, HEAD_DIM).bfloat16()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {name: [] for name in views}

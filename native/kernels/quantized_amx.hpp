@@ -1,5 +1,5 @@
-// Products of bf16 rows with panels of codes on AMX tiles: tdpbf16ps sums a block of 32 inputs as in
-// quantized_reference.py, even and odd inputs apart, and adds the sum to its tile, which holds a group's sum.
+// Products of bf16 rows with panels of codes on AMX tiles: tdpbf16ps sums a block of 32 inputs as quantized_reference.py says, even and odd
+// ones apart, and adds the sum to its tile, which holds a group's sum.
 //
 // Codes become bf16 pairs in the thread's scratch, of two panels at a time, once for all rows of a block: a range of K
 // of two panels is decoded while the range before it is multiplied, since vector and matrix units work in parallel. Two

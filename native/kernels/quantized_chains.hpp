@@ -1,5 +1,5 @@
-// Products of bf16 rows with panels of codes by vdpbf16ps, which multiplies pairs: the order of operations of
-// quantized_reference.py, if a pair is two successive inputs of a sum of even or odd inputs (quantized_rows.hpp).
+// Products of bf16 rows with panels of codes by vdpbf16ps, which multiplies pairs: quantized_reference.py's order of operations too, where a pair is two
+// inputs that follow each other in a sum of even or odd ones (quantized_rows.hpp).
 //
 // A processor may not round between the two products of a pair: chains_keep_order() tests that. If it does not, codes
 // are multiplied in float32.

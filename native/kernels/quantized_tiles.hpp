@@ -1,5 +1,4 @@
-// Products of rows with panels of codes, by vector instructions in the order of operations of quantized_reference.py;
-// lanes are columns.
+// Products of rows with panels of codes, by vector instructions: quantized_reference.py's order of operations, lanes being columns.
 //
 // For each panel and each few hundred inputs: the codes become float32 in the thread's scratch (quantized_widen.hpp), once for
 // all rows of the block; then tiles of rows multiply by them. Several blocks of a few rows are computed at once, so

@@ -1,6 +1,5 @@
-// The kernel of vector instructions for panels of codes. Up to four rows: codes become float32 in registers and are
-// multiplied there, so that a row takes little longer than loading its codes. More rows share decoded codes
-// (quantized_tiles.hpp). Both follow the order of quantized_reference.py.
+// The kernel of vector instructions for panels of codes. Up to four rows: codes become float32 in registers and are multiplied there, so that a
+// row takes little longer than its codes take to come. More rows share what was widened (quantized_tiles.hpp). Both in quantized_reference.py's order.
 #pragma once
 
 #include "kernels/quantized_tiles.hpp"

@@ -1,10 +1,10 @@
-"""Which back end a part of this machine runs on: the one place where "native or python" is decided.
+"""The choice between native and python for the parts of this machine, made in one place.
 
-Other devices are in `quire.attention.devices`, the registry of all that a model may run on; what stays on this machine
-beside them (the block manager) is decided here.
+Other devices are in `quire.attention.devices`, the registry of all devices; parts that stay on this machine in any case
+(the block manager) choose here.
 
-`native` is the extension `quire._native`, `python` what runs without it. Asked for by argument, else by the
-environment variable QUIRE_BACKEND, else native where it is built.
+`native` is the extension `quire._native`, `python` runs without it. The argument decides, else the environment variable
+QUIRE_BACKEND, else native is used if it was built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BackendName = Literal["native", "python"]
 
 
 def native_module() -> ModuleType | None:
-    """`quire._native`, or None where it was not built. For who asks what there is; who computes asks `extension`."""
+    """`quire._native`, or None if it was not built. To inspect it; code that computes calls `extension`."""
     try:
         return importlib.import_module("quire._native")
     except ImportError:
@@ -30,35 +30,35 @@ def native_module() -> ModuleType | None:
 
 
 def is_host_backend(name: str | None) -> bool:
-    """Whether `LLM(backend=name)` computes on this machine; other names are those of registered devices."""
+    """Whether `LLM(backend=name)` computes on this machine; other names are registered devices."""
     return name in (None, "native", "python")
 
 
 def choose_backend(name: str | None, *, needs: str) -> BackendName:
-    """The back end to use for a part whose native form is `quire._native.<needs>`.
+    """The backend of a part whose native form is `quire._native.<needs>`.
 
-    Raises ArgumentError for an unknown name, BackendError if native is asked for and is not there.
+    Raises ArgumentError for an unknown name, BackendError if native is requested but missing.
     """
-    asked = name if name is not None else os.environ.get("QUIRE_BACKEND") or None
-    where = "backend" if name is not None else "the environment variable QUIRE_BACKEND"
-    if asked not in (None, "native", "python"):
-        raise ArgumentError(f'expected "native" or "python", got {asked!r} for {where}')
-    if asked == "python":
+    requested = name if name is not None else os.environ.get("QUIRE_BACKEND") or None
+    source = "backend" if name is not None else "the environment variable QUIRE_BACKEND"
+    if requested not in (None, "native", "python"):
+        raise ArgumentError(f'expected "native" or "python", got {requested!r} for {source}')
+    if requested == "python":
         return "python"
     if hasattr(native_module(), needs):
         return "native"
-    if asked == "native":
+    if requested == "native":
         raise BackendError(
-            f'expected quire._native with {needs} for backend "native" (from {where}), and it is not built here; '
+            f'expected quire._native with {needs} for backend "native" (from {source}), and it is not built here; '
             f'install with a C++20 compiler, or use backend="python"'
         )
     return "python"
 
 
 def extension(backend: str | None = None) -> Any:
-    """`quire._native` for what runs on this machine beside `LLM(backend=backend)`; None where it is not to be called.
+    """`quire._native` for the parts that run on this machine with `LLM(backend=backend)`; None if it may not be called.
 
-    That is with "python", and where it was not built. Beside a registered device, and without a name, the environment
+    It is None with "python", and if it was not built. With a registered device, or without a name, the environment
     decides. *raises:* as `choose_backend`.
     """
     name = backend if is_host_backend(backend) else None

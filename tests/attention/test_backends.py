@@ -5,33 +5,33 @@ from __future__ import annotations
 import pytest
 
 from quire import backends
-from quire.attention import backend, reference_attention
+from quire.attention import device_of, reference_attention
 from quire.errors import ArgumentError, BackendError
 
 
 def test_python_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend("python") is reference_attention.BACKEND
+    assert device_of("python") is reference_attention.BACKEND
     monkeypatch.setenv("QUIRE_BACKEND", "python")
-    assert backend() is reference_attention.BACKEND
+    assert device_of() is reference_attention.BACKEND
 
 
 def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_BACKEND", raising=False)
     monkeypatch.setattr(backends, "native_module", lambda: None)
-    assert backend() is reference_attention.BACKEND
+    assert device_of() is reference_attention.BACKEND
     with pytest.raises(BackendError, match=r"not built here; install with a C.*compiler"):
-        backend("native")
+        device_of("native")
     monkeypatch.setenv("QUIRE_BACKEND", "native")
     with pytest.raises(BackendError, match='backend="python"'):
-        backend()
-    assert backend("python") is reference_attention.BACKEND
+        device_of()
+    assert device_of("python") is reference_attention.BACKEND
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ArgumentError, match=r"a back end, one of \['native', 'python'\], got 'cuda' - in `backend`"
+        ArgumentError, match=r"a device, one of \['native', 'python'\], got 'cuda' - in `backend`"
     ):
-        backend("cuda")
+        device_of("cuda")
     monkeypatch.setenv("QUIRE_BACKEND", "fast")
     with pytest.raises(ArgumentError, match="QUIRE_BACKEND"):
-        backend()
+        device_of()

@@ -9,7 +9,7 @@ import torch
 from support.paged_case import Shape, make_case
 
 from quire.attention import reference_attention
-from quire.attention.codecs import codec_of, turn_size, turned, turned_query
+from quire.attention.codecs import codec_of, rotate, rotate_query, rotation_size
 from quire.errors import ArgumentError
 from quire.spec import LayerSpec, Span
 
@@ -20,13 +20,13 @@ INT8, INT4 = codec_of("int8"), codec_of("int4")
     ("width", "size"), [(8, 8), (24, 8), (64, 64), (80, 16), (128, 128), (256, 128), (192, 64)]
 )
 def test_turning_keeps_products(width: int, size: int) -> None:
-    assert turn_size(width) == size
+    assert rotation_size(width) == size
     k, q = torch.randn(2, 5, width)
-    torch.testing.assert_close((turned(k) * turned_query(q)).sum(-1), (k * q).sum(-1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close((rotate(k) * rotate_query(q)).sum(-1), (k * q).sum(-1), rtol=1e-5, atol=1e-4)
     # One channel of a block is spread over all of them, with one magnitude.
     one = torch.zeros(width)
     one[size - 1] = 3.0
-    assert set(turned(one)[:size].abs().tolist()) == {3.0}
+    assert set(rotate(one)[:size].abs().tolist()) == {3.0}
 
 
 def test_a_code_is_the_nearest_multiple_of_a_scale_of_two_bytes() -> None:

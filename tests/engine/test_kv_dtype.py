@@ -31,8 +31,8 @@ def test_a_budget_holds_more_tokens_than_of_16_bits(kv_dtype: str, times: float,
     spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=head_dim)
     coded = with_kv_dtype(spec, kv_dtype)
     assert spec.bytes_per_token >= times * coded.bytes_per_token
-    assert coded.kv_dtype == coded.kept_in == kv_dtype
-    assert coded.plain == spec
+    assert coded.kv_dtype == coded.kv_dtype_by_layers == kv_dtype
+    assert coded.in_model_dtype == spec
     assert spec == with_kv_dtype(spec, "auto") == with_kv_dtype(spec, "bf16")
 
 
@@ -84,7 +84,7 @@ def test_what_cannot_have_it_is_refused_with_what_runs() -> None:
     latent = KVSpec((LayerSpec(Span(), 1, 40, 32, latent=True),), name="deepseek_v3")
     with pytest.raises(ArgumentError, match=r"got deepseek_v3 with latents \(layer 0\).*take auto"):
         with_kv_dtype(latent, "int8")
-    with pytest.raises(ArgumentError, match=r"heads of 20 elements \(layer 0\), no multiple of 8"):
+    with pytest.raises(ArgumentError, match=r"heads of 20 elements \(layer 0\), not a multiple of 8"):
         with_kv_dtype(KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=20), "int8")
     config = AutoConfig.for_model(
         *("gpt_neo",),
@@ -112,9 +112,9 @@ def test_layers_have_formats_of_their_own() -> None:
     assert _by_layer(spec, "first:4=k8v4,last:2=int8") == ["k8v4", "k8v4", "k8v4", "", "k8v4", "int8"]
     assert _by_layer(spec, "0=auto,last:2=int4") == ["", "", "", "", "int4", "int4"]
     told = "int8 (layers 0, 4), bfloat16 (layer 1), k8v4 (layer 2) and int4 (layer 5)"
-    assert with_kv_dtype(spec, given).kept_in == told
+    assert with_kv_dtype(spec, given).kv_dtype_by_layers == told
     for wrong, says in [
-        ({"3": "int8"}, "a layer that keeps K and V of its own, 0-2, 4-5, got 3"),
+        ({"3": "int8"}, "a layer that stores K and V of its own, 0-2, 4-5, got 3"),
         ({"first:0": "int8"}, "got 'first:0'"),
         (
             "int8,windows=bf16",

@@ -44,7 +44,7 @@ def change(folder: Path, index: int, byte: int) -> Any:
     try:
         entry = sorted(tier.entries(), key=lambda entry: (-entry.info.start, entry.key))[index]
         with tiny_llm.llm() as llm:
-            shape = PayloadLayout.of(llm.spec)
+            shape = PayloadLayout.from_spec(llm.spec)
         value = tier.peek(entry.key)
         assert value is not None
         tokens = np.frombuffer(entry.info.tokens, "<i4")
@@ -114,7 +114,7 @@ def test_block_sizes_divide_where_segments_begin(tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_difference() -> None:
-    shape = PayloadLayout.of(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
+    shape = PayloadLayout.from_spec(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
     one = np.random.default_rng(0).integers(0, 256, 10 * shape.bytes_per_token, np.uint8)
     assert first_difference(one, one.copy(), shape) is None
     layer_bytes = 10 * shape.bytes_per_token // 3

@@ -18,7 +18,7 @@ from support.fake_device import FakeDevice, OnDevice, registered
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 
 from quire import LLM, KVSpec, SamplingParams
-from quire.attention import backend
+from quire.attention import device_of
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.device import HostMemory
 from quire.memory.paged import PagedStorage
@@ -131,8 +131,8 @@ def test_budget_and_storages_are_the_devices(device: FakeDevice) -> None:
 
 
 def test_a_name_is_registered_once(device: FakeDevice) -> None:
-    assert backend("fake") is device
+    assert device_of("fake") is device
     with pytest.raises(ArgumentError, match="expected a new name"), registered():
         pass
     with pytest.raises(ArgumentError, match=r"back end, one of \['fake', 'native', 'python'\], got 'fast'"):
-        backend("fast")
+        device_of("fast")

@@ -114,7 +114,7 @@ def test_a_state_that_is_gone_or_damaged_costs_time_alone(tmp_path: Path) -> Non
     for damaged in (False, True):
         with serve(model, **options) as llm:
             answers_of(llm, [LONG])
-            layout = StatePayloadLayout.of(llm.spec)
+            layout = StatePayloadLayout.from_spec(llm.spec)
         tier = DiskTier(str(tmp_path), None)
         states = [entry for entry in tier.entries() if entry.num_bytes > layout.bytes_per_state]
         assert len(states) == 1

@@ -23,7 +23,7 @@ from support.hf_case import (
 )
 from transformers import LlamaConfig, PreTrainedModel, T5Config
 
-from quire.attention import backend, reference_attention
+from quire.attention import device_of, reference_attention
 from quire.backends import native_module
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, acceleration, restore
@@ -370,7 +370,7 @@ def test_what_cannot_be_kept_so_is_refused() -> None:
 
 
 def test_a_back_end_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(backend("python")), "kv_formats", ())
+    monkeypatch.setattr(type(device_of("python")), "kv_formats", ())
     with pytest.raises(ArgumentError, match="the model dtype alone, got int8"):
         _cache(model_of("llama"), backend="python")
 

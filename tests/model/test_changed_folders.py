@@ -148,7 +148,9 @@ def read_fault(
     tensors = folder.tensors_of_two
     try:
         found = checkpoint_weights(config, folder.headers, tensors.__getitem__)
-        read = {weight.name: weight.widened(tensors.__getitem__, torch.float32) for weight in found.weights}
+        read = {
+            weight.name: weight.dequantize(tensors.__getitem__, torch.float32) for weight in found.weights
+        }
     except QuireError as error:
         said = str(error)
         return None if any(name in said for name in named) and "\n" not in said else said
@@ -214,7 +216,7 @@ def tensor_fault(
         found = checkpoint_weights(
             folder.config["quantization_config"], changed_folders.headers_of(few), few.__getitem__
         )
-        read = {weight.name: weight.widened(few.__getitem__, torch.float32) for weight in found.weights}
+        read = {weight.name: weight.dequantize(few.__getitem__, torch.float32) for weight in found.weights}
     except QuireError as error:
         return None if module in str(error) and "\n" not in str(error) else str(error)
     except Exception as error:

@@ -12,7 +12,7 @@ from support import proved_once as once
 from support import tiny_llm
 
 from quire.model import PreparedModel, load
-from quire.model.prove.model_probe import rehearse
+from quire.model.prove.model_probe import run_probe_steps
 
 proved_once = once.proved_once
 
@@ -42,12 +42,12 @@ def test_a_known_model_answers_as_one_that_was_proved(prepare: Callable[..., Any
     assert proved
     again, proved = prepare(tiny_llm.model())
     assert not proved
-    assert torch.equal(rehearse(again), rehearse(first))
+    assert torch.equal(run_probe_steps(again), run_probe_steps(first))
     assert (again.decoder is None) == (first.decoder is None)
     assert (None if again.fused is None else again.fused.counts) == (
         None if first.fused is None else first.fused.counts
     )
-    assert again.stamp.look().changed is None
+    assert again.model_record.compare().changed is None
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

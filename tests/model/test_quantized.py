@@ -19,7 +19,7 @@ from quire.model.fingerprint import fingerprint
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
-from quire.model.prove.model_probe import rehearse
+from quire.model.prove.model_probe import run_probe_steps
 from quire.model.quantized import (
     coded_weights,
     hold_quantized,
@@ -192,7 +192,7 @@ def decode(weights: Any, tmp_path: Any) -> tuple[bool, torch.Tensor]:
     loaded = load(str(tmp_path), dtype="bfloat16", weights=parse_weights(weights))
     prepared = PreparedModel(loaded, backend="native")
     try:
-        return prepared.decoder is not None, rehearse(prepared)
+        return prepared.decoder is not None, run_probe_steps(prepared)
     finally:
         prepared.restore()
 

@@ -63,8 +63,8 @@ def test_a_position_seen_is_not_computed_again() -> None:
 
 
 def test_beyond_the_most_positions_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "_FEWEST", 8)
-    monkeypatch.setattr(rotary, "_MOST", 32)
+    monkeypatch.setattr(rotary, "_MIN_POSITIONS", 8)
+    monkeypatch.setattr(rotary, "_MAX_POSITIONS", 32)
     own = own_module()
     rows = RotaryRows(own, torch.float32)
     for positions in (torch.tensor([3, 31]), torch.tensor([5, 32]), torch.tensor([31, 0])):

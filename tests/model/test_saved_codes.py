@@ -22,7 +22,7 @@ from quire import LLM
 from quire.errors import LoadError
 from quire.model import PreparedModel, load, saved_codes
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.prove.model_probe import rehearse
+from quire.model.prove.model_probe import run_probe_steps
 from quire.model.quantized import coded_weights, tell_weights
 from quire.quantized import QuantizedPanels, QuantizedWeight
 from quire.saved_folder import SavedFolder
@@ -92,7 +92,7 @@ def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None =
             for index, one in enumerate([weight] if isinstance(weight, QuantizedPanels) else weight):
                 panels[f"{name} {index}"] = _panels(one).tobytes()
         prepared = PreparedModel(loaded, backend="native", packed_weights=folder)
-    logits = rehearse(prepared).float().numpy().tobytes()
+    logits = run_probe_steps(prepared).float().numpy().tobytes()
     told = fingerprint, tell_weights(loaded.model)
     return Start(prepared, logits, panels, told, len(made), bool(probes))
 
@@ -124,7 +124,7 @@ def _check_starts(
         assert start.panels == fresh.panels
         assert start.logits == fresh.logits
         assert start.told == fresh.told
-        assert all(weight.is_kept for weight in coded_weights(start.prepared.loaded.model).values())
+        assert all(weight.is_saved for weight in coded_weights(start.prepared.loaded.model).values())
         assert len(_files(kept)) == num_files
         start.prepared.restore()
     assert len(list(kept.glob("*.proof"))) == is_proof_kept
@@ -248,11 +248,11 @@ def test_any_codes_are_read_again_from_their_panels(kind: str) -> None:
     start = -panels.ctypes.data % 64
     panels = panels[start : start + packed.native.num_bytes]
     panels[:] = _panels(packed)
-    again = QuantizedPanels.at(panels, packed.told, 40, 256, torch.bfloat16)
+    again = QuantizedPanels.from_packed(panels, packed.metadata, 40, 256, torch.bfloat16)
     x = torch.randn(5, 256, dtype=torch.bfloat16)
     assert torch.equal(again.multiply(x, None), packed.multiply(x, None))
     assert torch.equal(again.unpack(torch.float32), packed.unpack(torch.float32))
-    assert (again.label, again.num_bytes, again.told) == (packed.label, packed.num_bytes, packed.told)
+    assert (again.label, again.num_bytes, again.metadata) == (packed.label, packed.num_bytes, packed.metadata)
     assert again.native.goes_with(packed.native)
 
 

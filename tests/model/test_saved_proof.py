@@ -17,7 +17,7 @@ from support.architectures import tiny
 from quire.atomic_file import FileCalls
 from quire.errors import UnsupportedModelError
 from quire.model import PreparedModel, load, saved_proof
-from quire.model.prove.model_probe import rehearse
+from quire.model.prove.model_probe import run_probe_steps
 from quire.saved_folder import SavedFolder
 
 pytest.importorskip("quire._native")
@@ -78,7 +78,7 @@ def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
 ) -> None:
     starts.save(name, dtype)
     plain, _ = starts.start(kept=False)
-    expected, fused = rehearse(plain), plain.fused
+    expected, fused = run_probe_steps(plain), plain.fused
     assert fused is not None
     for proved_now in (True, False, False):
         prepared, proved = starts.start()
@@ -86,7 +86,7 @@ def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
         assert prepared.fused is not None
         assert prepared.fused.counts == fused.counts
         assert (prepared.decoder is None) == (plain.decoder is None)
-        assert torch.equal(rehearse(prepared), expected)
+        assert torch.equal(run_probe_steps(prepared), expected)
         replaced = [n for n, m in prepared._model.named_modules() if "forward" in m.__dict__]
         assert replaced == [n for n, m in plain._model.named_modules() if "forward" in m.__dict__]
         prepared.restore()
@@ -108,7 +108,7 @@ def test_states_are_proved_by_the_first_start_alone(
     for num_proved in (1, 1):
         prepared, _ = starts.start()
         assert len(proved) == num_proved
-        got = rehearse(prepared)
+        got = run_probe_steps(prepared)
         assert expected is None or torch.equal(got, expected)
         expected = got
         prepared.restore()

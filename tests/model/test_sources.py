@@ -11,7 +11,7 @@ import torch
 from support import gguf_case
 
 from quire.errors import LoadError
-from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, widen
+from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, to_float32
 
 
 def test_a_live_model_and_its_files_are_one_source(tmp_path: Path) -> None:
@@ -25,7 +25,11 @@ def test_a_live_model_and_its_files_are_one_source(tmp_path: Path) -> None:
     assert live.keys() == stored.keys()
     assert set(source.files) == set(tmp_path.glob("*.safetensors"))
     for name, tensor in stored.items():
-        assert (tensor.shape, tensor.stored, tensor.is_quantized) == (live[name].shape, torch.bfloat16, False)
+        assert (tensor.shape, tensor.saved_type, tensor.is_quantized) == (
+            live[name].shape,
+            torch.bfloat16,
+            False,
+        )
         assert tensor.path in source.files
         assert torch.equal(tensor.read(), live[name].read())
     assert LiveSource(model).files == ()
@@ -56,18 +60,18 @@ def test_a_gguf_file_gives_codes_with_their_type(tmp_path: Path) -> None:
     assert (source.field("qwen3.block_count"), source.field("no.such")) == (2, None)
     weight = model.model.layers[1].mlp.down_proj.weight.detach()
     codes = tensors["blk.1.ffn_down.weight"]
-    assert (codes.shape, codes.stored, codes.is_quantized) == ((64, 96), "Q8_0", True)
+    assert (codes.shape, codes.saved_type, codes.is_quantized) == ((64, 96), "Q8_0", True)
     expected = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(codes.read().numpy(), expected)
     with source.path.open("rb") as file:
         file.seek(codes.offset or 0)
         assert file.read(expected.nbytes) == expected.tobytes()
     widened = gguf.dequantize(expected, gguf.GGMLQuantizationType.Q8_0)
-    assert np.array_equal(widen(codes).numpy(), widened)
+    assert np.array_equal(to_float32(codes).numpy(), widened)
     norm = tensors["output_norm.weight"]
-    assert (norm.stored, norm.is_quantized) == (torch.float32, False)
+    assert (norm.saved_type, norm.is_quantized) == (torch.float32, False)
     assert torch.equal(norm.read(), model.model.norm.weight)
-    assert torch.equal(widen(norm), model.model.norm.weight)
+    assert torch.equal(to_float32(norm), model.model.norm.weight)
 
 
 def test_many_rows_are_widened_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +80,9 @@ def test_many_rows_are_widened_piece_by_piece(tmp_path: Path, monkeypatch: pytes
         for tensor in GGUFSource(gguf_case.write(tmp_path / "m.gguf", gguf_case.tiny()))
         if tensor.name == "token_embd.weight"
     ]
-    whole = widen(tensor)
-    monkeypatch.setattr("quire.model.sources.gguf_source._WIDENED_AT_ONCE", 64 * 7)
-    assert torch.equal(widen(tensor), whole)
+    whole = to_float32(tensor)
+    monkeypatch.setattr("quire.model.sources.gguf_source._CHUNK_VALUES", 64 * 7)
+    assert torch.equal(to_float32(tensor), whole)
 
 
 def test_every_kind_of_value_of_a_header_is_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
 from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters, state_proof
-from quire.model.state.state_proof import TOLERANCE, distance, is_as_good, prove_states
+from quire.model.state.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
 from quire.recurrence import backend, recurrence_step
 from quire.spec.state_spec import state_specs
 from quire.step import RecurrenceStep
@@ -66,7 +66,7 @@ def test_an_adapter_computes_what_its_mixer_does_over_a_prompt(model: Any) -> No
 def test_in_16_bits_an_adapter_loses_no_more_than_its_mixer(model: Any, dtype: torch.dtype) -> None:
     adapter = first(copy.deepcopy(model).to(dtype))
     assert distance(adapter, 8) <= TOLERANCE
-    assert is_as_good(adapter)
+    assert is_within_bounds(adapter)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,13 +84,13 @@ def test_what_loses_more_than_the_mixer_is_refused(monkeypatch: pytest.MonkeyPat
     """In float32 it computes the same; in bfloat16 its answer is rounded to fewer bits."""
     adapters = state_adapters(tiny_model("mamba").bfloat16(), REFERENCE)
     kind: Any = type(next(iter(adapters.values())))
-    rows = kind.rows
+    rows = kind.compute_rows
 
     def coarse(self: Any, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         answer = rows(self, hidden, *rest)
         return answer if hidden.dtype is torch.float32 else answer + answer * 2.0**-6
 
-    monkeypatch.setattr(kind, "rows", coarse)
+    monkeypatch.setattr(kind, "compute_rows", coarse)
     with pytest.raises(UnsupportedModelError, match=r"to lose no more in torch\.bfloat16"):
         prove_states(adapters)
 
@@ -240,7 +240,7 @@ def test_the_lowest_time_step_holds_for_every_row() -> None:
     assert distance(adapter, 8) < TOLERANCE
     hidden, states = torch.randn(8, adapter.hidden_size), fresh_states(adapter, 1, [0])
     with torch.no_grad():
-        whole = adapter.own(hidden)
+        whole = adapter.module_output(hidden)
     rows = [
         adapter.forward(hidden[at, None], states, recurrence_step([0, 1], [0], positions=torch.tensor([at])))
         for at in range(8)

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_case import Case, Shape, make_case, page, repage, shapes, tolerance
 
-from quire.attention import backend, reference_attention
+from quire.attention import device_of, reference_attention
 from quire.errors import ArgumentError, BackendError
 
 try:
-    native = backend("native")
+    native = device_of("native")
 except BackendError as error:
     pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
 

@@ -111,25 +111,25 @@ def test_what_it_weighs() -> None:
 def test_parts_make_the_whole(kind: str) -> None:
     weight = random_weight(kind, 70, 512)
     cuts = [(0, 32), (32, 64), (64, 70)]
-    parts = [weight.rows(*cut) for cut in cuts]
+    parts = [weight.slice_outputs(*cut) for cut in cuts]
     packed, whole = (
-        QuantizedPanels.of_parts(parts, 70, torch.bfloat16),
+        QuantizedPanels.from_parts(parts, 70, torch.bfloat16),
         QuantizedPanels(weight, torch.bfloat16),
     )
     assert (packed.num_outputs, packed.num_bytes) == (70, whole.num_bytes)
     x = rows_of(5, 512, torch.bfloat16)
     assert torch.equal(product(packed, x, None), product(whole, x, None))
     assert torch.equal(packed.unpack(), whole.unpack())
-    for wrong in (parts[:2], [weight.rows(0, 30), weight.rows(30, 70)], [parts[0], *parts]):
+    for wrong in (parts[:2], [weight.slice_outputs(0, 30), weight.slice_outputs(30, 70)], [parts[0], *parts]):
         with pytest.raises(ArgumentError, match="that make 70 outputs"):
-            QuantizedPanels.of_parts(wrong, 70, torch.bfloat16)
+            QuantizedPanels.from_parts(wrong, 70, torch.bfloat16)
 
 
 def test_panels_are_read_where_they_lie() -> None:
     weight = random_weight("int4:128", 48, 512)
     packed, template = (
         QuantizedPanels(weight, torch.float32),
-        QuantizedPanels(weight.rows(0, 16), torch.float32),
+        QuantizedPanels(weight.slice_outputs(0, 16), torch.float32),
     )
     whole = packed.native
     held = np.ctypeslib.as_array((ctypes.c_uint8 * whole.num_bytes).from_address(whole.address))

@@ -20,7 +20,7 @@ from quire.quantized.readers import CheckpointModule, CheckpointWeights, checkpo
 @dataclass
 class Header:
     shape: tuple[int, ...]
-    stored: torch.dtype
+    saved_type: torch.dtype
 
 
 def read(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CheckpointWeights:
@@ -41,7 +41,7 @@ def one(config: dict[str, Any], module: dict[str, torch.Tensor], prefix: str = "
     assert replace(said, scales=found.scales) == found  # told by the headers alone
     assert said.num_bytes(*weight.shape) == found.num_bytes(*weight.shape)
     for dtype in (torch.bfloat16, torch.float32):
-        widened = weight.widened(tensors.__getitem__, dtype)
+        widened = weight.dequantize(tensors.__getitem__, dtype)
         assert torch.equal(widened, read_weight.dequantize().to(dtype))
     return read_weight
 
@@ -100,7 +100,7 @@ def test_gptq_settings_of_single_modules() -> None:
     tensors = packing.gptq(weight, minus_one=False)
     tensors.pop("g_idx")
     config = {"quant_method": "gptq", "sym": True, "group_size": 16, "dynamic": {r"-:.*down": {}}}
-    with pytest.raises(LoadError, match=r"mlp.up.weight: .*group_size says, 16, got scales of 2 groups"):
+    with pytest.raises(LoadError, match=r"mlp.up.weight: .*group_size = 16, got scales of 2 groups"):
         one(config, tensors)
     config["dynamic"] = {r"+:mlp\.u": {"group_size": 32}}
     same_bits(one(config, tensors), weight.values)
@@ -156,7 +156,7 @@ def test_compressed_tensors_in_bytes() -> None:
     for block in ([128], "128", "128x", "128x-1", [128.0, 128], [True, 128], [0, 128], {"rows": 128}, 128):
         with pytest.raises(LoadError, match=r"weights\.block_structure: expected two whole numbers above 0"):
             read(scheme(num_bits=8, type="float", block_structure=block), tensors)
-    with pytest.raises(LoadError, match=r"block_structure says, \[64, 64\], got scales of \[2, 2\]"):
+    with pytest.raises(LoadError, match=r"block_structure = \[64, 64\], got scales of \[2, 2\]"):
         one(scheme(num_bits=8, type="float", block_structure="64x64"), tensors)
 
 
@@ -265,7 +265,7 @@ def test_fp8_in_blocks(outputs: int, inputs: int) -> None:
     same_bits(one({"quant_method": "fp8"}, tensors), values)  # transformers' default
     with pytest.raises(LoadError, match=r"weight_block_size: expected two whole numbers above 0"):
         one({**config, "weight_block_size": "128 by 128"}, tensors)
-    with pytest.raises(LoadError, match=r"weight_block_size says, \[64, 128\], got scales of"):
+    with pytest.raises(LoadError, match=r"weight_block_size = \[64, 128\], got scales of"):
         one({**config, "weight_block_size": [64, 128]}, tensors)
     assert got.group == (128 if inputs % 128 == 0 else 64)
 
@@ -293,7 +293,7 @@ def test_mxfp4_experts() -> None:
     for expert, expected in zip(experts, values, strict=True):
         same_bits(expert, expected)
     theirs = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
-    assert torch.equal(weight.widened(tensors.__getitem__, torch.bfloat16), theirs)
+    assert torch.equal(weight.dequantize(tensors.__getitem__, torch.bfloat16), theirs)
 
 
 @pytest.mark.parametrize("nested", [False, True])

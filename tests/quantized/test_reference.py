@@ -56,7 +56,7 @@ def test_inputs_in_another_order() -> None:
 
 def test_rows_are_those_of_the_whole() -> None:
     weight = random_weight("int5:32 with super-blocks and minimums", 9, 256)
-    assert torch.equal(weight.rows(2, 5).dequantize(), weight.dequantize()[2:5])
+    assert torch.equal(weight.slice_outputs(2, 5).dequantize(), weight.dequantize()[2:5])
 
 
 def test_another_width_is_refused() -> None:

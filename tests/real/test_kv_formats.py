@@ -80,7 +80,7 @@ def _logprobs(
     except ArgumentError as error:
         pytest.skip(str(error))
     prepared.key_offsets, left_out = {}, frozenset[int]()
-    if spec.plain is not spec:
+    if spec.in_model_dtype is not spec:
         prepared.key_offsets, left_out = measure_key_offsets(prepared, spec)
     score = paged_logprobs(prepared, with_kv_dtype(prepared.spec, kv_dtype, but=left_out))
     return torch.cat([score(window, first) for window, first in windows(tokens)]).double()

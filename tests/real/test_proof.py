@@ -35,13 +35,13 @@ def test_every_module_is_what_one_of_its_kind_was_found_to_be(checkpoint: Path) 
     parts = {module: part for module in model.modules() if (part := fused.part_of(module)) is not None}
     attentions = {module: part for module, part in parts.items() if isinstance(part, FusedAttention)}
     layers = {module: part for module, part in parts.items() if isinstance(part, FusedLayer)}
-    layer_of = {module: part.place[0] for module, part in attentions.items()}
-    layer_of |= {module: part.attention.place[0] for module, part in layers.items()}
+    layer_of = {module: part.layer_and_options[0] for module, part in attentions.items()}
+    layer_of |= {module: part.attention.layer_and_options[0] for module, part in layers.items()}
     near, far = record(prepared, parts, layer_of)
     proof = Proof(prepared, near, far)
     found = ProofResult(
-        norms={module: part.found for module, part in parts.items() if isinstance(part, RowNorm)},
-        mlps={module: part.found for module, part in parts.items() if isinstance(part, FusedMlp)},
+        norms={module: part.finding for module, part in parts.items() if isinstance(part, RowNorm)},
+        mlps={module: part.finding for module, part in parts.items() if isinstance(part, FusedMlp)},
         attentions=attentions,
     )
     assert found.norms

@@ -9,7 +9,7 @@ import torch
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionOptions, Device, attention_batch, backend, reference_attention
+from quire.attention import AttentionOptions, Device, attention_batch, device_of, reference_attention
 from quire.attention.devices import register, unregister
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
@@ -23,7 +23,7 @@ def registered() -> Iterator[Device]:
     from recipes.row_by_row import RowByRow
 
     register(RowByRow.name, RowByRow)
-    yield backend(RowByRow.name)
+    yield device_of(RowByRow.name)
     unregister(RowByRow.name)
 
 
@@ -38,7 +38,7 @@ def test_it_computes_what_the_reference_does(registered: Device) -> None:
     plan = attention_batch([0, 7, 8], [11, 5], [[0, 1, 2], [3, 4, -1]], 4)
     options = AttentionOptions(0.3)
     torch.testing.assert_close(
-        backend(registered.name).run(view, query, plan, options),
+        device_of(registered.name).run(view, query, plan, options),
         reference_attention.run(view, query, plan, options),
     )
 

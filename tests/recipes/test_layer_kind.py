@@ -26,7 +26,7 @@ def span() -> Iterator[Span]:
 
 def test_what_it_needs(span: Span) -> None:
     assert [span.first_needed(position) for position in range(14)] == [0] * 9 + [4] * 4 + [8]
-    assert max(q - span.first_needed(q) + 1 for q in range(100)) == span.most_kept == 9
+    assert max(q - span.first_needed(q) + 1 for q in range(100)) == span.max_num_kept == 9
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8])

@@ -111,10 +111,10 @@ def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: p
 
 
 def test_another_back_end_is_found_by_its_name() -> None:
-    register("mine", reference_recurrence.ReferenceBackend)
+    register("mine", reference_recurrence.ReferenceRecurrence)
     try:
-        assert isinstance(backend("mine"), reference_recurrence.ReferenceBackend)
+        assert isinstance(backend("mine"), reference_recurrence.ReferenceRecurrence)
     finally:
         unregister("mine")
-    with pytest.raises(ArgumentError, match="a back end of recurrences"):
+    with pytest.raises(ArgumentError, match="a backend of recurrences"):
         backend("mine")

@@ -79,10 +79,10 @@ def test_deepseek_v3_keeps_latents_71_times_smaller_than_keys_and_values() -> No
     assert expanded // spec.bytes_per_token == 71
     (layer,) = set(spec.layers)
     assert layer == LayerSpec(Span(), 1, 576, 512, latent=True)
-    assert (layer.elements_per_token, layer.stored_dims, layer.given_dims) == (576, (576,), (512, 64))
+    assert (layer.elements_per_token, layer.stored_dims, layer.input_dims) == (576, (576,), (512, 64))
     (group,) = spec.groups
     assert group.bytes_per_block(16) == 16 * spec.bytes_per_token == spec.block_bytes(16)
-    layout = PayloadLayout.of(spec)
+    layout = PayloadLayout.from_spec(spec)
     assert layout.bytes_per_token == spec.bytes_per_token
     assert len(list(layout.rows(3))) == 61
 
@@ -207,8 +207,8 @@ def test_layer_types_that_lack_layers() -> None:
     ("model_type", "message"),
     [
         ("deepseek_v4", r"model type deepseek_v4: .* \d+ compressed_sparse_attention"),
-        ("qwen4_exp_text", "layer 0 is 'linear_attention', which keeps a state that quire does not know"),
-        ("fnet", "no attention heads: they keep no K and V"),
+        ("qwen4_exp_text", "layer 0 is 'linear_attention', with a state that quire does not support"),
+        ("fnet", "no attention heads: they store no K and V"),
         ("t5", "model type t5: expected a decoder-only model"),
     ],
 )
@@ -248,7 +248,7 @@ def test_shapes_are_those_the_model_stores(name: str) -> None:
     with torch.inference_mode():
         model(torch.arange(2, 5)[None] % VOCAB_SIZE, past_key_values=cache, use_cache=True)
     stored = {
-        index: (layer.num_kv_heads, *layer.given_dims)
+        index: (layer.num_kv_heads, *layer.input_dims)
         for index, layer in enumerate(KVSpec.from_config(model.config).layers)
         if layer.shares_kv_with is None
     }

@@ -55,7 +55,7 @@ def test_groups_hold_every_layer_once_and_are_dense_where_they_can_be(kinds: dic
     for group in groups:
         of_kind = {(spec.layers[layer].span, spec.layers[layer].elements_per_token) for layer in group.layers}
         assert len(of_kind) == 1
-        assert 0 < len(group.layers) <= group.most_layers
+        assert 0 < len(group.layers) <= group.max_layers
         assert group.bytes_per_block(16) <= spec.block_bytes(16)
     assert [group.span.kind for group in groups] == sorted(
         (group.span.kind for group in groups), key=lambda kind: kind != "full"

@@ -63,7 +63,7 @@ class FakeEngine:
         self.stack: TierStack | None = None
         self.stores: TierStores | None = None
         if tiers:
-            self.stack = TierStack(tiers, PayloadLayout.of(self.spec), workers=0, clock=self._tick)
+            self.stack = TierStack(tiers, PayloadLayout.from_spec(self.spec), workers=0, clock=self._tick)
             shared = (self.cache, self.runner, self.stack, b"a model", segment_blocks * block_size)
             options["loads"] = TierLoads(*shared, speeds)
             self.stores = options["stores"] = TierStores(*shared, policy=policy)

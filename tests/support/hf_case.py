@@ -16,7 +16,7 @@ from support.architectures import VOCAB_SIZE, randomize, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention.codecs import codec_of, turned, turned_query
+from quire.attention.codecs import codec_of, rotate, rotate_query
 from quire.hf import QuireCache
 from quire.model.key_offsets import key_offset
 
@@ -91,8 +91,8 @@ class CodedTwin(DynamicCache):
             offset = self._offset(layer_idx, key_states, of_keys)
             codec = codec_of(of_keys)
             keys = key_states.float() - (0 if offset is None else offset[:, None])
-            keys = codec.decode(*codec.encode(turned(keys) if codec.turns_keys else keys))
-            keys = turned_query(keys) if codec.turns_keys else keys
+            keys = codec.decode(*codec.encode(rotate(keys) if codec.rotates_keys else keys))
+            keys = rotate_query(keys) if codec.rotates_keys else keys
             key_states = (keys + (0 if offset is None else offset[:, None])).to(key_states.dtype)
             codec = codec_of(of_values)
             value_states = codec.decode(*codec.encode(value_states.float())).to(value_states.dtype)

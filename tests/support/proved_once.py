@@ -29,7 +29,7 @@ from quire.backends import extension
 from quire.model import PreparedModel
 from quire.model.module_patch import own_class
 from quire.model.packed_parameter import PackedParameter, bytes_of
-from quire.model.prove.hooks import hooked
+from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour, facts
 from quire.saved_folder import SavedFolder
 
@@ -86,21 +86,21 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
     elif proof.found is None:
         before = facts(model)
         _prove(self, model)
-        if not self.backend.is_native:
+        if not self.device.is_native:
             proof.keep({})  # torch's own operators serve: there is nothing to install
         if facts(model) != before:
             proof.forget()
         elif self._adapters:
             content, _ = proof.key
             ProvedOnce(content).keep({})
-    elif self.backend.is_native:
+    elif self.device.is_native:
         _prove(self, model)  # takes what is kept
 
 
 def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
-    if type(prepared) is not PreparedModel or prepared.backend.name not in ("python", "native"):
+    if type(prepared) is not PreparedModel or prepared.device.name not in ("python", "native"):
         return None
-    if hooked(model) is not None:
+    if first_hook(model) is not None:
         return None
     if any("forward" in module.__dict__ for module in model.modules()):
         return None
@@ -112,7 +112,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     digest = xxhash.xxh3_128()
     for _, tensor in tensors:
         digest.update(bytes_of(tensor))
-    native = extension(prepared.backend.name)
+    native = extension(prepared.device.name)
     classes = tuple((own_class(module), type(module).forward) for module in model.modules())
     return (
         classes,
@@ -123,7 +123,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
         digest.digest(),
         prepared.loaded.dtype,
         prepared.max_model_len,
-        prepared.backend.name,
+        prepared.device.name,
         None if native is None else native.isa(),
     )
 

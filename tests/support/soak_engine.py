@@ -130,7 +130,7 @@ class SoakEngine:
             self.remote = RemoteTier(remote, timeout=30)  # a busy machine is no failure here
             self.tiers.append(self.remote)
         timed: dict[str, Any] = {} if threads else {"clock": self.clock, "wall_clock": self.clock}
-        shape = PayloadLayout.of(self.spec)
+        shape = PayloadLayout.from_spec(self.spec)
         self.stack = TierStack(
             self.tiers, shape, workers=2 if threads else 0, max_bytes_in_flight=8 << 20, **timed
         )

@@ -14,7 +14,7 @@ from quire.tiers.segment import Segment, encode
 from quire.tiers.tier import SegmentInfo
 
 # 1 KiB a token: values of any size in as few tokens.
-SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32"))
+SHAPE = PayloadLayout.from_spec(KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32"))
 ROOT = root_key(b"model", b"namespace")
 
 

@@ -19,7 +19,7 @@ from quire.tiers.stack import TierStack
 from quire.tiers.tier import SegmentInfo, TierError, TierStats
 from quire.tiers.transfer import Load
 
-SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
+SHAPE = PayloadLayout.from_spec(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
 ROOT = root_key(b"model", b"")
 SEGMENT_TOKENS = 4
 

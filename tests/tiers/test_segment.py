@@ -12,7 +12,7 @@ from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.tiers.segment import Segment, SegmentError, decode, encode, read_header, segment_tokens
 
-SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
+SHAPE = PayloadLayout.from_spec(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
 TOKENS = np.arange(5, dtype=np.int32)
 ROOT = root_key(b"model", b"")
 
@@ -42,7 +42,9 @@ def test_the_bytes_are_those_of_earlier_versions() -> None:
         b'"tokens_sha256": "01acecb507abfe1a354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d", "version": 1}'
     )
     stored = b"QUIRESEG\x8e\x01\x00\x00\xfeX[y\x1cT\x14\x86" + header + bytes(range(64))
-    layout = PayloadLayout.of(KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32"))
+    layout = PayloadLayout.from_spec(
+        KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
+    )
     tokens = TOKENS[:2]
     payload = decode(stored, key=key, tokens=tokens, start=16, layout=layout)
     assert payload.tobytes() == bytes(range(64))
@@ -72,9 +74,9 @@ def test_cut_short_is_found(length: int) -> None:
         {"tokens": TOKENS + 1},
         {"tokens": TOKENS[:4]},
         {"start": 0},
-        {"layout": PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4))},
+        {"layout": PayloadLayout.from_spec(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4))},
         {
-            "layout": PayloadLayout.of(
+            "layout": PayloadLayout.from_spec(
                 KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32")
             )
         },
@@ -101,5 +103,5 @@ def test_keys_tell_apart() -> None:
 )
 def test_segment_size(num_layers: int, block_size: int, tokens: int) -> None:
     """Half a MiB to two, where a block is not larger already."""
-    shape = PayloadLayout.of(KVSpec.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128))
+    shape = PayloadLayout.from_spec(KVSpec.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128))
     assert segment_tokens(shape, block_size) == tokens

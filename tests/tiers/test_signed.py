@@ -175,7 +175,7 @@ def test_an_engine_takes_no_keys_that_are_not_finite(kept: dict[bytes, bytes]) -
 @pytest.mark.parametrize(("kv_dtype", "num_scales"), [("int8", 1), ("int4", 2)])
 def test_of_codes_the_scales_are_looked_at(kv_dtype: str, num_scales: int) -> None:
     spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
-    layout = PayloadLayout.of(with_kv_dtype(spec, kv_dtype, but={1}))
+    layout = PayloadLayout.from_spec(with_kv_dtype(spec, kv_dtype, exclude={1}))
     payload = np.zeros(layout.num_bytes(3), np.uint8)
     width = 64 // num_scales
     row = width + 2 * num_scales

@@ -1,7 +1,7 @@
-"""What both back ends check before they touch memory: one clear error, and nothing changed.
+"""The checks that both devices make before they touch memory: one clear error, and nothing changed.
 
-A batch's own arrays are checked once, by `attention_batch`, where somebody calls attention by itself; the engine's
-steps are made of the cache's plans. The options' own checks are made when they are built.
+The arrays of a batch are checked once, by `attention_batch`, for callers other than the engine; the engine's steps
+are made from the cache's plans. The options are checked once, when they are built.
 
 Cost: a few us of shape comparisons, and one pass over the slot mapping; `attention_batch` about 20 us.
 """
@@ -123,7 +123,7 @@ def check_run(
         )
     if view.k_offset is not None and (options.softcap or options.sinks is not None):
         raise ArgumentError(
-            "expected keys as they are for a layer with a soft cap or sinks, which see what is taken off them, got "
+            "expected unmodified keys for a layer with a soft cap or sinks, whose scores the offset would change, got "
             "keys with an offset"
         )
     if batch.block_size != view.block_size:

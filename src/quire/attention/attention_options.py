@@ -1,13 +1,13 @@
-"""What a layer's attention does beyond plain causal attention.
+"""The settings of a layer's attention beyond plain causal attention.
 
-Not a kernel and not a plan: the settings of a layer, which stay the same from step to step.
+Not a kernel and not a plan: they stay the same from step to step.
 
 A query at position q sees the key at position k if k <= q and
     window = w > 0:  q - k < w
     chunk  = c > 0:  k // c == q // c
-    both:            k >= (q - w + 1) // c * c, a window that moves in steps of c (the native back end has none)
-and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  where softcap > 0, and then  + slope * (k - q)
-with the slope of its head (ALiBi), in float32. A head's sink is a score without a value: it takes part in the softmax's
+    both:            k >= (q - w + 1) // c * c, a window that moves in steps of c (not in the native kernels)
+and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  if softcap > 0, and then  + slope * (k - q)
+with the slope of its head (ALiBi), in float32. A head's sink is a score without a value: it is a term of the softmax's
 denominator only (and is neither capped nor biased).
 
 Cost: none per call; validated once, when built.
@@ -31,7 +31,7 @@ class AttentionOptions:
 
     Args:
         scale: factor of the scores (usually head_dim ** -0.5).
-        window: keys a query sees at most, itself counted; 0 for all.
+        window: number of keys that a query sees at most, its own included; 0 for all.
         chunk: a query sees only keys of its own chunk of this many positions; 0 for all.
         softcap: bound of the scores; 0.0 for none.
         sinks: float32 [num_q_heads], or None.
@@ -70,7 +70,7 @@ class AttentionOptions:
         return (0, step) if window == 1 and step > 1 else (window, step if step > 1 else 0)
 
     def first_visible(self, position: int) -> int:
-        """Position of the first key that the query at `position` sees."""
+        """Position of the first key visible to the query at `position`."""
         if not self.window and not self.chunk:
             return 0
         first = max(0, position - (self.window or 1) + 1)

@@ -1,10 +1,11 @@
-"""What computes, and in whose memory: a device as one object, `Device`, and the registry that finds it by name.
+"""Devices: `Device` is one object that computes and has its own memory; the registry finds it by name.
 
 Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
-Another device is a class with the members of `Device` and one call of `register`; nothing above `memory`, `attention`
-and `model` knows which one runs (tests/test_device_seam.py, tests/exact/test_fake_device.py, tests/hf/test_device.py).
+Another device is a class with the members of `Device` and one call of `register`; no part above `memory`, `attention`
+and `model` depends on the kind of device (tests/test_device_seam.py, tests/exact/test_fake_device.py,
+tests/hf/test_device.py).
 
-Cost: an import at the first call of a name, then a dictionary look-up. A step asks for none of this.
+Cost: an import at the first call of a name, then a dictionary look-up. A step makes no such call.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from quire.memory.view import KVView
 from quire.registry import Registry
 from quire.step import AttentionBatch
 
-__all__ = ["AttentionBackend", "Device", "PackedWeight", "backend", "register", "unregister"]
+__all__ = ["AttentionBackend", "Device", "PackedWeight", "device_of", "register", "unregister"]
 
 
 class AttentionBackend(Protocol):
-    """Writing and reading K and V; `quire.attention.reference_attention` says what each argument is."""
+    """Writing and reading K and V; `quire.attention.reference_attention` describes each argument."""
 
     def write(
         self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, /
@@ -60,7 +61,7 @@ class PackedWeight(Protocol):
         ...
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Integer ids [...] -> rows [..., num_inputs]; IndexError for one out of range."""
+        """Integer ids [...] -> rows [..., num_inputs]; IndexError for an id out of range."""
         ...
 
 
@@ -69,38 +70,38 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
+        """The name in the registry and in the option `backend`."""
         ...
 
     @property
     def version(self) -> str:
-        """Changes when the bits of what it computes may; with `name` a part of the key of stored K and V."""
+        """Changes when the bits of its results may change; with `name` a part of the key of stored K and V."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of models that it runs."""
+        """Dtypes of the models that it runs."""
         ...
 
     @property
     def kv_formats(self) -> tuple[str, ...]:
-        """Formats of codes (`quire.spec.kv_formats`) that it writes and attends to, beside rows of those dtypes."""
+        """Formats of codes (`quire.spec.kv_formats`) that it writes and attends to, besides rows of those dtypes."""
         ...
 
     @property
     def is_native(self) -> bool:
-        """Whether the extension computes: layers are then fused and every operator is made a function of its row."""
+        """Whether the extension computes: then layers are fused and every operator is made a function of its row."""
         ...
 
     @property
     def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
-        """Takes a weight [num_outputs, num_inputs] in host memory to the device, once; None where
-        `quire.model.linear` chooses among what this processor has."""
+        """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.model.linear`
+        chooses a packing for this processor."""
         ...
 
 
 _MAKERS: Registry[Callable[[], Device]] = Registry(
-    "a back end",
+    "a device",
     "backend",
     {
         "native": lambda: cast(Device, importlib.import_module("quire.attention.native_attention").BACKEND),
@@ -113,23 +114,23 @@ unregister = _MAKERS.unregister
 
 
 def register(name: str, make: Callable[[], Device]) -> None:
-    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the
-    name is asked for.
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on the device that `make` returns; it is called at
+    each request for the name.
 
     *raises:* ArgumentError: the name is taken by another.
     """
     _MAKERS.register(name, make)
 
 
-def backend(name: str | None = None) -> Device:
-    """The back end `name`: "python", "native" or one that was registered.
+def device_of(name: str | None = None) -> Device:
+    """The device `name`: "python", "native" or a registered name.
 
-    Without a name the environment variable QUIRE_BACKEND decides between those two, and without that the native one is
-    taken where it was built.
+    Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
+    if it was built.
 
     Raises:
-        ArgumentError: a name that does not exist.
-        BackendError: the native one is asked for and was not built.
+        ArgumentError: the name does not exist.
+        BackendError: the native device is requested but was not built.
     """
     if name in (None, "native", "python"):
         name = choose_backend(name, needs="PagedView")

@@ -1,12 +1,12 @@
-"""Attention in C++ (native/kernels): the same contract as `reference`, at the speed of the memory.
+"""Attention in C++ (native/kernels): the same contract as `reference_attention`, at the speed of the memory.
 
-Not here: the arithmetic, and how a call is cut up for the threads.
+Not here: the arithmetic, and the division of a call among threads.
 
-Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. What
-does not change between calls - a view, a batch, a layer's options - crosses once and is kept on the object it was made
-from.
+Tensors are passed without copies: the extension reads their addresses, shapes and strides, and refuses unfit ones.
+Objects that stay the same between calls - a view, a batch, a layer's options - are converted once; each stores its
+handle.
 
-Cost: about 3 us a call beside the work, and 2 us for `out` where it is not given.
+Cost: about 3 us a call in addition to the work, and 2 us to allocate `out`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _HANDLE = "_native_handle"
 
 
 def handles(view: KVView, batch: AttentionBatch, options: AttentionOptions) -> tuple[Any, Any, Any]:
-    """The three as the kernels take them, for a caller that has checked that they fit together."""
+    """The kernels' handles of the three, for a caller that has checked that they fit together."""
     return (
-        view.__dict__.get(_HANDLE) or _view(view),
+        view.__dict__.get(_HANDLE) or _view_handle(view),
         batch_handle(batch),
-        options.__dict__.get(_HANDLE) or _settings(options),
+        options.__dict__.get(_HANDLE) or _options_handle(options),
     )
 
 
 def batch_handle(batch: AttentionBatch) -> Any:
-    """The batch as the kernels take it."""
-    return batch.native_handle or _batch(batch)
+    """The kernels' handle of the batch."""
+    return batch.native_handle or _new_batch_handle(batch)
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store new keys and values in their slots, rounded to the storage's dtype, or as codes of what that gives.
+    """Write new keys and values to their slots, rounded to the storage's dtype, and then encoded if it has codes.
 
     Args:
         k: [T, num_kv_heads, k_head_dim]; v: [T, num_kv_heads, v_head_dim].
         slot_mapping: int64 [T], distinct.
     """
-    handle = view.__dict__.get(_HANDLE) or _view(view)
+    handle = view.__dict__.get(_HANDLE) or _view_handle(view)
     if k.dtype is not view.dtype or v.dtype is not view.dtype:
         k, v = k.to(view.dtype), v.to(view.dtype)
     if k.stride()[-1:] != (1,) or v.stride()[-1:] != (1,):
@@ -86,7 +86,7 @@ def run(
     Args:
         query: [T, num_q_heads, k_head_dim] of the view's dtype, row i of sequence s at position
             context_lengths[s] - q_len + i.
-        out: [T, num_q_heads, v_head_dim] of query's dtype, to write into; made if not given.
+        out: [T, num_q_heads, v_head_dim] of query's dtype, to write into; allocated by default.
 
     Returns:
         [T, num_q_heads, v_head_dim] in the dtype of `query`.
@@ -126,7 +126,7 @@ def run(
 
 
 class Traffic(NamedTuple):
-    """What a call reads: bytes of keys and values, the same without sharing, and how many runs are shared."""
+    """The reads of a call: bytes of keys and values, the same without sharing, and the number of shared runs."""
 
     kv_bytes: int
     unshared_kv_bytes: int
@@ -134,7 +134,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(view: KVView, num_q_heads: int, batch: AttentionBatch, options: AttentionOptions) -> Traffic:
-    """What `run` with these arguments reads. Nothing is computed."""
+    """The reads of `run` with these arguments, without computing."""
     handle, native_batch, settings = handles(view, batch, options)
     try:
         return Traffic(*native_batch.traffic(handle, num_q_heads, settings))
@@ -143,18 +143,18 @@ def traffic(view: KVView, num_q_heads: int, batch: AttentionBatch, options: Atte
 
 
 def unshared(batch: AttentionBatch) -> AttentionBatch:
-    """The batch, but tokens are read for each sequence alone: same bits, more bytes. For tests and benchmarks."""
+    """The batch without shared reads: each sequence reads its tokens alone. Same bits, more bytes; for benchmarks."""
     alone = replace(batch)
-    _batch(alone, share_prefixes=False)
+    _new_batch_handle(alone, share_prefixes=False)
     return alone
 
 
-def _keep(owner: object, handle: Any) -> Any:
+def _store_handle(owner: object, handle: Any) -> Any:
     object.__setattr__(owner, _HANDLE, handle)
     return handle
 
 
-def _view(view: KVView) -> Any:
+def _view_handle(view: KVView) -> Any:
     k, v = view.k, view.v
     if k.device.type != "cpu":
         raise ArgumentError(f"expected keys and values on the CPU, got {k.device}")
@@ -170,17 +170,17 @@ def _view(view: KVView) -> Any:
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     object.__setattr__(view, "_native_shape", (view.num_kv_heads, view.k_head_dim, view.v_head_dim))
-    return _keep(view, handle)
+    return _store_handle(view, handle)
 
 
-def _batch(batch: AttentionBatch, *, share_prefixes: bool = True) -> Any:
+def _new_batch_handle(batch: AttentionBatch, *, share_prefixes: bool = True) -> Any:
     batch.native_handle = _native.AttentionBatch(
         batch.query_start, batch.context_lengths, batch.block_tables, batch.num_threads, share_prefixes
     )
     return batch.native_handle
 
 
-def _settings(options: AttentionOptions) -> Any:
+def _options_handle(options: AttentionOptions) -> Any:
     if options.window and options.chunk:
         raise ArgumentError(
             f"expected a window or a chunk for backend 'native', got a window of {options.window} tokens that moves in "
@@ -189,7 +189,7 @@ def _settings(options: AttentionOptions) -> Any:
     settings = _native.AttentionOptions(
         options.scale, options.window, options.chunk, options.softcap, options.sinks, options.slopes
     )
-    return _keep(options, settings)
+    return _store_handle(options, settings)
 
 
 class NativeAttention(HostMemory):

@@ -1,11 +1,10 @@
-"""Attention in torch: the obvious, slow, right one. The `python` back end, and the oracle of every kernel.
+"""Attention in torch: simple, slow and correct. The `python` device, and the reference for every kernel.
 
-Not fast: it gathers a sequence's tokens and computes a masked softmax(Q K^T) V in float32.
+It gathers a sequence's tokens and computes a masked softmax(Q K^T) V in float32.
 
-Only slots that a query of the piece at hand may see are read; what lies elsewhere (NaN, another sequence's tokens)
-does no harm.
+It reads only slots that a query of the present piece may see; other slots may have NaN or another sequence's tokens.
 
-Cost: a call gathers every visible token in float32, and holds at most `_PIECE` x context scores a head.
+Cost: a call gathers every visible token in float32, and needs at most `_PIECE` x context scores a head.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from quire.attention.attention_checks import check_run, check_write
 from quire.attention.attention_options import AttentionOptions
-from quire.attention.codecs import codec_of, turned, turned_query
+from quire.attention.codecs import codec_of, rotate, rotate_query
 from quire.errors import ArgumentError
 from quire.memory.device import HostMemory
 from quire.memory.view import KVView
@@ -26,7 +25,7 @@ _PIECE = 256  # query rows computed together: bounds the score matrix
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store new keys and values in their slots, rounded to the storage's dtype, or as codes of what that gives.
+    """Write new keys and values to their slots, rounded to the storage's dtype, and then encoded if it has codes.
 
     Args:
         k: [T, num_kv_heads, k_head_dim]; v: [T, num_kv_heads, v_head_dim].
@@ -36,10 +35,10 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
     blocks, offsets = slot_mapping // view.block_size, slot_mapping % view.block_size
     k, v = k.to(view.dtype), v.to(view.dtype)
     if view.k_scale is not None and view.v_scale is not None:
-        of_keys, of_values = codec_of(view.k_format), codec_of(view.v_format)
+        k_codec, v_codec = codec_of(view.k_format), codec_of(view.v_format)
         k = k.float() if view.k_offset is None else k.float() - view.k_offset
-        k, k_scale = of_keys.encode(turned(k) if of_keys.turns_keys else k)
-        v, v_scale = of_values.encode(v.float())
+        k, k_scale = k_codec.encode(rotate(k) if k_codec.rotates_keys else k)
+        v, v_scale = v_codec.encode(v.float())
         view.k_scale[blocks, :, offsets] = k_scale
         view.v_scale[blocks, :, offsets] = v_scale
     view.k[blocks, :, offsets] = k
@@ -58,7 +57,7 @@ def run(
 
     Args:
         query: [T, num_q_heads, k_head_dim], row i of sequence s at position context_lengths[s] - q_len + i.
-        out: [T, num_q_heads, v_head_dim] of query's dtype, to write into; made if not given.
+        out: [T, num_q_heads, v_head_dim] of query's dtype, to write into; allocated by default.
 
     Returns:
         [T, num_q_heads, v_head_dim] in the dtype of `query`.
@@ -66,7 +65,7 @@ def run(
     check_run(view, query, batch, options, out)
     if out is None:
         out = query.new_empty(batch.num_tokens, query.shape[1], view.v_head_dim)
-    turns = view.k_scale is not None and codec_of(view.k_format).turns_keys
+    rotates = view.k_scale is not None and codec_of(view.k_format).rotates_keys
     starts, contexts = batch.query_start.tolist(), batch.context_lengths.tolist()
     for sequence, context in enumerate(contexts):
         end = starts[sequence + 1]
@@ -78,14 +77,14 @@ def run(
             begin = options.first_visible(position)
             k, v = _gather(view, batch.block_tables[sequence], begin, stop)
             rows = query[first:last].float()
-            rows = turned_query(rows) if turns else rows
+            rows = rotate_query(rows) if rotates else rows
             out[first:last] = _attend(rows, k, v, begin, position, options)
     return out
 
 
 def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]; keys as they were
-    turned."""
+    """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]; keys still rotated
+    if the codec rotates them."""
     size = view.block_size
     blocks = table[begin // size : -(-stop // size)].long()
     low, high = (int(bound) for bound in torch.aminmax(blocks))
@@ -98,10 +97,10 @@ def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[t
     of_position, offsets = blocks[positions // size - begin // size], positions % size
 
     def rows(pool: torch.Tensor, scales: torch.Tensor | None, name: str) -> torch.Tensor:
-        found = pool[of_position, :, offsets].transpose(0, 1)
+        picked = pool[of_position, :, offsets].transpose(0, 1)
         if scales is None:
-            return found.float()
-        return codec_of(name).decode(found, scales[of_position, :, offsets].transpose(0, 1))
+            return picked.float()
+        return codec_of(name).decode(picked, scales[of_position, :, offsets].transpose(0, 1))
 
     return rows(view.k, view.k_scale, view.k_format), rows(view.v, view.v_scale, view.v_format)
 

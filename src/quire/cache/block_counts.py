@@ -63,7 +63,7 @@ def _group_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
         return whole
     # What is kept begins at a multiple of the step, which is one of the block size only if that divides it.
     offset = 0 if span.step % tokens == 0 else tokens - 1
-    return min(whole, -(-(span.most_kept + offset) // tokens))
+    return min(whole, -(-(span.max_num_kept + offset) // tokens))
 
 
 def num_blocks_in(spec: KVSpec, num_blocks: int | None, memory: str | int | None, block_size: int) -> int:

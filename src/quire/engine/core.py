@@ -74,9 +74,9 @@ def _packed_folder(config: EngineConfig) -> SavedFolder | None:
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
     """*raises:* ArgumentError: the back end cannot attend to the formats of K and V."""
-    from quire.attention import backend
+    from quire.attention import device_of
 
-    device = backend(name)
+    device = device_of(name)
     wanted = {name for layer in spec.layers for name in (layer.k_format, layer.v_format) if name}
     for kv_format in sorted(wanted):
         if kv_format not in device.kv_formats:
@@ -104,7 +104,7 @@ class EngineCore:
 
         import torch
 
-        from quire.attention import backend
+        from quire.attention import device_of
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
         from quire.memory.heap import give_back_freed
@@ -114,7 +114,7 @@ class EngineCore:
         from quire.model.quantized import coded_weights, tell_weights
         from quire.model.sequential_model import prepare
 
-        backend(config.backend)  # an unknown one is refused here
+        device_of(config.backend)  # an unknown one is refused here
         require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
@@ -161,8 +161,8 @@ class EngineCore:
             if self.prepared.by_own_forward and spec.kv_dtype != spec.dtype:
                 raise ArgumentError(
                     f"expected K and V in the model's dtype, {spec.dtype}, for a model that runs by its own forward "
-                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kept_in} - in `kv_dtype`; "
-                    "take auto"
+                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype_by_layers} - in "
+                    "`kv_dtype`; take auto"
                 )
             spec = self._with_key_offsets(spec, config)
             fingerprint = (
@@ -236,7 +236,7 @@ class EngineCore:
 
     def _with_key_offsets(self, spec: KVSpec, config: EngineConfig) -> KVSpec:
         """`spec` with the key offsets that its codes need; layers whose offsets cannot be applied have no codes."""
-        if spec.plain is spec:
+        if spec.in_model_dtype is spec:
             return spec
         from quire.model.key_offsets import measure_key_offsets
 
@@ -247,9 +247,9 @@ class EngineCore:
                 "beside sinks or a soft cap",
                 *(self.name, ", ".join(map(str, sorted(left_out))), spec.dtype),
             )
-        for reason in layers_left(spec.plain, config.kv_dtype).values():
+        for reason in layers_left(spec.in_model_dtype, config.kv_dtype).values():
             _log.warning("%s: keeps K and V in %s where a layer has %s", self.name, spec.dtype, reason)
-        return with_kv_dtype(spec.plain, config.kv_dtype, but=left_out)
+        return with_kv_dtype(spec.in_model_dtype, config.kv_dtype, exclude=left_out)
 
     @property
     def bytes_committed(self) -> int:

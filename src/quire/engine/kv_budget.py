@@ -103,7 +103,7 @@ class KVBudget:
             num_slots, size = self._cache.num_state_slots, format_size(self._states.bytes_per_slot)
             blocks += f" and {num_slots} states of {size}, which exchange memory"
         spec = self._cache.spec
-        kept = f" in {spec.kept_in}" if spec.kv_dtype != spec.dtype else ""
+        kept = f" in {spec.kv_dtype_by_layers}" if spec.kv_dtype != spec.dtype else ""
         return (
             f"KV cache of {format_size(self.num_bytes)}{kept}, {self._name}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "

@@ -208,7 +208,7 @@ class LLMMonitor:
             "kv_used_bytes": use.used,
             "kv_peak_bytes": use.peak,
             "weight_bytes": dict(self._core.weight_bytes),
-            "kv_dtype": self._core.spec.kept_in,
+            "kv_dtype": self._core.spec.kv_dtype_by_layers,
             "by_own_forward": self._core.prepared.by_own_forward,
         }
 

@@ -47,8 +47,8 @@ class ModelChanges:
         self._storage, self._cache = opened.storage, opened.cache
         self._backend = backend
         self._opened: LoadedModel = prepared.loaded
-        self._stamp = prepared.stamp
-        self._hooks = prepared.stamp.look().hooks
+        self._model_record = prepared.model_record
+        self._hooks = prepared.model_record.compare().hooks
         self._failure: QuireError | None = None  # why the changed model cannot be run
 
     def refuse_autocast(self) -> None:
@@ -61,17 +61,17 @@ class ModelChanges:
 
     def follow(self) -> None:
         """Has the engine run the model in its present state. *raises:* ArgumentError, UnsupportedModelError."""
-        look = self._stamp.look()
-        if look.changed is None and look.hooks == self._hooks:
+        change = self._model_record.compare()
+        if change.changed is None and change.hooks == self._hooks:
             if self._failure is not None:
                 raise self._failure
-            if look.training:
+            if change.training:
                 raise ArgumentError(
                     "expected the model of an open LLM in eval mode, got it in training mode, in which it drops values "
                     "at random; call model.eval()"
                 )
             return
-        reason = look.changed or "its hooks have changed"
+        reason = change.changed or "its hooks have changed"
         _log.info("%s: the model was changed (%s); it is prepared again", self._opened.name, reason)
         self._forget()
         self._prepared.restore()
@@ -88,11 +88,11 @@ class ModelChanges:
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error
-            self._stamp = ModelRecord(self._opened.model)
-            self._hooks = self._stamp.look().hooks
+            self._model_record = ModelRecord(self._opened.model)
+            self._hooks = self._model_record.compare().hooks
             raise
-        self._failure, self._stamp = None, self._prepared.stamp
-        self._hooks = self._stamp.look().hooks
+        self._failure, self._model_record = None, self._prepared.model_record
+        self._hooks = self._model_record.compare().hooks
 
     def _check(self, loaded: LoadedModel, reason: str) -> None:
         """*raises:* ArgumentError: the memory and limits made for the model do not fit it any more."""

@@ -231,9 +231,9 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 def device_of(config: EngineConfig) -> DeviceMemory:
     """The device of the storage's memory."""
-    from quire.attention import backend
+    from quire.attention import device_of
 
-    return backend(config.backend)
+    return device_of(config.backend)
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> SegmentComparison:
         return SegmentComparison(entry, reason="it is gone")
     tokens = np.concatenate([np.frombuffer(link.info.tokens, "<i4") for link in chain])
     start = entry.info.start
-    layout = PayloadLayout.of(llm.cache.spec)
+    layout = PayloadLayout.from_spec(llm.cache.spec)
     try:
         stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, layout=layout)
     except SegmentError as error:
@@ -128,7 +128,7 @@ def recompute_payload(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     storage = llm.core.storage
     assert isinstance(storage, BlockStorage)  # else there are no segments
     llm.engine.share.check_fits(0, len(tokens), 0, f"a segment that ends at token {len(tokens)}")
-    payload = np.zeros(PayloadLayout.of(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
+    payload = np.zeros(PayloadLayout.from_spec(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
     cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
     first_node = start // node_tokens
     try:

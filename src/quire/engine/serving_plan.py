@@ -334,7 +334,7 @@ def _plan_of(
         model=unloaded.name,
         model_type=unloaded.model_type,
         dtype=spec.dtype,
-        kv_dtype=spec.kept_in,
+        kv_dtype=spec.kv_dtype_by_layers,
         storage=layout.storage,
         block_size=layout.block_size,
         context=asked,
@@ -406,12 +406,12 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
-    from quire.attention import backend
+    from quire.attention import device_of
     from quire.model.linear import packing_on
     from quire.model.quantized import planned_forms
     from quire.model.weight_sizes import planned_weights
 
-    packing = packing_on(backend(config.backend))
+    packing = packing_on(device_of(config.backend))
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
@@ -483,7 +483,7 @@ def _prompt_rows(
     for group in forgetting:
         tokens = group.tokens_per_block(layout.block_size)
         _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
-        during = min(-(-context // tokens), -(-(group.span.most_kept + chunk - 1) // tokens) + 1)
+        during = min(-(-context // tokens), -(-(group.span.max_num_kept + chunk - 1) // tokens) + 1)
         more += num_prompts * max(0, during - alone)
     num_blocks = min(more, spare_bytes // layout.block_bytes)
     if not num_blocks:
@@ -512,7 +512,7 @@ def _scratch_rows(
     config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
 ) -> list[PlanRow]:
     """Memory of a step, measured for models of ten kinds and rounded up; no allocator limits it (docs/plan.md)."""
-    from quire.attention import backend
+    from quire.attention import device_of
     from quire.model.weight_sizes import outputs_per_token
 
     spec = unloaded.spec
@@ -522,7 +522,9 @@ def _scratch_rows(
     copies = 1 if is_plain else _COPIES
     code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
-    partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
+    partial_bytes = (
+        _partial_bytes(unloaded, num_tokens, context) if device_of(config.backend).is_native else 0
+    )
     engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
     # In the model's dtype, and in float32 for sampling.
     logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
@@ -543,7 +545,7 @@ def _rounding_rows(config: EngineConfig) -> list[PlanRow]:
     import torch
 
     num_threads = torch.get_num_threads()
-    if config.weight_formats is None or not config.weight_formats.rounds or num_threads < 2:
+    if config.weight_formats is None or not config.weight_formats.has_rounding or num_threads < 2:
         return []
     note = f"about, measured: heaps of {num_threads} threads"
     return [PlanRow("scratch", "rounding", num_threads * _ROUNDING_BYTES, note)]

@@ -46,8 +46,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.attention import Device
-from quire.attention import backend as attention_backend
+from quire.attention import Device, device_of
 from quire.backends import extension
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
 from quire.hf.layers import RowLayer
@@ -61,7 +60,7 @@ from quire.model.load import base_model, load, not_plain
 from quire.model.model_lock import hold, let_go, require_free
 from quire.model.module_patch import below, install
 from quire.model.prepare import PreparedModel
-from quire.model.prove.hooks import hooked, without_hooks
+from quire.model.prove.hooks import first_hook, without_hooks
 from quire.model.prove.model_record import ModelRecord
 from quire.model.unsupported import counts_padding
 from quire.process import ForkSafeLock
@@ -155,16 +154,16 @@ class _Accelerated:
         model = self._model()
         if self._record is None or model is None or torch.compiler.is_compiling():
             return
-        comparison = self._record.look()
+        comparison = self._record.compare()
         if comparison.changed is not None:
             self._undo_all()
             self._prepare(model)
             assert self._record is not None
-            comparison = self._record.look()
+            comparison = self._record.compare()
         self._own_forward_reason = None
         if comparison.hooks:
             self._own_forward_reason = (
-                f"{hooked(model)} expects the model's own forward; remove it to have Quire's"
+                f"{first_hook(model)} expects the model's own forward; remove it to have Quire's"
             )
         elif comparison.training:
             self._own_forward_reason = "the model is in training mode; call model.eval()"
@@ -230,7 +229,7 @@ class _Accelerated:
         self._acceleration = Acceleration("whole")
         self._undo.append(prepared.restore)
         self._steps = _Steps(self._model, prepared, cache_keyword(below(model, "forward")))
-        self._record = prepared.stamp
+        self._record = prepared.model_record
 
 
 _NAME = "_quire_accelerated"  # in the model's __dict__, so that it lives as long as the model
@@ -243,7 +242,8 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     in it.
 
     Args:
-        backend: name of the back end that computes, see `quire.attention.backend`; by default the extension, if built.
+        backend: name of the back end that computes, see `quire.attention.device_of`; by default the extension, if
+        built.
             On another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
 
     Raises:
@@ -270,7 +270,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     require_free(model)
     if backend is None and extension() is not None:
         backend = "native"
-    accelerated = _Accelerated(model, None if backend is None else attention_backend(backend))
+    accelerated = _Accelerated(model, None if backend is None else device_of(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)
     return accelerated.acceleration
 
@@ -383,7 +383,7 @@ class _Steps:
         ):
             return None
         length = cache.get_seq_length()
-        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.backend)
+        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.device)
         positions = _positions(given.get("position_ids"), ids.shape, length)
         if pads is None or positions is None or (self._counts_padding and pads.any()):
             return None
@@ -445,7 +445,7 @@ class _Steps:
             return True  # checked before, and with the same rows
         if len(cache.layers) != len(layers):
             return False
-        theirs, ours = cache.backend, prepared.backend
+        theirs, ours = cache.backend, prepared.device
         if theirs.name != ours.name and not (theirs.is_host and ours.is_host):
             how = "without backend=" if ours.is_host else f'with storage="growing", backend={ours.name!r}'
             raise ArgumentError(

@@ -102,7 +102,7 @@ class CacheFormats:
         """A model's spec with these formats."""
         if self._spec is None:
             return spec
-        return with_kv_dtype(spec, self.kv_dtype, but=self._left_out) if self.coded else spec
+        return with_kv_dtype(spec, self.kv_dtype, exclude=self._left_out) if self.coded else spec
 
     def measure(self, layer: int, keys: torch.Tensor) -> None:
         """Measure the offset on the layer's first `keys` [rows, heads, tokens, width], unless it is settled."""
@@ -154,7 +154,7 @@ class CacheFormats:
                     f"{self.kv_dtype!r} says, got {shape.dtype}; make one with kv_dtype='auto'"
                 )
             return
-        expected = ((spec.num_kv_heads, spec.num_kv_heads), spec.given_dims)
+        expected = ((spec.num_kv_heads, spec.num_kv_heads), spec.input_dims)
         if (shape.num_heads, shape.widths) != expected:
             raise ArgumentError(
                 f"expected heads {expected[0]} of widths {expected[1]} in layer {layer} of a QuireCache with kv_dtype="

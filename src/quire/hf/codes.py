@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from quire.attention import Device
-from quire.attention.codecs import codec_of, turn_size, turned
+from quire.attention.codecs import codec_of, rotate, rotation_size
 from quire.memory.view import KVView
 
 __all__ = ["decoded", "write_codes"]
@@ -49,8 +49,8 @@ def decoded(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
         end = min(begin + step, stop)
         rows = codec.decode(pool[:, :, begin:end], scales[:, :, begin:end])
         if which == 0:
-            if codec.turns_keys:
-                size = turn_size(width)
+            if codec.rotates_keys:
+                size = rotation_size(width)
                 rows = (rows.reshape(-1, size) @ _inverse_rotation(size)).view(rows.shape)
             if view.k_offset is not None:
                 rows = rows + view.k_offset[:, None]
@@ -62,4 +62,4 @@ def decoded(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
 def _inverse_rotation(size: int) -> torch.Tensor:
     """[size, size], the inverse rotation: the matrix times itself is the identity times its size."""
     with torch.inference_mode(False):
-        return turned(torch.eye(size)) / size
+        return rotate(torch.eye(size)) / size

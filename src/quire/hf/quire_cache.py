@@ -32,8 +32,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from quire.attention import Device
-from quire.attention import backend as attention_backend
+from quire.attention import Device, device_of
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.cache_formats import CacheFormats
 from quire.hf.dense import DenseMemory
@@ -68,7 +67,7 @@ class QuireCache(DynamicCache):
             `quire.spec.kv_dtype`.
         key_offsets: offsets subtracted from keys before coding: by layer, [num_kv_heads, k_head_dim]; missing layers
             have none. Default: measured on the model's first keys (`quire.hf.cache_formats`).
-        backend: name of the back end that owns the memory, see `quire.attention.backend`; default this machine's. A
+        backend: name of the back end that owns the memory, see `quire.attention.device_of`; default this machine's. A
             cache of another device is `growing` or `contiguous`, and serves a model that `accelerate(model,
             backend=...)` runs there; it refuses the model's own forward.
 
@@ -98,7 +97,7 @@ class QuireCache(DynamicCache):
             raise ArgumentError(f"expected the storage virtual, growing or contiguous, got {storage!r}")
         if max_length is not None and max_length < 1:
             raise ArgumentError(f"expected max_length of at least 1 token, got {max_length}")
-        self.backend: Device = attention_backend(backend)
+        self.backend: Device = device_of(backend)
         if storage == "virtual" and not self.backend.is_host:
             raise ArgumentError(
                 f'expected storage="growing" or "contiguous" on backend {self.backend.name!r}, got "virtual", which '
@@ -255,7 +254,7 @@ class QuireCache(DynamicCache):
             layer.index: StoredShape(
                 num_rows,
                 (spec.num_kv_heads, spec.num_kv_heads),
-                spec.given_dims,
+                spec.input_dims,
                 dtype,
                 self.formats.of_layer(layer.index),
             )

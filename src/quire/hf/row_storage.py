@@ -115,7 +115,7 @@ class RowStorage:
         if self.is_open(num_rows):
             return
         cache = self._require()
-        self.spec = cache.formats.with_formats(self.spec.plain)
+        self.spec = cache.formats.with_formats(self.spec.in_model_dtype)
         cache.open_all(
             {
                 layer.index: StoredShape(

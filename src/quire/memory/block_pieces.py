@@ -49,7 +49,7 @@ class BlockPieces:
     """Makes the tables of pieces of a storage of `spec`. Several threads may use it."""
 
     def __init__(self, spec: KVSpec) -> None:
-        self.layout = PayloadLayout.of(spec)
+        self.layout = PayloadLayout.from_spec(spec)
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
     def pieces(

@@ -58,13 +58,13 @@ def paged_block_bytes(spec: KVSpec, block_size: int) -> int:
 
 def _num_slots(spec: KVSpec) -> int:
     """One slot for each layer of a group if all groups have equally many, else one slot for all."""
-    counts = {group.most_layers for group in spec.groups}
+    counts = {group.max_layers for group in spec.groups}
     return counts.pop() if len(counts) == 1 else 1
 
 
 def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements of one block in a slot."""
-    layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
+    layers_of_slot = {group.index: group.max_layers // _num_slots(spec) for group in spec.groups}
     return max(
         group.tokens_per_block(block_size)
         * layers_of_slot[group.index]

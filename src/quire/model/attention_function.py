@@ -111,7 +111,7 @@ def _of_latents(
             raise _unsupported(
                 tag, module, "stores latents, and has no expand_kv and kv_b_proj to expand them by"
             )
-        heads = LatentHeads(module, query, *cache.spec.layers[tag.layer].given_dims, cache.device)
+        heads = LatentHeads(module, query, *cache.spec.layers[tag.layer].input_dims, cache.device)
         cache.latents[module] = heads
     return heads.attend(query, cache, tag.layer, options).unsqueeze(0)
 

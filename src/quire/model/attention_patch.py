@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quire.attention import AttentionOptions, attention_batch, backend
+from quire.attention import AttentionOptions, attention_batch, device_of
 from quire.memory.view import KVView
 from quire.model.attention_function import attend
 from quire.model.module_patch import below, install, own_class
@@ -291,7 +291,7 @@ def _attended(
     options = AttentionOptions(scale=float(kind.scaling(module)), slopes=around.slopes)
     view = KVView(k.contiguous(), v.contiguous(), count)
     return kind.join(
-        module, backend("python").run(view, q[0].transpose(0, 1), plan, options).flatten(1)[None], call
+        module, device_of("python").run(view, q[0].transpose(0, 1), plan, options).flatten(1)[None], call
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from quire.errors import LoadError
 from quire.model.load_quantized import quantization_of
 from quire.model.sources import SafetensorsSource, checkpoint_file
-from quire.quantized.readers import codes_in
+from quire.quantized.readers import first_quantized_tensor
 
 __all__ = ["read_object", "refuse_adapter", "weights_of"]
 
@@ -40,7 +40,7 @@ def weights_of(
     source = SafetensorsSource.of_checkpoint(where, revision, may_download=may_download)
     if quantization_of(config) is not None:
         return source
-    codes = None if source is None else codes_in({tensor.name: tensor for tensor in source})
+    codes = None if source is None else first_quantized_tensor({tensor.name: tensor for tensor in source})
     if source is not None and codes is None:
         return source
     for name, method in _SETTINGS.items():
@@ -53,7 +53,7 @@ def weights_of(
         if source is None:
             others = _names(settings, Path(where))
             source = SafetensorsSource.of_checkpoint(
-                where, revision, may_download=may_download, others=others
+                where, revision, may_download=may_download, other_names=others
             )
             if source is None:
                 raise LoadError(

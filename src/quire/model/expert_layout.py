@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 from quire.errors import ArgumentError
 from quire.model.experts import projections_of
 from quire.model.file_ranges import FileRange
-from quire.quantized import CodeForm, QuantizedWeight, joined, joined_form, round_to_codes
+from quire.quantized import CodeForm, QuantizedWeight, join_forms, join_weights, round_to_codes
 from quire.spec.weight_formats import Rounding
 
 __all__ = [
@@ -82,8 +82,8 @@ class CheckpointExpert:
             if not isinstance(read, QuantizedWeight):
                 raise ArgumentError(f"expected an expert of codes, got a part in {read.dtype}")
             codes.append(read)
-        weight = joined(codes)
-        return weight if self.order is None else weight.pick(self.order)
+        weight = join_weights(codes)
+        return weight if self.order is None else weight.select_outputs(self.order)
 
     def form(self) -> CodeForm:
         """Of what `read` gives, which nobody reads here. *raises:* ArgumentError: as `read`, as far as headers tell."""
@@ -92,7 +92,7 @@ class CheckpointExpert:
             if part.form is None:
                 raise ArgumentError("expected an expert of codes, got a part that is none")
             forms.append(part.form())
-        return joined_form(forms)
+        return join_forms(forms)
 
     def origins(self) -> tuple[FileRange, ...]:
         """The bytes of files that it follows from, and `order`; none where that is not certain."""

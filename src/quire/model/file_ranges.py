@@ -130,7 +130,7 @@ class FileRange:
     path: str
     stamp: tuple[int, ...]  # size, mtime in ns, ctime in ns, inode
     offset: int  # of the bytes, from the beginning of the file
-    reckoned_by: str = (
+    dequantizer_versions: str = (
         ""  # where the weight is not those bytes but follows from them: the versions that say how
     )
 

@@ -29,11 +29,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from quire.atomic_file import AtomicFile
-from quire.attention import backend as attention_backend
+from quire.attention import device_of
 from quire.backends import native_module
 from quire.model.load import LoadedModel
 from quire.model.packed_parameter import bytes_of
-from quire.model.prove.hooks import hooked
+from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour
 from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
@@ -58,7 +58,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
 
     To be asked for before the model is prepared.
     """
-    files, device = loaded.source.files, attention_backend(backend)
+    files, device = loaded.source.files, device_of(backend)
     parts: dict[str, Any] = {
         "config": _config_digest(loaded.model),
         "weights": _files_digest(files) if files else _weights_digest(loaded.source),
@@ -70,9 +70,9 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     }
     if coded := _coded(loaded.model):
         parts["coded"] = coded
-    if loaded.reckoned_by:
-        parts["reckoned_by"] = loaded.reckoned_by
-    if hooked(loaded.model) is not None:
+    if loaded.dequantizer_versions:
+        parts["reckoned_by"] = loaded.dequantizer_versions
+    if first_hook(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
         native: Any = native_module()
@@ -85,7 +85,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
 def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
     """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
     are kept in the model's dtype."""
-    if spec.plain is spec:
+    if spec.in_model_dtype is spec:
         return fingerprint
     formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
     digest = hashlib.sha256(fingerprint + json.dumps(formats).encode())
@@ -113,7 +113,7 @@ def _coded(model: PreTrainedModel) -> str:
 def _weights_digest(source: WeightSource) -> str:
     digest = hashlib.sha256()
     for stored in source:
-        digest.update(f"{stored.name} {stored.stored} {stored.shape}\n".encode())
+        digest.update(f"{stored.name} {stored.saved_type} {stored.shape}\n".encode())
         digest.update(bytes_of(stored.read()))
     return digest.hexdigest()
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from quire.model.expert_layout import CheckpointExpert, ExpertPart, experts_at, numbered
 from quire.model.file_ranges import FileRange, MappedFiles
-from quire.model.sources import CheckpointTensor, widen
+from quire.model.sources import CheckpointTensor, to_float32
 from quire.quantized import QuantizedWeight
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 
@@ -74,8 +74,8 @@ def _of_layer(
         asked = numbered(first, num_experts * num_rows).view(num_experts, num_rows, -1)
         first += num_experts * num_rows
         form = None
-        if tensor.stored in GGUF_TYPES:
-            form = partial(gguf_form, str(tensor.stored), tensor.shape[2])
+        if tensor.saved_type in GGUF_TYPES:
+            form = partial(gguf_form, str(tensor.saved_type), tensor.shape[2])
         of_tensor = [
             ExpertPart(
                 num_rows,
@@ -110,9 +110,9 @@ def _origins(
 def _read(tensor: CheckpointTensor, expert: int, mapped: MappedFiles) -> QuantizedWeight | torch.Tensor:
     """One expert; its values where the type is not read as codes."""
     data = tensor.read()[expert]
-    if tensor.stored in GGUF_TYPES:
-        read: QuantizedWeight | torch.Tensor = read_gguf(str(tensor.stored), data)
+    if tensor.saved_type in GGUF_TYPES:
+        read: QuantizedWeight | torch.Tensor = read_gguf(str(tensor.saved_type), data)
     else:
-        read = widen(replace(tensor, shape=tensor.shape[1:], read=lambda: data)).clone()
+        read = to_float32(replace(tensor, shape=tensor.shape[1:], read=lambda: data)).clone()
     mapped.release(data)
     return read

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.attention import attention_batch
-from quire.attention.codecs import codec_of, turned
+from quire.attention.codecs import codec_of, rotate
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
 from quire.model.prepare import PreparedModel
@@ -80,7 +80,7 @@ def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
     """float32 [heads], or [heads, groups]: the mean step of the codes of keys [T, heads, width]."""
     codec = codec_of(name)
-    _, scales = codec.encode(turned(keys) if codec.turns_keys else keys)
+    _, scales = codec.encode(rotate(keys) if codec.rotates_keys else keys)
     return scales.float().abs().mean(0)
 
 
@@ -99,7 +99,7 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
     count = tokens.numel()
     each = -(-count // _BLOCK_SIZE)  # blocks of a group, one behind the other
     num_blocks = each * len(spec.groups)
-    storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks, device=prepared.backend)
+    storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks, device=prepared.device)
     positions = torch.arange(count)
     states = None
     if spec.states:

@@ -39,7 +39,7 @@ from quire.model.dense_weights import plain
 from quire.model.linear import DenseWeight, NativeWeight, choose_packing
 from quire.model.module_patch import below, install, own_class
 from quire.model.paged_cache import PagedCache, tag_of
-from quire.model.prove.hooks import hooks_on, hooks_on_all
+from quire.model.prove.hooks import global_hooks, hooks_on
 
 __all__ = ["LatentHeads", "install_latents", "is_latent"]
 
@@ -66,7 +66,7 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
             or "forward" in expanding.__dict__
             or "expand_kv" in module.__dict__
             or hooks_on(expanding)
-            or hooks_on_all()
+            or global_hooks()
         ):
             raise UnsupportedModelError(
                 f"model type {model_type}: expected a plain linear layer without bias, hooks or adapters as "

@@ -95,7 +95,7 @@ class NativeWeight:
         return self
 
     @property
-    def told(self) -> list[str]:
+    def metadata(self) -> list[str]:
         """What is needed beside its bytes, shape and dtype to read them again (`saved_weights`): nothing."""
         return []
 

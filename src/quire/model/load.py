@@ -62,8 +62,8 @@ from quire.model.sources import (
     LiveSource,
     SafetensorsSource,
     WeightSource,
+    dequantizer_versions,
     is_gguf,
-    reckoned_by,
 )
 from quire.model.support import GGUF
 from quire.model.tokenizer import (
@@ -124,7 +124,7 @@ class LoadedModel:
     mapped: FileRanges | None = None
     kept: tuple[SavedWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
-    reckoned_by: str = ""
+    dequantizer_versions: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -220,7 +220,7 @@ def load(
     _refuse_missing(model, report, _shown(source, where))
     mapped = MappedFiles()
     if weights is not None:
-        if weights.rounds:
+        if weights.has_rounding:
             observer().begins("rounding weights")
         kept = (*kept, *quantize_saved(model, weights, mapped, keep, backend))
     loaded_model = _describe(model, tokenizer, name, wanted, has_rules)
@@ -229,7 +229,7 @@ def load(
         source=stored or loaded_model.source,
         mapped=mapped,
         kept=kept,
-        reckoned_by="" if quantization_of(config) is None else _readers(),
+        dequantizer_versions="" if quantization_of(config) is None else _readers(),
     )
 
 
@@ -247,7 +247,7 @@ def _from_pretrained(
 
     widened: of quantized weights no codes are kept.
     """
-    rounds_experts = rounded is not None and rounded.rounds and _may_have_experts(config)
+    rounds_experts = rounded is not None and rounded.has_rounding and _may_have_experts(config)
     is_quantized = quantization_of(config) is not None
     if not is_quantized and (source is None or not rounds_experts):
 
@@ -264,7 +264,7 @@ def _from_pretrained(
         if dtype == "auto":
             dtype = _dtype_of(whole)
         if dtype is None:
-            stored = [] if is_quantized or source is None else [one.stored for one in source]
+            stored = [] if is_quantized or source is None else [one.saved_type for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
         how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep, "backend": backend}
         return load_quantized(kind, where, source, whole, dtype, **how, **options)
@@ -336,7 +336,7 @@ def _load_gguf(
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
-        if rounded.rounds:
+        if rounded.has_rounding:
             observer().begins("rounding weights")
         kept = (*kept, *quantize_saved(model, rounded, weights, keep, backend))
     loaded = _describe(model, tokenizer, path.stem, wanted, has_rules)
@@ -345,7 +345,7 @@ def _load_gguf(
         source=source,
         mapped=weights,
         kept=kept,
-        reckoned_by=f"{reckoned_by()}, {_readers()}",
+        dequantizer_versions=f"{dequantizer_versions()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )
 
@@ -675,7 +675,7 @@ def without_weights(
         config = gguf_config(stored)
         with _as_load_error(f"cannot make a model by the header of {file}"):
             found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
-        kinds = {tensor.stored for tensor in stored if isinstance(tensor.stored, str)}
+        kinds = {tensor.saved_type for tensor in stored if isinstance(tensor.saved_type, str)}
         forms = tuple(GGUF + kind for kind in sorted(kinds))
         found = replace(found, vocabulary=gguf_vocabulary(stored), stored_forms=forms)
         return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
@@ -694,7 +694,7 @@ def without_weights(
     is_plain = quantization_of(config) is None
     stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
     if stored_dtype is None:
-        stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
+        stored_dtype = next((one.saved_type for one in tensors if one.saved_type in _FLOATS), torch.float32)
     with _as_load_error(f"cannot make a model by the config of {_shown(source, where)}"):
         found = _unloaded(
             config if is_plain else plain_config(config),

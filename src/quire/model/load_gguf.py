@@ -41,7 +41,7 @@ from quire.model.quantized import expert_forms, planned_forms
 from quire.model.quantized_experts import ExpertForms
 from quire.model.saved_codes import can_save
 from quire.model.saved_weights import SavedWeights
-from quire.model.sources import CheckpointTensor, GGUFSource, reckoned_by, widen
+from quire.model.sources import CheckpointTensor, GGUFSource, dequantizer_versions, to_float32
 from quire.quantized import PANEL, CodeForm, QuantizedWeight, readers
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 from quire.saved_folder import SavedFolder
@@ -77,7 +77,7 @@ class DenseWeights:
 
     def origin(self, offset: int) -> FileRange:
         """Of codes that stand there in the file."""
-        return FileRange(self._path, self._stamp, offset, reckoned_by())
+        return FileRange(self._path, self._stamp, offset, dequantizer_versions())
 
     def add(self, weight: torch.Tensor, offset: int) -> None:
         """`weight` has been widened from the tensor at `offset`."""
@@ -92,7 +92,7 @@ class DenseWeights:
     def origins(self, weights: Sequence[torch.Tensor]) -> list[FileRange | None]:
         """As of `MappedFiles`; None where it is in no tensor of the file alone."""
         offsets = [self._offsets.get((weight.data_ptr(), weight.shape)) for weight in weights]
-        by = reckoned_by()
+        by = dequantizer_versions()
         return [
             None if offset is None else FileRange(self._path, self._stamp, offset, by) for offset in offsets
         ]
@@ -166,13 +166,13 @@ def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, 
     _, fields, header = _config(source)
     processor, names = _processing(header, shape, fields)
     process, mapped = partial(_process, processor, names, fields), MappedFiles(str(source.path.resolve()))
-    of_codes = [tensor for tensor in header.weights if tensor.stored in GGUF_TYPES]
+    of_codes = [tensor for tensor in header.weights if tensor.saved_type in GGUF_TYPES]
     found = gguf_experts(of_codes, shape, process, names, mapped)
     forms = {}
     for tensor in header.weights:
         place = names.get(tensor.name)
         if place is not None and _rows(tensor, place, shape, processor, names) is not None:
-            forms[place] = gguf_form(str(tensor.stored), tensor.shape[1])
+            forms[place] = gguf_form(str(tensor.saved_type), tensor.shape[1])
     return quantized_forms(shape, forms, {place: experts for place, (_, experts) in found.items()})
 
 
@@ -212,10 +212,10 @@ def _config(source: GGUFSource) -> tuple[Any, dict[str, Any], GGUFHeader]:
         fields = architecture.config(header)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise LoadError(
-            f"cannot read the header of {source.path}: {source.architecture}.{header.latest} = "
-            f"{header.take(header.latest, None)!r}: {error}"
+            f"cannot read the header of {source.path}: {source.architecture}.{header.last_key} = "
+            f"{header.read(header.last_key, None)!r}: {error}"
         ) from error
-    header.refuse_rest(architecture.no_effect)
+    header.refuse_unread(architecture.no_effect)
     try:
         return AutoConfig.for_model(**fields), fields, header
     except Exception as error:  # configs check their fields in many ways
@@ -248,7 +248,7 @@ def _tensors(
     process = partial(_process, processor, names, fields)
     read_later: set[str] = set()
     if forms is not None:
-        of_codes = [tensor for tensor in header.weights if forms or tensor.stored in GGUF_TYPES]
+        of_codes = [tensor for tensor in header.weights if forms or tensor.saved_type in GGUF_TYPES]
         found = gguf_experts(of_codes, shape, process, names, mapped, weights.origin)
         for place, (of_place, experts) in found.items():
             if not forms or place in forms:
@@ -261,7 +261,7 @@ def _tensors(
         place = names.get(tensor.name)
         rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
         if place is not None and rows is not None:
-            form = partial(gguf_form, str(tensor.stored), tensor.shape[1])
+            form = partial(gguf_form, str(tensor.saved_type), tensor.shape[1])
             origins = partial(_origins, weights, tensor)
             linear = CheckpointLinear(
                 partial(_read, tensor, rows, mapped, unread.takes_parts), form, origins, rows
@@ -270,10 +270,10 @@ def _tensors(
             continue
         if tensor.is_quantized and not widened:
             unread.widen(
-                tensor.name, f"{tensor.stored} is not read as codes, or not for what the model has there"
+                tensor.name, f"{tensor.saved_type} is not read as codes, or not for what the model has there"
             )
         try:
-            result = process(tensor, widen(tensor).numpy(), tensors)
+            result = process(tensor, to_float32(tensor).numpy(), tensors)
         except (ValueError, IndexError, RuntimeError) as error:
             raise LoadError(
                 f"expected tensors that fit the header, {tensor.name} of {source.path} is {list(tensor.shape)}: {error}"
@@ -333,7 +333,11 @@ def _rows(
 
     transformers says what the file's writer did to a tensor only by undoing it to values: here to numbers of rows.
     """
-    if tensor.stored not in GGUF_TYPES or len(tensor.shape) != 2 or not may_hold(shape, place, *tensor.shape):
+    if (
+        tensor.saved_type not in GGUF_TYPES
+        or len(tensor.shape) != 2
+        or not may_hold(shape, place, *tensor.shape)
+    ):
         return None
     asked = np.arange(tensor.shape[0] * _COLUMNS, dtype=np.float64).reshape(-1, _COLUMNS)
     try:
@@ -375,7 +379,7 @@ def _read(
     try:
         for start in range(0, len(rows), step):
             part = data[start : start + step] if is_ordered else data[rows[start : start + step]]
-            yield read_gguf(str(tensor.stored), part)
+            yield read_gguf(str(tensor.saved_type), part)
             if is_ordered:
                 mapped.release_pages(part)
     finally:  # who has the whole weight asks for no more

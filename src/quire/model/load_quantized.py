@@ -293,7 +293,7 @@ class _Widened:
         with (
             self._reading.lock
         ):  # transformers asks from several threads, and would have several weights in float32
-            widened = self._weight.widened(self._reading.tensor, self._dtype)
+            widened = self._weight.dequantize(self._reading.tensor, self._dtype)
             self._reading.release(self._weight.parts)
         return widened.t().contiguous() if self._transposed else widened
 

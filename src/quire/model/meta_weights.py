@@ -72,7 +72,7 @@ class SaveTarget:
 class CheckpointLinear:
     """The weight of a linear layer, a head or an embedding as a checkpoint stores it.
 
-    read: gives it in parts as `QuantizedPanels.of_parts` takes them, each time it is called. form: tells what it
+    read: gives it in parts as `QuantizedPanels.from_parts` takes them, each time it is called. form: tells what it
     will be,
     by headers. origins: as of `ExpertPart`. order: of its outputs, as its place in the file has them; None: as they
     come.
@@ -205,7 +205,7 @@ class MetaWeights:
         parameter, read, dtype = linear.parameter, linear.stored.read, linear.parameter.dtype
 
         def make() -> QuantizedPanels:
-            return QuantizedPanels.of_parts(read(), linear.shape[0], dtype, self._backend)
+            return QuantizedPanels.from_parts(read(), linear.shape[0], dtype, self._backend)
 
         try:
             packed = make() if kept is None else kept.pack(linear.name, linear.shape, dtype, make)

@@ -192,7 +192,7 @@ class PagedCache(Cache):
                 f"another layer's or knows only {len(self.spec.layers)} layers"
             )
         slots, layer = self._step.slot_mappings[table], self.spec.layers[layer_idx]
-        k_width, v_width = layer.given_dims
+        k_width, v_width = layer.input_dims
         expected_k = (1, layer.num_kv_heads, num_tokens or slots.numel(), k_width)
         expected_v = (*expected_k[:3], v_width)
         if key_states.shape != expected_k or value_states.shape != expected_v:

@@ -31,8 +31,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Device
-from quire.attention import backend as attention_backend
+from quire.attention import AttentionOptions, Device, device_of
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.load_progress import observer
 from quire.memory.block_bytes import BlockStorage
@@ -52,9 +51,9 @@ from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.latent_proof import prove_latents
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.prove.model_record import ModelRecord, facts
-from quire.model.prove.replaced_operators import first_of_each, unproved
+from quire.model.prove.replaced_operators import first_unproved, one_of_each_kind
 from quire.model.quantized import coded_weights
 from quire.model.saved_check import SavedChecks
 from quire.model.saved_linears import SavedLinears
@@ -109,11 +108,11 @@ class PreparedModel:
         max_model_len: int | None = None,
         packed_weights: SavedFolder | None = None,
     ) -> None:
-        self.backend: Device = attention_backend(backend)
-        if loaded.dtype not in self.backend.dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.dtypes)
+        self.device: Device = device_of(backend)
+        if loaded.dtype not in self.device.dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.device.dtypes)
             raise ArgumentError(
-                f"expected a model of {known} for backend {self.backend.name!r}, got {loaded.dtype}; "
+                f"expected a model of {known} for backend {self.device.name!r}, got {loaded.dtype}; "
                 "choose it with `dtype`"
             )
         self._asked_length = max_model_len
@@ -167,7 +166,7 @@ class PreparedModel:
                     self.decoder = None  # it calls no module, and would leave out what is on one
             now = facts(loaded.model)
             volatile = frozenset(name for name in before if before[name] != now.get(name))
-            self.stamp = ModelRecord(loaded.model, now, volatile)
+            self.model_record = ModelRecord(loaded.model, now, volatile)
         except UnsupportedModelError as error:
             self.restore()
             missing = None if self.by_own_forward else what_is_missing(loaded.model)
@@ -228,13 +227,13 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
+        cache = made(storage.spec, storage, self.device, self.loaded.model_type, states)
         cache.latents, cache.key_offsets = self._latents, self.key_offsets
         return cache
 
     def check_storage(self, storage: Storage) -> None:
         """*raises:* ArgumentError: it is of another spec than this model's; formats are the storage's own."""
-        if storage.spec.plain.layers != self.spec.layers:
+        if storage.spec.in_model_dtype.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
         if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
             raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
@@ -262,8 +261,8 @@ class PreparedModel:
         cache = self._cache if cache is None else cache
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        if not self.backend.is_host:
-            return self.backend.to_host(self._forward(step.on_device(self.backend.to_device), cache))
+        if not self.device.is_host:
+            return self.device.to_host(self._forward(step.on_device(self.device.to_device), cache))
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
@@ -335,7 +334,7 @@ class PreparedModel:
         """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
         if self._cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        self._cache.backend = watch_attention(self.backend, record)
+        self._cache.backend = watch_attention(self.device, record)
         self._record = record
         self._undo.append(watch_linears(self._model, record))
 
@@ -368,12 +367,12 @@ class PreparedModel:
                 f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
             )
         if self.spec.states:
-            self._adapters = find_states(self.loaded, self.spec, self.backend)
+            self._adapters = find_states(self.loaded, self.spec, self.device)
         self._undo.append(rope.freeze(model, self.max_model_len))
-        packing = packing_on(self.backend)
+        packing = packing_on(self.device)
         if packing is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
-            self._undo.append(pack_linears(model, packing, release=release, pack=self.backend.pack))
+            self._undo.append(pack_linears(model, packing, release=release, pack=self.device.pack))
         else:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
@@ -381,14 +380,14 @@ class PreparedModel:
                 files = (*self.loaded.kept, kept)
                 self._read_from(files)
                 paths = [one.path for one in files if one.pages is not None]
-                codes_are_kept = all(weight.is_kept for weight in coded_weights(model).values())
+                codes_are_kept = all(weight.is_saved for weight in coded_weights(model).values())
                 are_all_kept = codes_are_kept and all(one.holds_all for one in files)
-                if self.backend.is_native and are_all_kept and paths:
+                if self.device.is_native and are_all_kept and paths:
                     self._proof = SavedProof.of(packed_weights, paths, self.loaded, self.max_model_len)
         if self._adapters:
             are_proved = self._proof is not None and self._proof.found is not None
             self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
-        if self.backend.is_native:
+        if self.device.is_native:
             self._undo.append(pack_experts(model))
         if (routed := route(model)) is not None:
             self.routed = routed
@@ -409,19 +408,19 @@ class PreparedModel:
             self._take(model, proof.found)
             return
         attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] = {}
-        rehearse(self, attended)
+        run_probe_steps(self, attended)
         latents = {module: layer for module, (layer, _) in attended.items() if self.spec.layers[layer].latent}
         if latents:
             prove_latents(self, latents)
             attended = {module: found for module, found in attended.items() if module not in latents}
-        if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
+        if self.device.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
             self.fused = fuse(self, attended, self._adapters)
             self._undo.append(self.fused.restore)
         give_back_freed()
         replaced = self._probe(model)
-        fused = None if self.fused is None else self.fused.found(model)
+        fused = None if self.fused is None else self.fused.findings(model)
         if proof is not None and fused is not None:
             names = {module: name for name, module in model.named_modules()}
             proof.keep({
@@ -447,39 +446,39 @@ class PreparedModel:
         Returns the modules whose forward was replaced.
         """
         probe = Probe(self, needs_float64=not self.spec.states)
-        if not self.backend.is_native:
-            probe.require(rehearse(self))
+        if not self.device.is_native:
+            probe.require(run_probe_steps(self))
             check_generate(self.loaded, probe)
             return []
         self._watch = row_invariant.Recorder(model)
         try:
-            logits = rehearse(self)
+            logits = run_probe_steps(self)
             modules = list(self._watch.modules)
         finally:
             self._watch = None
         probe.require(logits)
         check_generate(self.loaded, probe)
         if modules:
-            own = {module: below(module, "forward") for module in first_of_each(modules)}
+            own = {module: below(module, "forward") for module in one_of_each_kind(modules)}
             self._undo.append(row_invariant.replace(model, modules))
-            if (module := unproved(self, own)) is not None:
+            if (module := first_unproved(self, own)) is not None:
                 raise UnsupportedModelError(
                     f"model type {self.loaded.model_type}: expected {type(module).__name__} to compute the same by "
                     "operators whose bits do not depend on the other rows, got something else; backend='python' runs it"
                 )
-            logits = rehearse(self)
+            logits = run_probe_steps(self)
             probe.require(logits)
         if self.fused is not None:
             from quire.model.fused import match_decoder
 
             self.decoder = match_decoder(model, self.fused)
-            if self.decoder is not None and not torch.equal(rehearse(self), logits):
+            if self.decoder is not None and not torch.equal(run_probe_steps(self), logits):
                 self.decoder = None
         return modules
 
     def _threads(self) -> AbstractContextManager[None]:
         """torch on one thread beside the kernels' pool."""
-        return one_torch_thread() if self.backend.is_native else nullcontext()
+        return one_torch_thread() if self.device.is_native else nullcontext()
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:

@@ -243,7 +243,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def expert_forms(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:
     """How the projections of experts are rounded, by their parameters' names; those that are coded too."""
-    return {name: rounding for name in _experts(model) if (rounding := formats.of(name)) is not None}
+    return {name: rounding for name in _experts(model) if (rounding := formats.rounding_of(name)) is not None}
 
 
 def _experts(model: nn.Module) -> list[str]:
@@ -260,7 +260,7 @@ def _of_unknown_form(model: nn.Module, formats: WeightFormats) -> list[str]:
         if parameter.dim() == 3
         and min(parameter.shape[1:]) > _MOST_OF_A_CONVOLUTION
         and name not in known
-        and formats.of(name) is not None
+        and formats.rounding_of(name) is not None
     ]
 
 
@@ -300,7 +300,7 @@ def _chosen(
         is_end = any(id(module) in ends for module in modules)
         if not is_end and any(isinstance(module, nn.Embedding) for module in modules):
             continue  # positions, kinds of tokens: small, and not asked for
-        rounding = formats.head if is_end else formats.of(holders[0][0])
+        rounding = formats.head if is_end else formats.rounding_of(holders[0][0])
         if rounding is not None:
             found.append((holders[0][0], weight, modules, rounding))
     return found

@@ -47,9 +47,9 @@ class QuantizedExperts(list[QuantizedPanels]):
         return sum(weight.num_bytes for weight in self)
 
     @property
-    def is_kept(self) -> bool:
+    def is_saved(self) -> bool:
         """As of `QuantizedPanels`, of all."""
-        return all(weight.is_kept for weight in self)
+        return all(weight.is_saved for weight in self)
 
 
 class ExpertForms(tuple[CodeForm, ...]):

@@ -28,7 +28,7 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.saved_folder import SavedFolder
 from quire.step import ForwardStep
 
@@ -144,7 +144,7 @@ class RecurrentModel(PreparedModel):
 
     def cache_over(self, storage: Storage) -> PagedCache:
         self.check_storage(storage)
-        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type, storage.states)
+        return PagedCache(self.spec, storage, self.device, self.loaded.model_type, storage.states)
 
     def own_logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
@@ -195,12 +195,12 @@ class RecurrentModel(PreparedModel):
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
 
     def _prove(self, model: PreTrainedModel) -> None:
-        if not self.backend.is_host:
+        if not self.device.is_host:
             raise UnsupportedModelError(
                 f"model type {self.loaded.model_type}: its own forward runs on this machine's memory alone"
             )
         probe = Probe(self, needs_float64=False)  # code that is not ours may name float32
-        probe.require(rehearse(self))
+        probe.require(run_probe_steps(self))
         check_generate(self.loaded, probe)
 
     def _threads(self) -> AbstractContextManager[None]:

@@ -79,7 +79,9 @@ class SavedCodes(SavedWeights):
         self, key: object, shape: tuple[int, int], dtype: torch.dtype, make: Callable[[], QuantizedPanels]
     ) -> QuantizedPanels:
         """The weight `key`, for activations of `dtype`: mapped, or made now (and written). shape: outputs, inputs."""
-        return self.take(key, make, lambda packed, told: QuantizedPanels.at(packed, told, *shape, dtype))
+        return self.take(
+            key, make, lambda packed, metadata: QuantizedPanels.from_packed(packed, metadata, *shape, dtype)
+        )
 
 
 def quantize_saved(
@@ -93,7 +95,7 @@ def quantize_saved(
 
     Returns what the codes are read from; nothing where none are kept. *raises:* as `quantize_model`.
     """
-    if folder is None or not formats.rounds or not can_save(folder, backend):
+    if folder is None or not formats.has_rounding or not can_save(folder, backend):
         quantize_model(
             model, formats, mapped.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
         )

@@ -40,7 +40,7 @@ from quire.atomic_file import AtomicFile
 from quire.backends import native_module
 from quire.model.dense_weights import is_packed, plain
 from quire.model.packed_parameter import bytes_of
-from quire.model.prove.hooks import hooked
+from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour
 from quire.saved_folder import SavedFolder
 
@@ -70,7 +70,7 @@ class SavedProof:
         """Of a model whose linear layers are all mapped from the files `saved_weights` of `folder`; None if it has no
         key."""
         rest = _hash_of_tensors(loaded.model)
-        if rest is None or hooked(loaded.model) is not None:
+        if rest is None or first_hook(loaded.model) is not None:
             return None
         classes = {type(module) for module in loaded.model.modules()}
         native = native_module()

@@ -8,7 +8,7 @@ Not a model format: a file serves this machine's variant and these very source f
 What is kept, and as what, is said by whoever packs: `saved_linears` and `saved_codes`, each with a file of its own.
 
     file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one,
-              then JSON: what of each weight its bytes do not say (`PackedData.told`; null: it is not there); then 16
+              then JSON: what of each weight its bytes do not say (`metadata`; null: it is not there); then 16
               bytes twice: XXH3-128 of that JSON, and `saved_check.digest_of` all of it
     header    _MAGIC, then JSON: the layouts (variant included), the source files with size, times and inode, and of
               each weight its places in them, how it is made of what stands there (`WeightToSave.made`), and its
@@ -79,7 +79,7 @@ class PackedData(Protocol):
     """The extension's form: `address` and `num_bytes`."""
 
     @property
-    def told(self) -> Any:
+    def metadata(self) -> Any:
         """JSON, not null: what is needed beside its bytes to read them again."""
         ...
 
@@ -184,8 +184,8 @@ class SavedWeights:
         for one in wanted:
             places: list[list[int]] = []
             for origin in one.origins:
-                reckoned_by = (origin.reckoned_by,) if origin.reckoned_by else ()
-                file = files.setdefault((origin.path, origin.stamp, *reckoned_by), len(files))
+                dequantizer_versions = (origin.dequantizer_versions,) if origin.dequantizer_versions else ()
+                file = files.setdefault((origin.path, origin.stamp, *dequantizer_versions), len(files))
                 places.append([file, origin.offset])
                 self._sources.add((origin.path, origin.stamp))
             self._offsets[one.key] = position
@@ -260,7 +260,7 @@ class SavedWeights:
             self._fail(error)
             return
         self._digests[offset] = xxhash.xxh3_128_digest(view.data)
-        self._told[offset] = packed.told
+        self._told[offset] = packed.metadata
         self._in_memory.append((packed, offset))
 
     def _publish(self, writer: AtomicFile) -> bool:

@@ -31,8 +31,8 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
-from quire.model.prove.indexer import choosing
-from quire.model.prove.model_probe import Probe, rehearse
+from quire.model.prove.indexer import limited_indexers
+from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.recurrent_model import RecurrentModel, has_own_states
 from quire.model.sequence_cache import SequenceCache
 from quire.saved_folder import SavedFolder
@@ -70,7 +70,7 @@ class SequentialModel(PreparedModel):
 
     def cache_over(self, storage: Storage) -> SequenceCache:
         self.check_storage(storage)
-        return SequenceCache(self.spec, storage, self.backend, self.loaded.model_type)
+        return SequenceCache(self.spec, storage, self.device, self.loaded.model_type)
 
     def own_logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
@@ -146,7 +146,7 @@ class SequentialModel(PreparedModel):
         check_generate(self.loaded, self._prove_logits())
         if self.spec.has_indexer and self.loaded.dtype is torch.float32:
             # In 16 bits rounding decides between scores that are nearly equal, and proves nothing.
-            with choosing(model):
+            with limited_indexers(model):
                 self._chooses = True
                 try:
                     self._prove_logits()
@@ -156,13 +156,13 @@ class SequentialModel(PreparedModel):
     def _prove_logits(self) -> Probe:
         probe = Probe(self, needs_float64=False)  # code that is not ours may name float32
         for block_size in (_GATHERED, _WHOLE):
-            probe.require(rehearse(self, block_size=block_size))
+            probe.require(run_probe_steps(self, block_size=block_size))
         return probe
 
     def _check_layers(self) -> None:
         """*raises:* UnsupportedModelError: the model needs more than K and V of all tokens of each layer."""
         reason = None
-        if not self.backend.is_host:
+        if not self.device.is_host:
             reason = "runs on this machine's memory alone"
         elif any(layer.span.kind == "chunked" for layer in self.spec.layers):
             reason = (

@@ -162,7 +162,7 @@ def open_tiers(
     from quire.tiers.host import HostTier
     from quire.tiers.stack import TierStack
 
-    layout = PayloadLayout.of(cache.spec)
+    layout = PayloadLayout.from_spec(cache.spec)
     num_tokens = segment_tokens(layout, cache.node_tokens)
     largest = max(layout.num_bytes(num_tokens), cache.spec.bytes_per_state) + _HEADER_BYTES
     stack = TierStack(

@@ -68,7 +68,7 @@ class StateStores:
     ) -> None:
         self._cache = cache
         self.slots = slots
-        self.layout = StatePayloadLayout.of(cache.spec)
+        self.layout = StatePayloadLayout.from_spec(cache.spec)
         self._stack = stack
         self._fingerprint = fingerprint
 

@@ -75,7 +75,7 @@ class Swap:
     ) -> None:
         self._cache = cache
         self._storage = storage
-        self._layout = PayloadLayout.of(cache.spec)
+        self._layout = PayloadLayout.from_spec(cache.spec)
         self._mode = mode
         self.max_bytes = max_bytes
         self._speeds = speeds or Throughputs()

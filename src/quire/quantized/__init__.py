@@ -1,8 +1,8 @@
-"""Weights as codes of a few bits, and the product with one without widening a whole one.
+"""Quantized weights of a few bits a value, and the product with one that never dequantizes it as a whole.
 
 Others may use the names below, and
     rounding    the version of the rounding
-    readers     weights of quantized checkpoints and of GGUF files as codes
+    readers     quantized weights from checkpoints and GGUF files
 """
 
 from quire.quantized.code_form import (
@@ -11,14 +11,14 @@ from quire.quantized.code_form import (
     CodeForm,
     FactorForm,
     form_of,
-    joined_form,
+    join_forms,
     require_product,
     rounded_form,
 )
 from quire.quantized.panels import QuantizedPanels
 from quire.quantized.quantized_reference import multiply
 from quire.quantized.rounding import round_to_codes
-from quire.quantized.weight import Factor, QuantizedWeight, joined
+from quire.quantized.weight import Factor, QuantizedWeight, join_weights
 
 __all__ = [
     "PANEL",
@@ -29,8 +29,8 @@ __all__ = [
     "QuantizedPanels",
     "QuantizedWeight",
     "form_of",
-    "joined",
-    "joined_form",
+    "join_forms",
+    "join_weights",
     "multiply",
     "require_product",
     "round_to_codes",

@@ -1,11 +1,11 @@
-"""What a quantized weight is beside its numbers: bits, groups, the types of its scales. Its size follows from that.
+"""The form of a quantized weight: bits, groups, the types of its scales. Its size follows from it.
 
-A reader tells it of a weight whose codes nobody has read (`readers`), `form_of` of one that is there. Both are equal,
-so a plan knows what a start will hold.
+A reader (`readers`) gives the form of a weight from headers, before its codes are read; `form_of` gives it for a weight
+in memory. Both are equal, so a plan knows the memory of a start.
 
-Not the numbers (`weight`), nor where they lie in a panel (native/kernels/quantized.hpp, whose sizes are here again).
+Not the numbers (`weight`), nor their layout in a panel (native/kernels/quantized.hpp, whose sizes are repeated here).
 
-Cost: arithmetic. `packed_dtype` looks at the numbers that it is given.
+Cost: arithmetic. `packed_dtype` reads the numbers that it is given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "CodeForm",
     "FactorForm",
     "form_of",
-    "joined_form",
+    "join_forms",
     "packed_dtype",
     "require_product",
     "rounded_form",
@@ -34,34 +34,34 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
-_NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # that panels hold as they are
+_NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # types that panels have unchanged
 _SMALLEST_GROUP, _BLOCK = 16, 32  # inputs
 PANEL = 16  # outputs
-PANEL_LAYOUT = 1  # raised when equal weights get other panels: kept ones are not read then
+PANEL_LAYOUT = 1  # raised when equal weights get other panels, so that saved ones are not read
 _LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
 class FactorForm:
-    """Of a `Factor`. fine: the type of the numbers of groups. coarse: of those that `ratio` groups share, if any."""
+    """Form of a `Factor`. fine: type of the groups' numbers. coarse: type of those shared by `ratio` groups, if any."""
 
     fine: torch.dtype
     coarse: torch.dtype | None = None
     ratio: int = 1
 
     def num_bytes(self, num_outputs: int, num_groups: int) -> int:
-        """Of `num_outputs` rows of a panel, each part on lines of its own."""
-        found = _lines(num_outputs * num_groups * self.fine.itemsize)
+        """Bytes of `num_outputs` rows of a panel, each part on lines of its own."""
+        total = _lines(num_outputs * num_groups * self.fine.itemsize)
         if self.coarse is not None:
-            found += _lines(num_outputs * -(-num_groups // self.ratio) * self.coarse.itemsize)
-        return found
+            total += _lines(num_outputs * -(-num_groups // self.ratio) * self.coarse.itemsize)
+        return total
 
 
 @dataclass(frozen=True)
 class CodeForm:
-    """Of a `QuantizedWeight`, whose words these are.
+    """Form of a `QuantizedWeight`, with its terms.
 
-    zeros: the type of a zero for each group; None: one for all, or none. has_table, has_order: whether it has one.
+    zeros: type of the zeros, one a group; None: one zero for all, or none. has_table, has_order: whether it has one.
     """
 
     label: str
@@ -74,16 +74,16 @@ class CodeForm:
     has_order: bool = False
 
     def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
-        """What `QuantizedPanels.num_bytes` is of such a weight."""
-        held = self._twin_bytes if extension(backend) is None else self.panel_bytes
-        return 8 * num_inputs * self.has_order + held(num_outputs, num_inputs)
+        """`QuantizedPanels.num_bytes` of such a weight."""
+        bytes_of = self._twin_bytes if extension(backend) is None else self.panel_bytes
+        return 8 * num_inputs * self.has_order + bytes_of(num_outputs, num_inputs)
 
     def panel_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """What the extension's panels of such a weight take."""
-        whole = self.group == num_inputs and self.group != _SMALLEST_GROUP
+        """Bytes of the extension's panels of such a weight."""
+        is_whole = self.group == num_inputs and self.group != _SMALLEST_GROUP
         depth = -(-num_inputs // _BLOCK) * _BLOCK
-        groups = 1 if whole else depth // self.group
-        panel = depth * PANEL * self._held_bits // 8 + self.scales.num_bytes(PANEL, groups)
+        groups = 1 if is_whole else depth // self.group
+        panel = depth * PANEL * self._panel_bits // 8 + self.scales.num_bytes(PANEL, groups)
         if self.minimums is not None:
             panel += self.minimums.num_bytes(PANEL, groups)
         if self.zeros is not None:
@@ -91,28 +91,28 @@ class CodeForm:
         return -(-num_outputs // PANEL) * panel
 
     @property
-    def _held_bits(self) -> int:
+    def _panel_bits(self) -> int:
         if self.bits <= 4:
             return 4
         return 8 if self.bits > 6 or self.has_table else self.bits
 
     def _twin_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Where a code takes a byte, and nothing is padded."""
+        """Bytes without the extension: a byte a code, no padding."""
         groups = num_inputs // self.group
-        found = num_outputs * num_inputs + 4 * (1 << self.bits) * self.has_table
+        total = num_outputs * num_inputs + 4 * (1 << self.bits) * self.has_table
         for factor in (self.scales, self.minimums):
             if factor is not None:
-                found += num_outputs * groups * factor.fine.itemsize
-                found += (
+                total += num_outputs * groups * factor.fine.itemsize
+                total += (
                     num_outputs * groups // factor.ratio * (factor.coarse.itemsize if factor.coarse else 0)
                 )
-        return found + (0 if self.zeros is None else num_outputs * groups * self.zeros.itemsize)
+        return total + (0 if self.zeros is None else num_outputs * groups * self.zeros.itemsize)
 
 
 def require_product(label: str, group: int, num_inputs: int, dtype: torch.dtype) -> None:
-    """*raises:* ArgumentError: nothing multiplies `dtype` by a weight with a scale for each `group` inputs."""
+    """*raises:* ArgumentError: no product of `dtype` with a weight that has a scale for each `group` inputs."""
     if dtype not in _DTYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise ArgumentError(f"{label}: expected a model of {names}, got {dtype}")
     if group not in (num_inputs, _SMALLEST_GROUP) and group % _BLOCK:
         raise ArgumentError(
@@ -122,7 +122,7 @@ def require_product(label: str, group: int, num_inputs: int, dtype: torch.dtype)
 
 
 def form_of(weight: QuantizedWeight) -> CodeForm:
-    """That of a weight as it will be held: scales in two bytes where that loses nothing."""
+    """The form of a weight once packed: scales in two bytes if that loses nothing."""
     zeros = weight.zeros
     return CodeForm(
         weight.label,
@@ -136,20 +136,20 @@ def form_of(weight: QuantizedWeight) -> CodeForm:
     )
 
 
-def joined_form(forms: Sequence[CodeForm]) -> CodeForm:
-    """That of one weight of the outputs of several (`weight.joined`): scales that differ in their type are held in
-    float32. Orders of inputs are taken for the same.
+def join_forms(forms: Sequence[CodeForm]) -> CodeForm:
+    """The form of several weights joined along their outputs (`join_weights`): scales of different types become
+    float32. Orders of inputs are assumed equal.
 
-    *raises:* ArgumentError: they are coded in different ways.
+    *raises:* ArgumentError: they are quantized in different ways.
     """
     first = forms[0]
     types = {form.scales.fine for form in forms}
     fine = types.pop() if len(types) == 1 else torch.float32
-    alike = [replace(form, label=first.label, scales=replace(form.scales, fine=fine)) for form in forms]
-    if any(form != alike[0] for form in alike):
+    uniform = [replace(form, label=first.label, scales=replace(form.scales, fine=fine)) for form in forms]
+    if any(form != uniform[0] for form in uniform):
         labels = ", ".join(dict.fromkeys(form.label for form in forms))
-        raise ArgumentError(f"expected weights that are coded in one way to hold them as one, got {labels}")
-    return alike[0]
+        raise ArgumentError(f"expected weights quantized in one way to pack them as one, got {labels}")
+    return uniform[0]
 
 
 def _factor_form(factor: Factor) -> FactorForm:
@@ -160,7 +160,7 @@ def _factor_form(factor: Factor) -> FactorForm:
 
 
 def packed_dtype(values: torch.Tensor) -> torch.dtype:
-    """The type in which these scales are held: float16 or bfloat16 where it loses nothing."""
+    """The packed type of these scales: float16 or bfloat16 if it loses nothing."""
     if values.dtype in _NUMBERS and values.dtype is not torch.float32:
         return values.dtype
     values = values.float()
@@ -171,12 +171,12 @@ def packed_dtype(values: torch.Tensor) -> torch.dtype:
 
 
 def zeros_dtype(zeros: torch.Tensor) -> torch.dtype:
-    """The type in which a zero for each group is held."""
+    """The packed type of a zero for each group."""
     return torch.uint8 if zeros.dtype is torch.uint8 else torch.float32
 
 
 def rounded_form(num_inputs: int, rounding: Rounding) -> CodeForm:
-    """Of a weight that is rounded so (`round_to_codes`)."""
+    """The form of a weight rounded in this way (`round_to_codes`)."""
     return CodeForm(str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16))
 
 

@@ -1,9 +1,9 @@
-"""A quantized weight as linear layers and embeddings take it: its product, its rows, the whole of it dequantized.
+"""A quantized weight for linear layers and embeddings: its product, its rows, its dequantized whole.
 
-The extension holds it in panels of codes (native/kernels/quantized.hpp); without the extension the twin
-(`quantized_reference`) computes, a byte for each code. Bits: those of the twin, whoever computes.
+The extension packs it in panels of codes (native/kernels/quantized.hpp); without the extension the twin
+(`quantized_reference`) computes, with a byte for each code. Both give the same bits.
 
-Cost: of few rows one read of the panels, 0.5 to 1 byte a value; of many one widening of them for some hundred rows.
+Cost: for few rows one read of the panels, 0.5 to 1 byte a value; for many one dequantization for some hundred rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from quire.backends import extension
 from quire.errors import ArgumentError
 from quire.quantized.code_form import PANEL, form_of, packed_dtype, require_product, zeros_dtype
-from quire.quantized.panel_form import of_told, row_like, told
+from quire.quantized.panel_form import from_metadata, single_output, to_metadata
 from quire.quantized.quantized_reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -27,14 +27,14 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 class QuantizedPanels:
-    """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
+    """A packed weight [num_outputs, num_inputs] that is read and multiplied in `dtype`.
 
-    backend: whose code computes, as of `quire.backends.extension`. isa: a variant of the extension's kernels, for
-    tests; None is the one in use. label: the format's name. num_bytes: of its codes and what belongs to them. native:
-    the extension's form; None where the twin computes. is_kept: whether it is read from somebody else's memory (`at`,
-    `move`), not held.
+    backend: of the computing code, as in `quire.backends.extension`. isa: a variant of the extension's kernels, for
+    tests; None is the one in use. label: the format's name. num_bytes: of its codes and their scales. native: the
+    extension's form; None if the twin computes. is_saved: whether its panels lie in memory that it does not own
+    (`from_packed`, `move`).
 
-    *raises:* ArgumentError: there is no such product, with the format's name.
+    *raises:* ArgumentError: there is no such product; with the format's name.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class QuantizedPanels:
         self._order = weight.order
         self._weight: QuantizedWeight | None = None
         native = extension(backend)
-        self.native: Any = None if native is None else _packed(native, weight, _DTYPES[dtype], isa)
-        self.is_kept = False
-        self._like: QuantizedWeight | None = None
+        self.native: Any = None if native is None else _pack(native, weight, _DTYPES[dtype], isa)
+        self.is_saved = False
+        self._output: QuantizedWeight | None = None
         if self.native is None:
-            self._weight = _narrowed(weight)
+            self._weight = _narrow(weight)
         else:
-            self._like = row_like(weight)
+            self._output = single_output(weight)
 
     @classmethod
-    def of_parts(
+    def from_parts(
         cls,
         parts: Iterable[QuantizedWeight],
         num_outputs: int,
         dtype: torch.dtype,
         backend: str | None = None,
     ) -> QuantizedPanels:
-        """A weight of which the outputs come in parts, in order and of one form; each part but the last is of whole
+        """A weight whose outputs come in parts, in order and of one form; each part but the last consists of whole
         panels (`PANEL` outputs). One part is unpacked at a time. Without the extension there is one part, the whole.
 
-        *raises:* ArgumentError: as the class, and where the parts make no such weight.
+        *raises:* ArgumentError: as the class, or if the parts do not make such a weight.
         """
-        made: QuantizedPanels | None = None
+        result: QuantizedPanels | None = None
         native: Any = None
         form, stop = None, 0
         for weight in parts:
@@ -82,41 +82,43 @@ class QuantizedPanels:
             start, stop = stop, stop + weight.num_outputs
             if (start, stop) == (0, num_outputs):
                 return part
-            if made is None:
-                made, form = part, form_of(weight)
+            if result is None:
+                result, form = part, form_of(weight)
                 native = None if part.native is None else part.native.of_panels(num_outputs)
             is_whole = stop % PANEL == 0 or stop == num_outputs
             if native is None or form_of(weight) != form or stop > num_outputs or not is_whole:
                 break
             native.put_panels(start, part.native)
-        if made is None or native is None or stop != num_outputs:
-            raise ArgumentError(f"expected parts of one form that make {num_outputs} outputs, got others")
-        made.native, made.num_outputs = native, num_outputs
-        return made
+        if result is None or native is None or stop != num_outputs:
+            raise ArgumentError(
+                f"expected parts of one form that make {num_outputs} outputs, got other parts"
+            )
+        result.native, result.num_outputs = native, num_outputs
+        return result
 
     @classmethod
-    def at(
-        cls, packed: Any, told: Any, num_outputs: int, num_inputs: int, dtype: torch.dtype
+    def from_packed(
+        cls, packed: Any, metadata: Any, num_outputs: int, num_inputs: int, dtype: torch.dtype
     ) -> QuantizedPanels:
-        """A weight that was packed before, for activations of any dtype, read where it lies.
+        """A weight packed before, for activations of any dtype, read in place.
 
-        packed: its panels, uint8, at a multiple of 64; they are kept. told: as the property was of it.
+        packed: its panels, uint8, at a multiple of 64; it refers to them. metadata: the property of the packed weight.
         """
-        self = cls(of_told(told, num_inputs), dtype, backend="native")
+        self = cls(from_metadata(metadata, num_inputs), dtype, backend="native")
         self.num_outputs = num_outputs
         self.move(packed)
         return self
 
     def move(self, packed: Any) -> None:
-        """Read these panels, the same bytes, from now on. Before anybody has taken `native`."""
+        """Read these panels, with the same bytes, from now on. Call it before `native` is used."""
         self.native = self.native.of_panels(self.num_outputs, packed)
-        self.is_kept = True
+        self.is_saved = True
 
     @property
-    def told(self) -> Any:
-        """JSON: what is needed beside panels and shape to read them again."""
-        assert self._like is not None
-        return told(self._like)
+    def metadata(self) -> Any:
+        """JSON: needed with panels and shape to read them again."""
+        assert self._output is not None
+        return to_metadata(self._output)
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +131,7 @@ class QuantizedPanels:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether inputs are taken as they come, not in an order of the weight's own."""
+        """Whether inputs are taken in their own order, not in one of the weight's."""
         return self._order is None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -146,7 +148,7 @@ class QuantizedPanels:
         return self.gather_rows(torch.arange(self.num_outputs), dtype)
 
     def gather_rows(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Rows of the weight for integer ids [...], as `unpack` has them: [..., num_inputs].
+        """Rows of `unpack` for integer ids [...]: [..., num_inputs].
 
         *raises:* IndexError: an id is out of range.
         """
@@ -157,7 +159,7 @@ class QuantizedPanels:
             if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.num_outputs):
                 low, high = int(flat.min()), int(flat.max())
                 raise IndexError(f"expected ids in [0, {self.num_outputs}), got {low} to {high}")
-            rows = self._weight.pick(flat).dequantize().to(dtype)
+            rows = self._weight.select_outputs(flat).dequantize().to(dtype)
             return rows.reshape(*ids.shape, self.num_inputs)
         wide = torch.float32 if dtype is torch.float64 else dtype
         out = torch.empty((*ids.shape, self.num_inputs), dtype=wide)
@@ -167,34 +169,36 @@ class QuantizedPanels:
         return out.to(dtype)
 
 
-def _narrowed(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same numbers in the types that `form_of` says."""
+def _narrow(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in the types of `form_of`."""
     zeros, minimums = weight.zeros, weight.minimums
     return replace(
         weight,
-        scales=_narrowed_factor(weight.scales),
-        minimums=None if minimums is None else _narrowed_factor(minimums),
+        scales=_narrow_factor(weight.scales),
+        minimums=None if minimums is None else _narrow_factor(minimums),
         zeros=zeros.to(zeros_dtype(zeros)) if isinstance(zeros, torch.Tensor) else zeros,
     )
 
 
-def _narrowed_factor(factor: Factor) -> Factor:
-    return Factor(_held(factor.fine), None if factor.coarse is None else _held(factor.coarse))
+def _narrow_factor(factor: Factor) -> Factor:
+    return Factor(
+        _narrow_values(factor.fine), None if factor.coarse is None else _narrow_values(factor.coarse)
+    )
 
 
-def _packed(native: Any, weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
-    """The extension's form."""
+def _pack(native: Any, weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
+    """The extension's form of the weight."""
     zeros = weight.zeros
-    by_group = None
+    group_zeros = None
     if isinstance(zeros, torch.Tensor):
-        by_group = zeros.to(zeros_dtype(zeros)).contiguous()
+        group_zeros = zeros.to(zeros_dtype(zeros)).contiguous()
     return native.PackedWeight.of_codes(
         weight.codes.contiguous(),
         weight.bits,
         weight.group,
         _factor(weight.scales),
         None if weight.minimums is None else _factor(weight.minimums),
-        by_group,
+        group_zeros,
         float(zeros) if isinstance(zeros, int | float) else 0.0,
         None if weight.table is None else weight.table.float().contiguous(),
         dtype,
@@ -203,10 +207,10 @@ def _packed(native: Any, weight: QuantizedWeight, dtype: str, isa: str | None) -
 
 
 def _factor(factor: Factor) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    fine = _held(factor.fine)
-    coarse = None if factor.coarse is None else _held(factor.coarse)
+    fine = _narrow_values(factor.fine)
+    coarse = None if factor.coarse is None else _narrow_values(factor.coarse)
     return fine.view(torch.uint8) if fine.dtype is torch.int8 else fine, coarse, fine.dtype is torch.int8
 
 
-def _held(values: torch.Tensor) -> torch.Tensor:
+def _narrow_values(values: torch.Tensor) -> torch.Tensor:
     return values.to(packed_dtype(values)).contiguous()

@@ -1,17 +1,17 @@
-"""The product of rows with a quantized weight, in torch: what the kernels' bits are, in any company, on any processor.
+"""The product of rows with a quantized weight, in torch: it defines the kernels' bits, for any rows and processor.
 
     out[r, n] = acc + bias[n], rounded once to the dtype of x, where in float32
     acc  = 0; for each group g in order: acc = acc + scale[n, g] * s, and with minimums acc = acc - minimum[n, g] * t
     s    = 0; for each block of 32 inputs of g in order (the last may be shorter): s = s + (even + odd)
-    even = the sum of the block's products x[r, k] * value[n, k], k of 0, 2, 4 ... from the block's first on, in order
-    odd  = that of 1, 3, 5 ...
+    even = the sum of the block's products x[r, k] * value[n, k], k = 0, 2, 4 ... from the block's start, in order
+    odd  = the same for k = 1, 3, 5 ...
     t    = s with 1 for every value
     value = code - zero, the table's entry of the code, or the code
 
-Every product, difference and sum is rounded to float32 by itself, to nearest even. Where the product of an x and a
-value is exact (x of 16 bits and values of 8) a fused multiply-add gives the same bits. So does the matrix unit, whose
-order this is: tdpbf16ps sums the even and the odd elements of 32 apart. An x below 2**-100 in size counts as 0, so that
-no sum is a subnormal number, which that unit takes for 0.
+Every product, difference and sum is rounded separately to float32, to nearest even. If the product of an x and a value
+is exact (x of 16 bits and values of 8), a fused multiply-add gives the same bits. So does the matrix unit, from which
+this order comes: tdpbf16ps sums the even and the odd elements of 32 separately. An x below 2**-100 in size counts as 0,
+so that no sum is a subnormal number, which that unit treats as 0.
 
 Not a fast path. Cost: some 70 operators of torch on [rows, N, K / 32] float32.
 """
@@ -45,10 +45,10 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
     rows = torch.where(rows.abs() < _SMALLEST, torch.zeros((), dtype=rows.dtype), rows)
     out = torch.empty(rows.shape[0], weight.num_outputs, dtype=torch.float32)
     num_blocks = -(-weight.group // BLOCK) * (inputs // weight.group)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, num_blocks * rows.shape[0]))
-    for first in range(0, weight.num_outputs, at_once):
-        part = weight.rows(first, first + at_once)
-        out[:, first : first + at_once] = _sums(rows, part)
+    outputs_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, num_blocks * rows.shape[0]))
+    for first in range(0, weight.num_outputs, outputs_at_once):
+        part = weight.slice_outputs(first, first + outputs_at_once)
+        out[:, first : first + outputs_at_once] = _sums(rows, part)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype).reshape(*x.shape[:-1], weight.num_outputs)
@@ -79,7 +79,7 @@ def _blocks(values: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _by_group(x: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-    """s, or t where there are no values: [groups, rows, N]. x [32, rows, 1, groups, blocks], values [32, 1, N, ...]."""
+    """s, or t without values: [groups, rows, N]. x [32, rows, 1, groups, blocks], values [32, 1, N, ...]."""
     halves = []
     for parity in (0, 1):
         half = torch.zeros(())

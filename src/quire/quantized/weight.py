@@ -1,13 +1,12 @@
-"""A weight as codes: what every reader of a checkpoint gives, and what the quantized linears pack and multiply by.
+"""A quantized weight: the output of every reader of a checkpoint, and the input of the packer of quantized linears.
 
-One value is `scale * (code - zero)`, `scale * code - minimum`, or `scale * table[code]`. Scales, zeros and minimums are
-those of a group of inputs of one output. Here a code takes a byte, whatever its bits: this form lives only between the
-reader and the packer, one weight at a time. Not a file format, and not what a product is computed from.
+A value is `scale * (code - zero)`, `scale * code - minimum`, or `scale * table[code]`. Scales, zeros and minimums
+belong to a group of inputs of one output. Here a code takes a byte, whatever its bits: this form exists only between
+the reader and the packer, one weight at a time. Not a file format, and no product is computed from it.
 
 Invariants
-    Q1  `dequantize()` is the format's own dequantization, in float32, bit for bit: scales are held so that no bit of
-        theirs is lost (`Factor`).
-    Q2  A weight is checked when it is made; one that exists has shapes that fit each other and codes below 2**bits.
+    Q1  `dequantize()` is the format's own dequantization, in float32, bit for bit: scales lose no bit (`Factor`).
+    Q2  The constructor checks: an existing weight has shapes that fit each other and codes below 2**bits.
 
 Cost: a byte for each value. `dequantize` makes float32 of all of them.
 """
@@ -21,15 +20,15 @@ import torch
 
 from quire.errors import ArgumentError
 
-__all__ = ["Factor", "QuantizedWeight", "joined"]
+__all__ = ["Factor", "QuantizedWeight", "join_weights"]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One number for each group, maybe as the product of two: `fine` times the `coarse` one of its super-block.
+    """One number for each group, or the product of two: `fine` times the `coarse` number of its super-block.
 
-    fine: [N, groups], any dtype (int8 or uint8 where the format has small integers). coarse: [N, groups / m] float16,
-    bfloat16 or float32, or None. The product is exact in float32 in each format that is read.
+    fine: [N, groups], any dtype (int8 or uint8 if the format has small integers). coarse: [N, groups / m] float16,
+    bfloat16 or float32, or None. The product is exact in float32 in each supported format.
     """
 
     fine: torch.Tensor
@@ -42,8 +41,8 @@ class Factor:
             return fine
         return fine * self.coarse.float().repeat_interleave(fine.shape[1] // self.coarse.shape[1], dim=1)
 
-    def rows(self, part: slice | torch.Tensor) -> Factor:
-        """That of some outputs: of a slice on the same memory, of their numbers [n] a copy."""
+    def select_outputs(self, part: slice | torch.Tensor) -> Factor:
+        """The factor of some outputs: a view for a slice, a copy for their numbers [n]."""
         return Factor(self.fine[part], None if self.coarse is None else self.coarse[part])
 
 
@@ -55,8 +54,8 @@ class QuantizedWeight:
     group: inputs that share a scale; divides K; K itself: one scale for each output.
     scales: a Factor of [N, K / group].
     zeros: [N, K / group] uint8 or float32, or one float for all: in units of codes. None: 0, or there is a table.
-    minimums: a Factor of [N, K / group] that is taken off; never beside `zeros` or `table`.
-    table: [2**bits] float32, what each code stands for, or None: itself.
+    minimums: a Factor of [N, K / group] that is subtracted; never with `zeros` or `table`.
+    table: [2**bits] float32, the value of each code, or None: the code itself.
     order: [K] int64, or None: column j of `codes` multiplies input order[j] (GPTQ's groups by activation order).
     label: the format's own name ("Q4_K", "int4:64"), for messages and tables.
     """
@@ -91,7 +90,7 @@ class QuantizedWeight:
         if isinstance(self.zeros, torch.Tensor) and self.zeros.shape != expected:
             raise ArgumentError(f"zeros of {self.label}: expected {expected}, got {tuple(self.zeros.shape)}")
         if sum(part is not None for part in (self.zeros, self.minimums, self.table)) > 1:
-            raise ArgumentError(f"{self.label}: expected one of zeros, minimums and table, got more")
+            raise ArgumentError(f"{self.label}: expected one of zeros, minimums and table, got several")
         if self.table is not None and self.table.shape != (1 << self.bits,):
             raise ArgumentError(
                 f"table of {self.label}: expected [{1 << self.bits}], got {tuple(self.table.shape)}"
@@ -111,25 +110,25 @@ class QuantizedWeight:
     def num_inputs(self) -> int:
         return self.codes.shape[1]
 
-    def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """The weight of outputs [start, stop) alone, on the same memory: of one of several modules stored together."""
-        return self._of(slice(start, stop))
+    def slice_outputs(self, start: int, stop: int) -> QuantizedWeight:
+        """The weight of outputs [start, stop), a view: for one of several modules saved together."""
+        return self._select(slice(start, stop))
 
-    def pick(self, outputs: torch.Tensor) -> QuantizedWeight:
+    def select_outputs(self, outputs: torch.Tensor) -> QuantizedWeight:
         """The weight of these outputs [n] int64, in this order."""
-        return self._of(outputs)
+        return self._select(outputs)
 
-    def _of(self, part: slice | torch.Tensor) -> QuantizedWeight:
+    def _select(self, part: slice | torch.Tensor) -> QuantizedWeight:
         return replace(
             self,
             codes=self.codes[part],
-            scales=self.scales.rows(part),
+            scales=self.scales.select_outputs(part),
             zeros=self.zeros[part] if isinstance(self.zeros, torch.Tensor) else self.zeros,
-            minimums=None if self.minimums is None else self.minimums.rows(part),
+            minimums=None if self.minimums is None else self.minimums.select_outputs(part),
         )
 
     def values(self) -> torch.Tensor:
-        """[N, K] float32 in the order of the codes: what is scaled (code - zero, the table's entry, or the code)."""
+        """[N, K] float32 in the order of the codes, before scaling: code - zero, the table's entry, or the code."""
         values = self.codes.float() if self.table is None else self.table.float()[self.codes.int()]
         if isinstance(self.zeros, torch.Tensor):
             grouped = values.view(self.num_outputs, -1, self.group)
@@ -151,35 +150,37 @@ class QuantizedWeight:
         return unordered
 
 
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight of the outputs of several in turn, which have the same inputs and one format.
+def join_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight of the concatenated outputs of several, which have the same inputs and one format.
 
-    *raises:* ArgumentError: they are coded in different ways.
+    *raises:* ArgumentError: they are quantized in different ways.
     """
     first = weights[0]
     if len(weights) == 1:
         return first
-    if any(_way(weight) != _way(first) or not _same_tensors(weight, first) for weight in weights[1:]):
+    if any(
+        _coding(weight) != _coding(first) or not _has_same_tensors(weight, first) for weight in weights[1:]
+    ):
         labels = ", ".join(dict.fromkeys(weight.label for weight in weights))
-        raise ArgumentError(f"expected weights that are coded in one way to hold them as one, got {labels}")
+        raise ArgumentError(f"expected weights quantized in one way to pack them as one, got {labels}")
     zeros = [weight.zeros for weight in weights if isinstance(weight.zeros, torch.Tensor)]
     minimums = [weight.minimums for weight in weights if weight.minimums is not None]
     return replace(
         first,
         codes=torch.cat([weight.codes for weight in weights]),
-        scales=_joined([weight.scales for weight in weights]),
+        scales=_join_factors([weight.scales for weight in weights]),
         zeros=torch.cat(zeros) if zeros else first.zeros,
-        minimums=_joined(minimums) if minimums else None,
+        minimums=_join_factors(minimums) if minimums else None,
     )
 
 
-def _joined(factors: Sequence[Factor]) -> Factor:
+def _join_factors(factors: Sequence[Factor]) -> Factor:
     coarse = [factor.coarse for factor in factors if factor.coarse is not None]
     return Factor(torch.cat([factor.fine for factor in factors]), torch.cat(coarse) if coarse else None)
 
 
-def _way(weight: QuantizedWeight) -> tuple[object, ...]:
-    """What one weight has once for all its outputs, tensors left out, and which parts it has."""
+def _coding(weight: QuantizedWeight) -> tuple[object, ...]:
+    """The properties, without tensors, that all outputs of a weight share, and the parts that it has."""
     zeros = weight.zeros.dtype if isinstance(weight.zeros, torch.Tensor) else weight.zeros
     ratios = [
         None
@@ -190,11 +191,13 @@ def _way(weight: QuantizedWeight) -> tuple[object, ...]:
     return (weight.bits, weight.group, weight.num_inputs, zeros, *ratios)
 
 
-def _same_tensors(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-        if mine is None or theirs is None:
-            return mine is theirs
-        # Bits: a table of 8-bit floats has entries that are no numbers.
-        return mine.dtype is theirs.dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+def _has_same_tensors(first: QuantizedWeight, other: QuantizedWeight) -> bool:
+    def is_same(tensor: torch.Tensor | None, reference: torch.Tensor | None) -> bool:
+        if tensor is None or reference is None:
+            return tensor is reference
+        # Bit for bit: a table of 8-bit floats has NaN entries.
+        return tensor.dtype is reference.dtype and torch.equal(
+            tensor.view(torch.uint8), reference.view(torch.uint8)
+        )
 
-    return same(one.table, other.table) and same(one.order, other.order)
+    return is_same(first.table, other.table) and is_same(first.order, other.order)

@@ -1,12 +1,12 @@
-"""The recurrences in C++ (native/kernels): the same contract as `reference`, at the speed of the memory.
+"""The recurrences in C++ (native/kernels): the same contract as `reference_recurrence`, at the speed of the memory.
 
-Not here: the arithmetic, and how a call is cut up for the threads.
+Not here: the arithmetic, and the division of a call among threads.
 
-Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. A
-step crosses once and is kept on the `RecurrenceStep`. What is small beside the states (decays, parameters) is widened
-to float32 here.
+Tensors are passed without copies: the extension reads their addresses, shapes and strides, and refuses unfit ones. The
+`RecurrenceStep` stores its handle. Inputs much smaller than the states (decays, parameters) are converted to float32
+here.
 
-Cost: about 5 us a call beside the work, and 2 us for `out` where it is not given.
+Cost: about 5 us a call in addition to the work, and 2 us to allocate `out`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["BACKEND", "NativeRecurrence", "handle_of"]
 
 
 class NativeRecurrence:
-    """The extension's kernels; `quire.recurrence.recurrence_backend.RecurrenceBackend` says what the arguments are."""
+    """The extension's kernels; `quire.recurrence.recurrence_backend.RecurrenceBackend` describes the arguments."""
 
     name = "native"
 
@@ -88,7 +88,9 @@ class NativeRecurrence:
     ) -> torch.Tensor:
         def run(handle: Any, target: torch.Tensor) -> None:
             inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-            _native.recurrent_delta(handle, state, *inputs, _wide(g), _wide(beta), scale, normalize, target)
+            _native.recurrent_delta(
+                handle, state, *inputs, _to_float32(g), _to_float32(beta), scale, normalize, target
+            )
 
         return _run(run, lambda: check_delta_rule(state, q, k, v, g, beta, step, out), step, v, out)
 
@@ -111,7 +113,9 @@ class NativeRecurrence:
             if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
                 check()
             inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-            _native.recurrent_delta(handle, state, *inputs, _wide(g).contiguous(), None, scale, False, target)
+            _native.recurrent_delta(
+                handle, state, *inputs, _to_float32(g).contiguous(), None, scale, False, target
+            )
 
         return _run(run, check, step, v, out)
 
@@ -132,7 +136,7 @@ class NativeRecurrence:
             if first is not None and (first.dtype is not torch.bool or first.dim() != 1):
                 check()
             marks = None if first is None else first.contiguous().view(torch.uint8)
-            _native.recurrent_lru(handle, state, _dense_rows(x), _wide(log_a), marks, target)
+            _native.recurrent_lru(handle, state, _dense_rows(x), _to_float32(log_a), marks, target)
 
         return _run(run, check, step, x, out)
 
@@ -153,8 +157,8 @@ class NativeRecurrence:
         def run(handle: Any, target: torch.Tensor) -> None:
             if bias is not None and bias.dim() != 1:
                 check()
-            added = None if bias is None else _wide(bias).contiguous()
-            columns = _wide(weight).contiguous()
+            added = None if bias is None else _to_float32(bias).contiguous()
+            columns = _to_float32(weight).contiguous()
             _native.short_convolution(handle, state, _dense_rows(x), columns, added, silu, target)
 
         return _run(run, check, step, x, out)
@@ -173,13 +177,13 @@ def _scan(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Mamba 1 (a state of 3 dimensions) or 2 (4)."""
+    """The scan of Mamba 1 (a state of 3 dimensions) or Mamba 2 (4)."""
 
     def run(handle: Any, target: torch.Tensor) -> None:
         if state.dim() != num_dims or (d is not None and d.dim() != 1):
             check()
-        skip = None if d is None else _wide(d).contiguous()
-        inputs = _dense_rows(x), _wide(dt), _wide(a).contiguous(), _dense_rows(b), _dense_rows(c)
+        skip = None if d is None else _to_float32(d).contiguous()
+        inputs = _dense_rows(x), _to_float32(dt), _to_float32(a).contiguous(), _dense_rows(b), _dense_rows(c)
         _native.recurrent_scan(handle, state, *inputs, skip, target)
 
     return _run(run, check, step, x, out)
@@ -192,7 +196,7 @@ def _run(
     like: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`run` with the step as the kernels take it and a tensor to write into, of the shape and type of `like`."""
+    """`run` with the kernels' handle of the step and a tensor to write into, of the shape and type of `like`."""
     if like.shape[:1] != (step.num_rows,):
         check()
     target = torch.empty(like.shape, dtype=like.dtype) if out is None else out
@@ -205,7 +209,7 @@ def _run(
 
 
 def handle_of(step: RecurrenceStep) -> Any:
-    """The step as the kernels take it, which it keeps."""
+    """The kernels' handle of the step, which the step stores."""
     if step.native_handle is not None:
         return step.native_handle
     rows, slots = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
@@ -222,8 +226,8 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride()[-1:] == (1,) else tensor.contiguous()
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, with a dense last dimension; a type that is none of ours is left for the kernels to refuse."""
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, with a dense last dimension; an unsupported type stays, for the kernels to refuse."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return _dense_rows(tensor)

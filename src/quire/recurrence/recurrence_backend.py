@@ -1,4 +1,4 @@
-"""What computes the recurrences of state layers, and the registry that finds it by name.
+"""The backends that compute the recurrences of state layers, and the registry that finds them by name.
 
 Two are here: "python", the definition in torch, and "native", the extension's kernels, both in this machine's memory.
 
@@ -23,20 +23,20 @@ __all__ = ["RecurrenceBackend", "backend", "register", "unregister"]
 class RecurrenceBackend(Protocol):
     """The recurrences of one engine step, for the rows of many sequences. A row is a token.
 
-    What holds for each of them:
-        state: float32 [num_slots, ...], each slot contiguous. That of each sequence is read, and written after its last
-            row; slots that the step does not name are neither read nor written.
-        Inputs are float32, bfloat16 or float16 and widened to float32. x, or q, k and v, and what else is said to be
-            "of x's type", have one type, which is that of the result; other inputs may have another.
-        out: contiguous, written into and returned; made if not given. It shares no memory with an input.
-        The bits of a row's result and of a state depend on that sequence's rows and state alone: not on where a prompt
-            is cut into calls, on the other sequences or their order, or on the number of threads.
-        Raises ArgumentError for what does not fit, and has changed nothing then.
+    Rules for all of them:
+        state: float32 [num_slots, ...], each slot contiguous. The state of each sequence is read, and written after its
+            last row; slots that the step does not name are neither read nor written.
+        Inputs are float32, bfloat16 or float16, and converted to float32. x, or q, k and v, and inputs "of x's type"
+            have one type, which the result has too; other inputs may have another.
+        out: contiguous, written into and returned; allocated by default. It shares no memory with an input.
+        The bits of a row's result and of a state depend on that sequence's rows and state alone: not on how a prompt is
+            divided into calls, on the other sequences or their order, or on the number of threads.
+        ArgumentError for unfit arguments; nothing is changed then.
     """
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
+        """The name in the registry."""
         ...
 
     def mamba1(
@@ -53,7 +53,7 @@ class RecurrenceBackend(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Selective scan: h = exp(dt a) h + dt x b; y = h c + d x. The gate is the caller's.
+        """Selective scan: h = exp(dt a) h + dt x b; y = h c + d x. The caller applies the gate.
 
         Args:
             state: [num_slots, channels, state_size].
@@ -81,7 +81,7 @@ class RecurrenceBackend(Protocol):
         Args:
             state: [num_slots, num_heads, head_dim, state_size].
             x: [num_rows, num_heads, head_dim]; b, c: [num_rows, num_groups, state_size], of x's type. Each group serves
-                num_heads / num_groups heads that follow each other.
+                num_heads / num_groups consecutive heads.
             dt: [num_rows, num_heads], after bias, softplus and limits; a: [num_heads], negative; d: [num_heads].
         """
         ...
@@ -106,11 +106,11 @@ class RecurrenceBackend(Protocol):
         Args:
             state: [num_slots, num_v_heads, k_dim, v_dim].
             q, k: [num_rows, num_k_heads, k_dim]; v: [num_rows, num_v_heads, v_dim]; of one type. Each head of q and k
-                serves num_v_heads / num_k_heads heads of v that follow each other.
+                serves num_v_heads / num_k_heads consecutive heads of v.
             g: [num_rows, num_v_heads], or with a decay for each key channel (KDA) [num_rows, num_v_heads, k_dim]; the
-                logarithm of the decay, not above 0.
+                logarithm of the decay, at most 0.
             beta: [num_rows, num_v_heads].
-            normalize: q and k are divided by sqrt(sum of squares + 1e-6) first.
+            normalize: divides q and k by sqrt(sum of squares + 1e-6) first.
 
         Returns:
             [num_rows, num_v_heads, v_dim].
@@ -135,7 +135,7 @@ class RecurrenceBackend(Protocol):
         Args:
             state: [num_slots, num_heads, k_dim, v_dim].
             q, k: [num_rows, num_heads, k_dim]; v: [num_rows, num_heads, v_dim]; of one type.
-            g: [num_heads], the logarithm of the decay, not above 0.
+            g: [num_heads], the logarithm of the decay, at most 0.
 
         Returns:
             [num_rows, num_heads, v_dim].
@@ -153,12 +153,12 @@ class RecurrenceBackend(Protocol):
         first: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """RG-LRU: h = a h + sqrt(1 - a^2) x with a = exp(log_a); the result is h. Gates are the caller's.
+        """RG-LRU: h = a h + sqrt(1 - a^2) x with a = exp(log_a); the result is h. The caller applies the gates.
 
         Args:
             state: [num_slots, channels].
-            x: [num_rows, channels], times its gate; log_a: [num_rows, channels], not above 0.
-            first: bool [num_rows], rows at position 0 of a text: h = x there.
+            x: [num_rows, channels], times its gate; log_a: [num_rows, channels], at most 0.
+            first: bool [num_rows], rows at position 0 of a text; there h = x.
         """
         ...
 
@@ -174,10 +174,10 @@ class RecurrenceBackend(Protocol):
         silu: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal convolution of each channel alone: y[t] = bias + sum over j of weight[:, j] x[t - width + 1 + j].
+        """Causal convolution by channel: y[t] = bias + sum over j of weight[:, j] x[t - width + 1 + j].
 
         Args:
-            state: [num_slots, width - 1, channels]: the inputs before, the oldest first.
+            state: [num_slots, width - 1, channels]: the inputs before, oldest first.
             x: [num_rows, channels]; weight: [channels, width] of 2 to 8 columns; bias: [channels].
             silu: y / (1 + exp(-y)) instead of y.
         """
@@ -185,7 +185,7 @@ class RecurrenceBackend(Protocol):
 
 
 _MAKERS: Registry[Callable[[], RecurrenceBackend]] = Registry(
-    "a back end of recurrences",
+    "a backend of recurrences",
     "backend",
     {
         "native": lambda: cast(
@@ -200,7 +200,7 @@ unregister = _MAKERS.unregister
 
 
 def register(name: str, make: Callable[[], RecurrenceBackend]) -> None:
-    """Have `backend(name)` give what `make` returns; it is called each time the name is asked for.
+    """Have `backend(name)` return the result of `make`, which is called at each request for the name.
 
     *raises:* ArgumentError: the name is taken by another.
     """
@@ -208,14 +208,14 @@ def register(name: str, make: Callable[[], RecurrenceBackend]) -> None:
 
 
 def backend(name: str | None = None) -> RecurrenceBackend:
-    """The back end `name`: "python", "native" or one that was registered.
+    """The backend `name`: "python", "native" or a registered name.
 
-    Without a name the environment variable QUIRE_BACKEND decides between those two, and without that the native one is
-    taken where it was built.
+    Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
+    if it was built.
 
     Raises:
-        ArgumentError: a name that does not exist.
-        BackendError: the native one is asked for and was not built.
+        ArgumentError: the name does not exist.
+        BackendError: the native backend is requested but was not built.
     """
     if name in (None, "native", "python"):
         name = choose_backend(name, needs="RecurrenceStep")

@@ -1,9 +1,9 @@
-"""What both back ends ask of the arguments before they touch memory: one clear error, and nothing changed.
+"""The checks that both backends make of arguments before they touch memory: one clear error, and nothing changed.
 
-A step's own rows, slots and checkpoints are checked once, by `recurrence_step`, where somebody calls recurrences by
-themselves; the engine's steps are made of plans that hold them already.
+The rows, slots and checkpoints of a step are checked once, by `recurrence_step`, for callers other than the engine;
+the engine's steps are made from plans.
 
-Cost: some us of comparisons. The native back end comes here only when the extension has refused a call.
+Cost: some us of comparisons. The native backend runs them only after the extension has refused a call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_WIDTH = 8  # of a short convolution
+MAX_WIDTH = 8  # of a short convolution
 
 Shape = tuple[int, ...]
 
@@ -196,8 +196,8 @@ def check_rg_lru(
     rows = step.num_rows
     _floats("x", x, (rows, channels))
     _floats("log_a", log_a, (rows, channels))
-    if first is not None and (first.dtype != torch.bool or first.shape != (rows,) or _elsewhere(first)):
-        raise ArgumentError(f"expected first as torch.bool [{rows}] on the CPU, got {_described(first)}")
+    if first is not None and (first.dtype != torch.bool or first.shape != (rows,) or _is_off_host(first)):
+        raise ArgumentError(f"expected first as torch.bool [{rows}] on the CPU, got {_describe(first)}")
     _out(out, x.dtype, (rows, channels))
 
 
@@ -211,9 +211,9 @@ def check_short_convolution(
 ) -> None:
     """The arguments of `short_convolution`."""
     before, channels = _state("state", state, step, ("width - 1", "channels"))
-    if before >= MOST_WIDTH:
+    if before >= MAX_WIDTH:
         raise ArgumentError(
-            f"expected a convolution of 2 to {MOST_WIDTH} columns, got a state of {before} inputs before"
+            f"expected a convolution of 2 to {MAX_WIDTH} columns, got a state of {before} inputs before"
         )
     _floats("x", x, (step.num_rows, channels))
     _floats("weight", weight, (channels, before + 1))
@@ -224,19 +224,19 @@ def check_short_convolution(
 
 def _state(name: str, state: torch.Tensor, step: RecurrenceStep, sizes: tuple[str, ...]) -> Shape:
     """The shape of one state."""
-    if state.dtype != torch.float32 or state.dim() != len(sizes) + 1 or _elsewhere(state):
+    if state.dtype != torch.float32 or state.dim() != len(sizes) + 1 or _is_off_host(state):
         raise ArgumentError(
-            f"expected {name} as torch.float32 [num_slots, {', '.join(sizes)}] on the CPU, got {_described(state)}"
+            f"expected {name} as torch.float32 [num_slots, {', '.join(sizes)}] on the CPU, got {_describe(state)}"
         )
     if 0 in state.shape[1:]:
-        raise ArgumentError(f"expected {name} with sizes of 1 or more, got {_described(state)}")
+        raise ArgumentError(f"expected {name} with sizes of 1 or more, got {_describe(state)}")
     one_slot = state.shape[1:].numel()
     strides, dense = state.stride(), torch.empty(state.shape[1:], device="meta").stride()
     inner = [stride for stride, size in zip(strides[1:], state.shape[1:], strict=True) if size > 1]
-    wanted = [stride for stride, size in zip(dense, state.shape[1:], strict=True) if size > 1]
-    if inner != wanted or (len(state) > 1 and strides[0] < one_slot):
+    expected = [stride for stride, size in zip(dense, state.shape[1:], strict=True) if size > 1]
+    if inner != expected or (len(state) > 1 and strides[0] < one_slot):
         raise ArgumentError(
-            f"expected {name} with each slot contiguous and none over another, got strides {strides} for "
+            f"expected {name} with contiguous slots that do not overlap, got strides {strides} for "
             f"{tuple(state.shape)}; use state.contiguous() when it is made"
         )
     if max(step.written_slots) >= len(state):
@@ -246,19 +246,19 @@ def _state(name: str, state: torch.Tensor, step: RecurrenceStep, sizes: tuple[st
 
 def _floats(name: str, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None = None) -> None:
     kinds = FLOATS if dtype is None else (dtype,)
-    if tensor.dtype not in kinds or tensor.shape != shape or _elsewhere(tensor):
+    if tensor.dtype not in kinds or tensor.shape != shape or _is_off_host(tensor):
         raise ArgumentError(
-            f"expected {name} as {' or '.join(map(str, kinds))} {list(shape)} on the CPU, got {_described(tensor)}"
+            f"expected {name} as {' or '.join(map(str, kinds))} {list(shape)} on the CPU, got {_describe(tensor)}"
         )
 
 
 def _shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
-    """Heads of a tensor each of which serves several."""
+    """The number of heads of a tensor each of which serves several heads."""
     count = tensor.shape[1] if tensor.dim() == 3 else 0
     if count == 0 or num_heads % count:
         raise ArgumentError(
             f"expected {name} [num_rows, heads, size] with a number of heads that divides {num_heads}, got "
-            f"{_described(tensor)}"
+            f"{_describe(tensor)}"
         )
     return count
 
@@ -266,16 +266,16 @@ def _shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
 def _out(out: torch.Tensor | None, dtype: torch.dtype, shape: Shape) -> None:
     if out is None:
         return
-    if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or _elsewhere(out):
+    if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or _is_off_host(out):
         raise ArgumentError(
-            f"expected out as contiguous {dtype} {list(shape)} on the CPU, got {_described(out)} with strides "
+            f"expected out as contiguous {dtype} {list(shape)} on the CPU, got {_describe(out)} with strides "
             f"{out.stride()}"
         )
 
 
-def _elsewhere(tensor: torch.Tensor) -> bool:
+def _is_off_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,8 +1,8 @@
-"""The recurrences in torch, token by token in float32: the definition, and the `python` back end.
+"""The recurrences in torch, token by token in float32: the definition, and the `python` backend.
 
-Not fast: one token after the other, each some operators of torch. Every kernel is compared with it.
+Not fast: each token takes some operators of torch, one after another. Every kernel is compared with it.
 
-Cost: about 50 us a token and sequence beside the arithmetic.
+Cost: about 50 us a token and sequence in addition to the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Advance = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class ReferenceRecurrence:
-    """The definition of each recurrence; `quire.recurrence.recurrence_backend.RecurrenceBackend` says what the
-    arguments are."""
+    """The definition of each recurrence; `quire.recurrence.recurrence_backend.RecurrenceBackend` describes the
+    arguments."""
 
     name = "python"
 
@@ -77,7 +77,7 @@ class ReferenceRecurrence:
     ) -> torch.Tensor:
         check_mamba2(state, x, dt, a, b, c, d, step, out)
         out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-        b, c = (_for_each_head(one.float(), x.shape[1]) for one in (b, c))
+        b, c = (_repeat_heads(tensor.float(), x.shape[1]) for tensor in (b, c))
         x, dt, a = x.float(), dt.float(), a.float()
         skip = None if d is None else d.float()
 
@@ -108,8 +108,11 @@ class ReferenceRecurrence:
         out = torch.empty(v.shape, dtype=v.dtype) if out is None else out
         q, k = q.float(), k.float()
         if normalize:
-            q, k = (one / torch.sqrt((one * one).sum(-1, keepdim=True) + NORM_EPSILON) for one in (q, k))
-        q, k = _for_each_head(q, v.shape[1]) * scale, _for_each_head(k, v.shape[1])
+            q, k = (
+                tensor / torch.sqrt((tensor * tensor).sum(-1, keepdim=True) + NORM_EPSILON)
+                for tensor in (q, k)
+            )
+        q, k = _repeat_heads(q, v.shape[1]) * scale, _repeat_heads(k, v.shape[1])
         v, g, beta = v.float(), g.float(), beta.float()
         decay = torch.exp(g if g.dim() == 3 else g[:, :, None])  # [num_rows, num_v_heads, k_dim or 1]
 
@@ -165,7 +168,7 @@ class ReferenceRecurrence:
         def advance(h: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
             if is_first[row]:
                 return x[row].clone(), x[row]
-            # expm1: where a is nearly 1, 1 - a^2 has lost most of its digits.
+            # expm1: if a is nearly 1, 1 - a^2 loses most of its digits.
             h = torch.exp(log_a[row]) * h + torch.sqrt(-torch.expm1(2 * log_a[row])) * x[row]
             return h, h
 
@@ -199,7 +202,7 @@ class ReferenceRecurrence:
 
 
 def _each_row(state: torch.Tensor, step: RecurrenceStep, out: torch.Tensor, advance: Advance) -> torch.Tensor:
-    """`advance` for each row of each sequence: from a state and a row to the next state and the row's result."""
+    """Calls `advance` for each row of each sequence; a state and a row give the next state and the result."""
     for slot, rows in step.sequences():
         current = state[slot].clone()
         for row in rows:
@@ -211,8 +214,8 @@ def _each_row(state: torch.Tensor, step: RecurrenceStep, out: torch.Tensor, adva
     return out
 
 
-def _for_each_head(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[rows, heads, size] -> [rows, num_heads, size], each repeated for the heads it serves."""
+def _repeat_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[rows, heads, size] -> [rows, num_heads, size], each head repeated for the heads that it serves."""
     return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
 

@@ -1,12 +1,12 @@
-"""What a token costs: the shape of a model's KV cache, and how a model's config says it.
+"""The cost of a token: the shape of a model's KV cache, read from the model's config.
 
 Others may use the names below, and
-    config      what a model's config says
-    formats     the formats of keys and values
-    kv_dtype    a model's layers in a format
-    payload, state_payload   where the bytes of tokens, and of a state, lie when they leave the pool
-    state_spec  what state layers keep for each sequence
-    weight_formats   how weights of a plain checkpoint are rounded
+    model_config    the fields of a model's config
+    kv_formats      the formats of keys and values
+    kv_dtype        the format of each layer
+    payload, state_payload   the layout of tokens' and states' bytes outside the pool
+    state_spec      the states of each sequence in state layers
+    weight_formats  how weights of a dense checkpoint are rounded
 """
 
 from quire.spec.kv_formats import FORMATS, KVFormat, element_formats, format_of

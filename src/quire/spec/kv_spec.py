@@ -1,21 +1,21 @@
-"""What a token costs: the shape of a model's KV cache, layer by layer and group by group.
+"""The cost of a token: the shape of a model's KV cache, layer by layer and group by group.
 
-A `KVSpec` knows no tensors and no blocks in use; it is arithmetic over a model's config, and works from a
-`config.json` alone. It is what a planner reads and what `quire.Cache` is built from.
+A `KVSpec` has no tensors and no blocks in use; it is arithmetic over a model's config, and a `config.json` suffices for
+it. A planner reads it, and `quire.Cache` is built from it.
 
 Invariants
     K1  every layer that stores KV belongs to exactly one group; a layer that reads another layer's KV
-        (`shares_kv_with`), or keeps a state alone, belongs to none and costs nothing per token.
+        (`shares_kv_with`), or has a state alone, belongs to none and costs nothing per token.
     K2  the layers of a group have one span rule, one shape, and one format of K and one of V.
     K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
-        that size serves them all. The group with the largest token has `block_size` tokens to a block; one whose token
-        is smaller may have several times as many (`block_factor`), where else there were too many groups.
-    K4  what blocks of K3 take beyond the tokens in them (a group's token may be smaller than another's) is at most
-        5 % of a sequence, short or long, wherever groups of whole layers can be chosen so.
-    K5  `block_factor * blocks_per_node` is the same for all groups: a node of the prefix tree is the tokens of the
+        that size serves them all. The group with the largest token has `block_size` tokens in a block; a group with a
+        smaller token may have several times as many (`block_factor`), if there would be too many groups otherwise.
+    K4  the bytes of blocks of K3 exceed those of their tokens (a group's token may be smaller than another's) by at
+        most 5 % of a sequence, short or long, if groups of whole layers can be chosen so.
+    K5  `block_factor * blocks_per_node` is the same for all groups: a node of the prefix tree has the tokens of the
         largest block, and whole blocks of each group.
 
-Cost: every call is O(number of layers), but for the first that asks for `groups`: O(layers x kinds of layers).
+Cost: every call is O(number of layers); the first use of `groups` is O(layers x kinds of layers).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ __all__ = ["KVGroup", "KVSpec"]
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
-MAX_FACTOR = 8  # of a block's tokens: as many are copied at a branch, and told of and stored as one
-_LONG = 1 << 17  # tokens of a sequence whose windows hold next to nothing of it
+MAX_FACTOR = 8  # of a block's tokens: a branch copies as many, and events and tiers treat them as one
+_LONG = 1 << 17  # tokens of a sequence so long that windows contain a negligible part of it
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """Layers with one span rule and one shape, which share a block table.
 
-    most_layers: of any group of this kind; the last one may have fewer. block_factor, blocks_per_node: K3 and K5.
+    max_layers: of any group of this kind; the last group may have fewer. block_factor, blocks_per_node: K3 and K5.
     """
 
     index: int
     layers: tuple[int, ...]
-    most_layers: int
+    max_layers: int
     span: Span
     num_kv_heads: int
     k_head_dim: int
@@ -70,7 +70,7 @@ class KVGroup:
 
     @property
     def layer(self) -> LayerSpec:
-        """What each of the layers is."""
+        """The spec of each of its layers."""
         return LayerSpec(
             self.span,
             self.num_kv_heads,
@@ -88,7 +88,7 @@ class KVGroup:
 
     @cached_property
     def row_elements(self) -> tuple[int, ...]:
-        """As `LayerSpec.row_elements`, of the model's dtype."""
+        """As `LayerSpec.row_elements`, in elements of the model's dtype."""
         return self.layer.row_elements(self.dtype_bytes)
 
     @property
@@ -96,24 +96,24 @@ class KVGroup:
         return max(1, len(self.layers)) * self.num_kv_heads * sum(self.row_elements) * self.dtype_bytes
 
     def tokens_per_block(self, block_size: int) -> int:
-        """Of its blocks, where those of the group with the largest token have `block_size`."""
+        """Tokens of its blocks, if those of the group with the largest token have `block_size`."""
         return block_size * self.block_factor
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * self.tokens_per_block(block_size)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes this group has to keep for one sequence of `num_tokens` (a window keeps its window)."""
+        """Bytes that this group stores for one sequence of `num_tokens` (a window stores its window)."""
         return self.bytes_per_token * self.span.num_kept(num_tokens)
 
 
-def _tokens_alone(dtype_bytes: int) -> KVGroup:
-    """Of a model of states alone: its blocks stand for tokens, which the prefix tree finds states by, and hold nothing.
-    A token is counted as one element, so that blocks have a size."""
+def _group_without_kv(dtype_bytes: int) -> KVGroup:
+    """The group of a model with states alone: its blocks represent tokens, by which the prefix tree finds states, and
+    have no contents. A token counts as one element, so that blocks have a size."""
     return KVGroup(
         index=0,
         layers=(),
-        most_layers=1,
+        max_layers=1,
         span=Span(),
         num_kv_heads=1,
         k_head_dim=1,
@@ -124,35 +124,35 @@ def _tokens_alone(dtype_bytes: int) -> KVGroup:
 
 @dataclass(frozen=True)
 class _Split:
-    """One way to gather layers into groups. kinds: layers of a group and its block factor. taken: how many times the
-    bytes of the tokens in them the blocks take (K4). node: the largest factor."""
+    """A way to gather layers into groups. kinds: layers of a group and its block factor. ratio: bytes of the blocks
+    over bytes of the tokens in them (K4). node: the largest factor."""
 
     kinds: dict[LayerSpec, tuple[int, int]]
-    taken: float
+    ratio: float
     num_groups: int
     node: int
 
     @property
     def is_dense(self) -> bool:
-        return self.taken <= 1 + MAX_PADDING and self.num_groups <= MAX_GROUPS
+        return self.ratio <= 1 + MAX_PADDING and self.num_groups <= MAX_GROUPS
 
     @property
     def rank(self) -> tuple[bool, float, int, int]:
-        """The lowest is the best."""
-        cost = 0.0 if self.is_dense else self.taken + self.num_groups / 200
+        """Sort key: the best split has the lowest."""
+        cost = 0.0 if self.is_dense else self.ratio + self.num_groups / 200
         return not self.is_dense, cost, self.num_groups, self.node
 
 
-def _excess(taken: float, used: int) -> float:
-    """How much more is taken than used, where that is more than K4 allows; else 0."""
-    return 0.0 if taken <= (1 + MAX_PADDING) * used else taken / used
+def _excess(allocated: float, used: int) -> float:
+    """The ratio of allocated to used bytes if K4 does not allow it; else 0."""
+    return 0.0 if allocated <= (1 + MAX_PADDING) * used else allocated / used
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """The KV cache of a model: layers, dtype, and the groups made of them.
 
-    Build it with `from_config`, or by hand from `LayerSpec`s for an engine of one's own.
+    Build it with `from_config`, or from `LayerSpec`s for another engine.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -162,7 +162,7 @@ class KVSpec:
     name: str = ""
     states: tuple[
         StateSpec, ...
-    ] = ()  # of layers that keep a state per sequence, beside K and V or in their place
+    ] = ()  # of layers with a state per sequence, in addition to K and V or instead
     in_pieces: bool = False  # see `for_pieces`
 
     def __post_init__(self) -> None:
@@ -174,9 +174,9 @@ class KVSpec:
     def from_config(cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None) -> KVSpec:
         """The spec of a transformers config object, of a folder or `config.json` path, or of its dict.
 
-        `dtype` overrides the config's own (one that names none counts as float32, as in transformers).
-        raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
-        K and V, or a latent, per token (state); LoadError where the file cannot be read.
+        `dtype` overrides the config's own (a config without one counts as float32, as in transformers).
+        raises: ConfigError naming the field; UnsupportedModelError for layers that store something else than
+        K and V, or a latent, per token (state); LoadError if the file cannot be read.
         """
         model = read_config(config)
         return cls(
@@ -196,18 +196,18 @@ class KVSpec:
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
-        """The groups, full-attention ones first (group 0 is a full one where the model has any).
+        """The groups, full-attention ones first (group 0 is a full one if the model has any).
 
-        As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
-        others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10. Where
-        that makes too many, blocks of a small group have more tokens: of 31 windowed layers and one full one, groups of
-        8 and one of a single layer with 8 times as many tokens to a block."""
-        kinds: dict[LayerSpec, list[int]] = {}  # by what is equal in the layers of a group (K2)
+        The fewest for which blocks of one size are hardly padded (K4): a layer with a larger token shares its block
+        with fewer others. 50 windowed layers and 10 full ones whose token takes half as much make groups of 5 and one
+        of 10. If that makes too many, blocks of a small group have more tokens: 31 windowed layers and one full one
+        make groups of 8 and one of a single layer with 8 times as many tokens in a block."""
+        kinds: dict[LayerSpec, list[int]] = {}  # by the properties that the layers of a group share (K2)
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
                 kinds.setdefault(replace(layer, index_of=None), []).append(index)
         if not kinds:
-            return (_tokens_alone(self.dtype_bytes),)
+            return (_group_without_kv(self.dtype_bytes),)
         split = self._split({kind: len(members) for kind, members in kinds.items()})
         node = math.lcm(*(factor for _, factor in split.values()))
         full_first = sorted(kinds.items(), key=lambda item: item[0].span.kind != "full")
@@ -219,7 +219,7 @@ class KVSpec:
                     KVGroup(
                         index=len(groups),
                         layers=tuple(members[start : start + size]),
-                        most_layers=size,
+                        max_layers=size,
                         span=kind.span,
                         num_kv_heads=kind.num_kv_heads,
                         k_head_dim=kind.k_head_dim,
@@ -235,29 +235,29 @@ class KVSpec:
         return tuple(groups)
 
     def for_pieces(self) -> KVSpec:
-        """The same for a storage whose blocks have a place in each layer of a group, as large as the largest group's
-        (virtual): groups whose blocks take as much in every layer, where that wastes less."""
+        """The same for a storage whose blocks have a place in each layer of a group, all as large as the largest
+        group's (virtual): groups whose blocks take as much in every layer, if that wastes less."""
         return self if self.in_pieces else replace(self, in_pieces=True)
 
     def _split(self, num_layers: dict[LayerSpec, int]) -> dict[LayerSpec, tuple[int, int]]:
-        """Layers of a group and its `block_factor`, for each kind of layer: of the splits that keep K4 with blocks of
-        equal tokens the one with the fewest groups. If none does, of those with more tokens to some blocks; else the
-        one with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of
-        padding."""
-        found: list[_Split] = []
+        """Layers of a group and its `block_factor`, for each kind of layer: among splits that keep K4 with blocks of
+        equal tokens, the one with the fewest groups. Failing that, among splits with more tokens in some blocks;
+        failing that, the split with the least padding, where one group more (one table more in each step) counts as
+        much as 1/2 % of padding."""
+        candidates: list[_Split] = []
         for node in range(1, MAX_FACTOR + 1):
-            found += self._splits(num_layers, node)
-            if node == 1 and any(one.is_dense for one in found):
+            candidates += self._splits(num_layers, node)
+            if node == 1 and any(split.is_dense for split in candidates):
                 break
-        return min(found, key=lambda one: one.rank).kinds
+        return min(candidates, key=lambda split: split.rank).kinds
 
     def _splits(self, num_layers: dict[LayerSpec, int], node: int) -> list[_Split]:
-        """Those in which the largest block has `node` times the tokens of the smallest, one for each size of a
+        """Splits in which the largest block has `node` times the tokens of the smallest, one for each size of a
         block."""
-        # Elements that a token of a layer takes as it is stored.
+        # Stored elements of a token of a layer.
         widths = {kind: kind.num_kv_heads * sum(kind.row_elements(self.dtype_bytes)) for kind in num_layers}
         factors = [factor for factor in range(1, node + 1) if node % factor == 0]
-        found: list[_Split] = []
+        candidates: list[_Split] = []
         splits: list[tuple[dict[LayerSpec, tuple[int, int]], int]] = []
         for block_width in sorted(
             {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
@@ -272,14 +272,20 @@ class KVSpec:
                         for factor in factors
                         if widths[kind] * factor <= block_width
                     ),
-                    key=lambda one: (_excess(one[0] * block_width / one[1], num * widths[kind]), *one),
+                    key=lambda option: (
+                        _excess(option[0] * block_width / option[1], num * widths[kind]),
+                        *option,
+                    ),
                 )
                 split[kind] = (-(-num // num_groups), factor)
             splits.append((split, block_width))
         if self.in_pieces:
-            # One piece for each of as many layers, as wide as the widest; of narrower layers with more tokens in it.
+            # One piece for each of as many layers, as wide as the widest; narrower layers have more tokens in it.
             piece = max(widths.values())
-            tokens = {kind: max(one for one in factors if one * widths[kind] <= piece) for kind in num_layers}
+            tokens = {
+                kind: max(factor for factor in factors if factor * widths[kind] <= piece)
+                for kind in num_layers
+            }
             for size in range(1, max(num_layers.values()) + 1):
                 split = {kind: (min(size, num_layers[kind]), tokens[kind]) for kind in num_layers}
                 splits.append((split, size * piece))
@@ -288,23 +294,25 @@ class KVSpec:
             if min(chosen) != 1 or math.lcm(*chosen) != node:
                 continue
             if self.in_pieces:
-                most = max(size for size, _ in split.values())
+                num_pieces = max(size for size, _ in split.values())
                 block_width = sum(
                     max(widths[kind] * factor for kind, (size, factor) in split.items() if size > at)
-                    for at in range(most)
+                    for at in range(num_pieces)
                 )
             counts = {kind: -(-num_layers[kind] // size) for kind, (size, _) in split.items()}
-            taken = {kind: counts[kind] * block_width / factor for kind, (_, factor) in split.items()}
-            most_taken = max(
-                sum(taken[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
+            allocated = {kind: counts[kind] * block_width / factor for kind, (_, factor) in split.items()}
+            largest_ratio = max(
+                sum(allocated[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
                 / sum(num_layers[kind] * widths[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
                 for num_tokens in (1, _LONG)
             )
-            found.append(_Split(split, most_taken, sum(counts.values()), node))
-        return found
+            candidates.append(_Split(split, largest_ratio, sum(counts.values()), node))
+        return candidates
 
     def stored_in(self, layer: int) -> int:
-        """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.
+        """The layer whose KV decoder layer `layer` reads: itself, or the layer that it shares with.
+
+        *raises:* ArgumentError: no such layer.
 
         *raises:* ArgumentError: there is no such layer.
         """
@@ -315,17 +323,17 @@ class KVSpec:
 
     @property
     def stores_kv(self) -> bool:
-        """Whether any layer keeps keys and values; not in a model of states alone."""
+        """Whether any layer stores keys and values; not in a model with states alone."""
         return any(layer.stores_kv for layer in self.layers)
 
     @property
     def has_indexer(self) -> bool:
-        """Whether layers choose the tokens they attend to, by keys that are kept beside K and V (DSA)."""
+        """Whether layers choose the tokens they attend to, by keys stored in addition to K and V (DSA)."""
         return any(layer.index_of is not None for layer in self.layers)
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of the states of one sequence, and of one checkpoint, in all layers together; however long it is."""
+        """Bytes of the states of one sequence, and of one checkpoint, in all layers together, at any length."""
         return sum(state.bytes_per_sequence for state in self.states)
 
     @property
@@ -333,21 +341,21 @@ class KVSpec:
         return format_of(self.dtype).num_bytes
 
     @property
-    def plain(self) -> KVSpec:
+    def in_model_dtype(self) -> KVSpec:
         """The same with K and V in the model's dtype."""
         if not any(layer.k_format or layer.v_format for layer in self.layers):
             return self
-        return replace(self, layers=tuple(replace(one, k_format="", v_format="") for one in self.layers))
+        return replace(self, layers=tuple(replace(layer, k_format="", v_format="") for layer in self.layers))
 
     @property
     def kv_dtype(self) -> str:
-        """What K and V are stored in: the dtype's name, or as `kv_dtype` has it where layers have formats, in layers'
+        """The storage format of K and V: the dtype's name, or `kv_dtype`'s if layers have formats, in the layers'
         order: "int8", "int8 and bfloat16"."""
         return " and ".join(self._layers_by_dtype) or self.dtype
 
     @property
-    def kept_in(self) -> str:
-        """The same for people, with the layers' numbers where they differ: "bfloat16 (layers 0-1, 5) and int8 (layers
+    def kv_dtype_by_layers(self) -> str:
+        """The same for people, with the layers' numbers if they differ: "bfloat16 (layers 0-1, 5) and int8 (layers
         2-4)"."""
         by_dtype = self._layers_by_dtype
         if len(by_dtype) < 2:
@@ -360,15 +368,15 @@ class KVSpec:
 
     @property
     def _layers_by_dtype(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        numbers_by_dtype: dict[str, list[int]] = {}
         for number, layer in enumerate(self.layers):
             if layer.stores_kv:
-                found.setdefault(layer.kv_dtype(self.dtype), []).append(number)
-        return found
+                numbers_by_dtype.setdefault(layer.kv_dtype(self.dtype), []).append(number)
+        return numbers_by_dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one more token adds to all layers together (while it is inside every window)."""
+        """Bytes that one more token adds to all layers together (while it is inside every window)."""
         return sum(group.bytes_per_token for group in self.groups)
 
     def bytes_per_block(self, block_size: int) -> int:
@@ -376,11 +384,11 @@ class KVSpec:
         return self.bytes_per_token * block_size
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes one sequence of `num_tokens` has to keep in all layers together."""
+        """Bytes that one sequence of `num_tokens` needs in all layers together."""
         return sum(group.bytes_for(num_tokens) for group in self.groups)
 
     def tokens_per_node(self, block_size: int) -> int:
-        """Of the largest block of any group (K5)."""
+        """Tokens of the largest block of any group (K5)."""
         group = self.groups[0]
         return group.tokens_per_block(block_size) * group.blocks_per_node
 

@@ -1,6 +1,6 @@
-"""What one layer keeps: which past tokens it still needs (`Span`), and the shape of K and V of a token (`LayerSpec`).
+"""The KV of one layer: the past tokens that it still needs (`Span`), and the shape of K and V of a token (`LayerSpec`).
 
-A new kind of layer is one entry more in `KINDS`. Every call is O(1).
+A new kind of layer is one more entry in `KINDS`. Every call is O(1).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ KINDS: dict[str, Callable[[int], tuple[int, int]]] = {
     "window": lambda size: (size, 1),
     "chunked": lambda size: (1, size),
 }
-"""Kind of layer -> (window, step) of a size. A query at q sees the keys from the last multiple of `step` that is not
-after q - window + 1; all keys where window is 0."""
+"""Kind of layer -> (window, step) of a size. A query at q sees the keys from the last multiple of `step`
+that is at most q - window + 1; all keys if window is 0."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Which past tokens a layer still needs.
+    """The past tokens that a layer still needs.
 
-    `full`: all. `window`: a query at position q sees keys k with q - k < size. `chunked`: those with
-    k // size == q // size. Others are entries of `KINDS`.
+    `full`: all. `window`: a query at position q sees keys k with q - k < size. `chunked`: keys with
+    k // size == q // size. Other kinds are entries of `KINDS`.
     """
 
     kind: str = "full"
@@ -37,8 +37,8 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            *most, last = KINDS
-            raise ArgumentError(f"expected {', '.join(most)} or {last}, got {self.kind!r} as a span kind")
+            *others, last = KINDS
+            raise ArgumentError(f"expected {', '.join(others)} or {last}, got {self.kind!r} as a span kind")
         if (self.kind == "full") != (self.size == 0) or self.size < 0:
             raise ArgumentError(
                 f"expected a positive size for a window or chunk and 0 for full, got {self.kind} of {self.size}"
@@ -55,26 +55,26 @@ class Span:
         return first - first % self.step
 
     @property
-    def most_kept(self) -> int:
-        """Most tokens that a layer which forgets has to hold of a sequence; 0 for one that holds all."""
+    def max_num_kept(self) -> int:
+        """Largest number of a sequence's tokens that a layer with a window or chunks stores; 0 for a full layer."""
         return self.window + self.step - 1
 
     def num_kept(self, num_tokens: int) -> int:
-        """Most tokens a layer has to hold at once for a sequence of `num_tokens` tokens."""
-        return min(num_tokens, self.most_kept) if self.window else num_tokens
+        """Largest number of tokens that a layer stores at once for a sequence of `num_tokens` tokens."""
+        return min(num_tokens, self.max_num_kept) if self.window else num_tokens
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer's KV: its span and shape (elements), or whose KV it reads instead.
+    """One decoder layer's KV: its span and shape (elements), or the layer whose KV it reads instead.
 
-    A layer that keeps no K and V (a state instead, `KVSpec.states`) has 0 heads.
-    latent: V is no field of its own but the first `v_head_dim` columns of K (MLA: one head, K the compressed latent and
-    the turned part of the keys behind it, V the latent).
-    index_of: this is no decoder layer, but the keys by which the indexer of that one chooses tokens (DSA): one head, K
-    alone. Such layers stand behind the decoder's.
-    k_format, v_format: names of the formats that rows of K and of V are stored in (`quire.spec.kv_formats`); empty
-    for the model's own dtype.
+    A layer without K and V (with a state instead, `KVSpec.states`) has 0 heads.
+    latent: V is not a separate field but the first `v_head_dim` columns of K (MLA: one head, K the compressed latent
+    followed by the rotated part of the keys, V the latent).
+    index_of: not a decoder layer, but the keys by which that layer's indexer chooses tokens (DSA): one head, K alone.
+    Such layers follow the decoder's.
+    k_format, v_format: names of the formats of stored rows of K and of V (`quire.spec.kv_formats`); empty for the
+    model's own dtype.
     """
 
     span: Span
@@ -95,37 +95,37 @@ class LayerSpec:
 
     @property
     def stored_v_dim(self) -> int:
-        """Elements of a head's V that lie beside K: none where V is a part of K."""
+        """Elements of a head's V stored next to K: 0 if V is a part of K."""
         return 0 if self.latent else self.v_head_dim
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
-        """Elements of a head's K and of its V; of K alone where V is a part of it."""
+        """Elements of a head's K and of its V; of K alone if V is a part of it."""
         return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
 
     def row_elements(self, dtype_bytes: int) -> tuple[int, ...]:
-        """What a stored row of a head's K, and of its V, takes: in elements of the model's dtype, of so many bytes,
-        whatever the format, so that storages know rows of one kind of element."""
+        """Size of a stored row of a head's K, and of its V: in elements of the model's dtype, of so many bytes, in any
+        format, so that storages have rows of one kind of element."""
         return tuple(
             -(-format_of(name).row_bytes(dim) // dtype_bytes) if name else dim
             for name, dim in zip((self.k_format, self.v_format), self.stored_dims, strict=False)
         )
 
     def kv_dtype(self, dtype: str) -> str:
-        """What K and V are kept in, as `kv_dtype` has it; dtype: the model's."""
+        """The storage format of K and V, by `kv_dtype`'s name; dtype: the model's."""
         return pair_name(self.k_format, self.v_format or self.k_format) or dtype
 
     @property
-    def given_dims(self) -> tuple[int, int]:
-        """Elements of a head of what a model gives its cache as K and as V: of a latent layer the latent, and the
-        turned part behind it."""
+    def input_dims(self) -> tuple[int, int]:
+        """Elements of a head that a model passes to its cache as K and as V: for a latent layer the latent, and the
+        rotated part that follows it."""
         if self.latent:
             return self.v_head_dim, self.k_head_dim - self.v_head_dim
         return self.k_head_dim, self.v_head_dim
 
     @property
     def attends(self) -> bool:
-        """Whether it reads K and V, its own or another's."""
+        """Whether it reads K and V, its own or another layer's."""
         return self.shares_kv_with is not None or self.num_kv_heads > 0
 
     @property
@@ -134,14 +134,14 @@ class LayerSpec:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements of K and V together that one token adds to this layer; 0 for a shared layer."""
+        """Elements of K and V that one token adds to this layer; 0 for a shared layer."""
         if self.shares_kv_with is not None:
             return 0
         return self.num_kv_heads * sum(self.stored_dims)
 
 
 def layer_ranges(numbers: Iterable[int], between: str = "-") -> str:
-    """Of rising numbers: "0-1, 5"; between: the first of a run and its last."""
+    """Ranges of rising numbers: "0-1, 5"; between: separates the first of a run from its last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

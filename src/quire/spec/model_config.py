@@ -1,15 +1,15 @@
 """A model's `config.json` read as a KV cache: one `LayerSpec` per decoder layer.
 
-What it is: the only place that knows how configs spell heads, head sizes, windows, chunks and shared KV. The
-layers' kinds come from transformers itself (`get_layer_types_and_kwargs`, what its own `DynamicCache` is built
-from); the shapes from the per-layer fields. No model is built and no weights are read.
-What it is not: a promise that the model runs. `quire.model.prove` proves that on the model itself, and
-`PagedCache` refuses K/V of another shape than stated here.
+The only place with the configs' field names for heads, head sizes, windows, chunks and shared KV. The layers' kinds
+come from transformers itself (`get_layer_types_and_kwargs`, from which its own `DynamicCache` is built); the shapes
+from the per-layer fields. No model is built and no weights are read.
+Not a promise that the model runs: `quire.model.prove` proves that on the model itself, and `PagedCache` refuses K/V of
+another shape than stated here.
 
-An indexer's keys (DSA) are layers of their own, behind the decoder's (`index_of`).
+An indexer's keys (DSA) are separate layers, which follow the decoder's (`index_of`).
 
-Refused by name, since they keep something else than K and V, a latent (MLA) or an indexer's key per token: compressed
-attention, indexers that are not beside a latent, and states that `state_spec` does not know.
+Refused by name, since they store something else than K and V, a latent (MLA) or an indexer's key per token: compressed
+attention, indexers without a latent, and states that `state_spec` does not support.
 
 Cost: O(layers), plus importing transformers on the first call.
 """
@@ -49,13 +49,13 @@ _HEADS = (
 )
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
-# What layers with a state keep, by how one of their config's fields begins: transformers calls them all the same.
+# State layers by the prefix of a config field: transformers has one name for all of them.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _INDEXED = "indexed_attention"  # with an indexer that chooses the tokens (DSA)
-_NO_KV = "state"  # of a layer that keeps a state alone
-_NO_MEMORY = ("mlp", "moe")  # layers that keep nothing
-_KEEPING = {
-    _INDEXED: "an indexer's keys beside K and V that are no latent",
+_NO_KV = "state"  # of a layer with a state alone
+_NO_MEMORY = ("mlp", "moe")  # layers that store nothing
+_STORED_BY_KIND = {
+    _INDEXED: "an indexer's keys in addition to K and V that are no latent",
     "compressed_sparse_attention": "a row for several tokens, and an indexer's keys",
     "heavily_compressed_attention": "a row for many tokens",
 }
@@ -79,37 +79,37 @@ _LENGTH = (
 
 
 def model_type_of(config: Any) -> str:
-    """What transformers calls this kind of model; "unnamed" where the config does not say."""
+    """transformers' name of this kind of model; "unnamed" if the config has none."""
     text = config.get_text_config(decoder=True)
     return str(getattr(text, "model_type", "") or getattr(config, "model_type", "") or "unnamed")
 
 
 def layers_of(config: Any) -> tuple[LayerSpec, ...]:
-    """What each decoder layer keeps.
+    """The KV of each decoder layer.
 
-    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V, or a latent, per
+    raises: ConfigError naming the field; UnsupportedModelError for layers that do not store K and V, or a latent, per
     token.
     """
     return _layers(_decoder_of(config.get_text_config(decoder=True)), model_type_of(config))
 
 
 def _decoder_of(text: Any) -> Any:
-    """The config of a decoder that was made of an encoder-decoder's, with the decoder's own layers and heads.
+    """The config of a decoder taken from an encoder-decoder, with the decoder's own layers and heads.
 
-    transformers renames them only where the config says that the encoder is there too.
+    transformers renames them only if the config includes the encoder.
     """
     is_half = hasattr(text, "decoder_layers") and hasattr(text, "encoder_layers")
     if not is_half or getattr(text, "is_encoder_decoder", False):
         return text
-    whole = copy.deepcopy(text)
-    whole.is_encoder_decoder = True
-    decoder = whole.get_text_config(decoder=True)
+    full_config = copy.deepcopy(text)
+    full_config.is_encoder_decoder = True
+    decoder = full_config.get_text_config(decoder=True)
     decoder.is_encoder_decoder = False
     return decoder
 
 
 def dtype_of(config: Any) -> str:
-    """The config's own dtype; one that names none counts as float32, as in transformers. *raises:* ConfigError."""
+    """The config's own dtype; a config without one counts as float32, as in transformers. *raises:* ConfigError."""
     for part in (config.get_text_config(decoder=True), config):
         value = getattr(part, "dtype", None)
         if value is not None:
@@ -124,37 +124,41 @@ def dtype_of(config: Any) -> str:
 
 
 def vocab_size_of(config: Any) -> int | None:
-    """Token ids of the (text) model; None where the config does not say."""
+    """Number of token ids of the (text) model; None if the config has none."""
     return _optional(config.get_text_config(decoder=True), ("vocab_size",), model_type_of(config))
 
 
 def max_length_of(config: Any) -> int | None:
-    """Positions the (text) model of a transformers config has; None where it names no limit.
+    """Number of positions of the (text) model of a transformers config; None if it has no limit.
 
-    Rotary embeddings that are stretched from a stated original length reach factor times that, also where the config
-    still says the length before (the recipe of Qwen's model cards for yarn).
+    Rotary embeddings that are scaled from a stated original length reach factor times that, even if the config still
+    has the length before scaling (the recipe of Qwen's model cards for yarn).
     """
     text = config.get_text_config(decoder=True)
-    if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's way to say so
+    if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's value for no limit
         return None
-    said = _optional(text, _LENGTH, model_type_of(config))
-    return None if said is None else max(said, _stretched_length(text))
+    declared_value = _optional(text, _LENGTH, model_type_of(config))
+    return None if declared_value is None else max(declared_value, _stretched_length(text))
 
 
 def longest_of(config: Any) -> int | None:
-    """The most positions that may be asked for: `max_length_of`, or what linear scaling of it reaches.
+    """Largest permitted number of positions: `max_length_of`, or its linearly scaled value.
 
-    With linear scaling a config may say the length before it or behind it: which one, only its user knows.
+    With linear scaling a config may give the length before or after scaling; only its user knows which.
     """
-    said, rotary = max_length_of(config), _rotary(config.get_text_config(decoder=True))
+    declared_value, rotary = max_length_of(config), _rotary(config.get_text_config(decoder=True))
     is_linear = rotary.get("rope_type", rotary.get("type")) == "linear"
-    return int(said * max(1.0, rotary.get("factor") or 1.0)) if said is not None and is_linear else said
+    return (
+        int(declared_value * max(1.0, rotary.get("factor") or 1.0))
+        if declared_value is not None and is_linear
+        else declared_value
+    )
 
 
 def _stretched_length(text: Any) -> int:
-    """Factor times the original length, where the config states both; else 0.
+    """Factor times the original length, if the config states both; else 0.
 
-    Of llama3 and longrope the factor is no multiple of the length: their configs say the length that they reach.
+    For llama3 and longrope the factor does not scale the length: their configs give the final length.
     """
     rotary = _rotary(text)
     factor, original = rotary.get("factor"), rotary.get("original_max_position_embeddings")
@@ -164,17 +168,17 @@ def _stretched_length(text: Any) -> int:
 
 
 def _rotary(text: Any) -> Mapping[str, Any]:
-    """What a config says of its rotary embeddings; where they differ by kind of layer, of those that see all tokens."""
-    said = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    if isinstance(said, Mapping) and isinstance(said.get("full_attention"), Mapping):
-        said = said["full_attention"]
-    return said if isinstance(said, Mapping) else {}
+    """A config's rotary settings; if they differ by kind of layer, those of full attention."""
+    declared_value = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if isinstance(declared_value, Mapping) and isinstance(declared_value.get("full_attention"), Mapping):
+        declared_value = declared_value["full_attention"]
+    return declared_value if isinstance(declared_value, Mapping) else {}
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
-    """A transformers config object of whatever names one; no network, no remote code.
+    """A transformers config object from an object, path or mapping; no network, no remote code.
 
-    A `model_type` this transformers does not know is read by its field names alone.
+    A `model_type` that this transformers does not have is read by its field names alone.
     """
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
@@ -190,9 +194,9 @@ def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
 
     fields = dict(config)
     model_type = fields.pop("model_type", None)
-    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     try:
-        if known:
+        if is_known:
             return AutoConfig.for_model(model_type, **fields)
         generic = PreTrainedConfig(**fields)
         generic.model_type = model_type or ""  # type: ignore[misc]  # a class attribute of known types
@@ -230,50 +234,56 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             f"expected {num_layers} entries (num_hidden_layers) in layer_types of {model_type}, got {len(declared)}"
         )
     if getattr(text, "num_hidden_layers", None) is None:
-        text.num_hidden_layers = num_layers  # a config read by its fields: what the next call counts
+        text.num_hidden_layers = num_layers  # a config read by its fields; the next call reads this one
     try:
         kinds, options = get_layer_types_and_kwargs(text)
         configs = [text.per_layer_config[index] for index in range(num_layers)]
-    except Exception as error:  # whatever a config's own properties raise
+    except Exception as error:  # any error of a config's own properties
         raise ConfigError(
             f"expected layer fields transformers can interpret in the config of {model_type}, "
             f"got {type(error).__name__}: {_one_line(error)}"
         ) from error
     missing = num_layers - len(kinds)  # transformers before 5.23 leaves out layers that store nothing
     kinds, options = [*kinds, *["dummy"] * missing], [*options, *[{}] * missing]
-    with_state = {state.layer for state in state_specs(text)}
+    state_layers = {state.layer for state in state_specs(text)}
     kinds = [
-        _NO_KV if kind in _NO_MEMORY else _of_attention(kind, index in with_state)
+        _NO_KV if kind in _NO_MEMORY else _attention_kind(kind, index in state_layers)
         for index, kind in enumerate(kinds)
     ]
     indexed = [index for index, kind in enumerate(kinds) if kind == _INDEXED and _has_latent(configs[index])]
     for index in indexed:
         kinds[index] = "full_attention"
-    later = Counter(k for k in kinds if k not in (*_ATTENDING, _NO_KV, "dummy"))
-    if later:
-        listed = ", ".join(f"{count} {_described(kind, text)}" for kind, count in sorted(later.items()))
+    unsupported = Counter(k for k in kinds if k not in (*_ATTENDING, _NO_KV, "dummy"))
+    if unsupported:
+        listed = ", ".join(
+            f"{count} {_describe_kind(kind, text)}" for kind, count in sorted(unsupported.items())
+        )
         raise UnsupportedModelError(
             f"model type {model_type}: expected full, sliding or chunked attention in every layer, got {listed} "
-            f"of {num_layers} layers, which Quire does not keep"
+            f"of {num_layers} layers, which Quire does not support"
         )
-    if not with_state:
+    if not state_layers:
         _refuse_without_heads(text, configs[0], model_type)
     producers = _producers(text, kinds, num_layers, model_type)
-    beside_text = frozenset(
+    skipped_layers = frozenset(
         getattr(text, "cross_attention_layers", None) or ()
     )  # they are passed by without an image
     layers: list[LayerSpec] = []
     for index in range(num_layers):
         producer = producers[index]
-        if kinds[index] == _NO_KV or index in beside_text or (producer is None and kinds[index] == "dummy"):
+        if (
+            kinds[index] == _NO_KV
+            or index in skipped_layers
+            or (producer is None and kinds[index] == "dummy")
+        ):
             layers.append(LayerSpec(Span(), 0, 0, 0))
             continue
         source = index if producer is None else producer
         span = _span(kinds[source], options[source].get("sliding_window"), model_type)
         if (rank := _optional(configs[source], ("kv_lora_rank",), model_type, source)) is not None:
-            turned = getattr(configs[source], "qk_rope_head_dim", None)  # 0 where nothing turns
-            turned = _positive(turned, "qk_rope_head_dim", model_type) if turned else 0
-            layers.append(LayerSpec(span, 1, rank + turned, rank, producer, latent=True))
+            rotated_dim = getattr(configs[source], "qk_rope_head_dim", None)  # 0 without rotation
+            rotated_dim = _positive(rotated_dim, "qk_rope_head_dim", model_type) if rotated_dim else 0
+            layers.append(LayerSpec(span, 1, rank + rotated_dim, rank, producer, latent=True))
             continue
         heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
         layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
@@ -285,38 +295,38 @@ def _has_latent(layer: Any) -> bool:
 
 
 def _index_keys(text: Any, configs: list[Any], indexed: list[int], model_type: str) -> list[LayerSpec]:
-    """The keys of each layer's indexer; a layer that is "shared" takes the choice of the one before it and has none."""
+    """The keys of each layer's indexer; a "shared" layer uses the choice of the layer before and has no keys."""
     modes = getattr(text, "indexer_types", None) or ["full"] * len(configs)
-    found: list[LayerSpec] = []
+    layers: list[LayerSpec] = []
     for index in indexed:
         if modes[index] != "shared":
             size = _required(configs[index], ("index_head_dim",), model_type, index)
-            found.append(LayerSpec(Span(), 1, size, size, latent=True, index_of=index))
-    return found
+            layers.append(LayerSpec(Span(), 1, size, size, latent=True, index_of=index))
+    return layers
 
 
-def _of_attention(kind: str, has_state: bool) -> str:
-    """The kind of attention that a layer has beside its state; a layer with a state alone has none."""
+def _attention_kind(kind: str, has_state: bool) -> str:
+    """The kind of attention that a layer has in addition to its state; `_NO_KV` for a state alone."""
     if not has_state:
         return kind
     return {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}.get(kind, _NO_KV)
 
 
-def _described(kind: str, text: Any) -> str:
-    """A kind of layer, with what it keeps, or where several models mean different things by it, what this one means."""
-    if kind in _KEEPING:
-        return f"{kind} ({_KEEPING[kind]})"
+def _describe_kind(kind: str, text: Any) -> str:
+    """A kind of layer with what it stores or, if models use the name differently, with this model's meaning."""
+    if kind in _STORED_BY_KIND:
+        return f"{kind} ({_STORED_BY_KIND[kind]})"
     if kind not in ("linear_attention", "hybrid", "hybrid_sliding"):
         return kind
     fields = text.to_dict()
-    what = next(
+    meaning = next(
         (name for prefixes, name in _STATES if any(field.startswith(prefixes) for field in fields)), ""
     )
-    return f"{kind} ({what})" if what else kind
+    return f"{kind} ({meaning})" if meaning else kind
 
 
 def _refuse_other_state(text: Any, model_type: str) -> None:
-    """Models whose config shows that K and V per token are not what they keep."""
+    """Refuse models whose config shows that they do not store K and V per token."""
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"model type {model_type}: expected a decoder-only model, got an encoder-decoder one"
@@ -324,14 +334,14 @@ def _refuse_other_state(text: Any, model_type: str) -> None:
 
 
 def _refuse_without_heads(text: Any, layer: Any, model_type: str) -> None:
-    """Of a type that transformers knows, whose configs have no attention heads: nothing was forgotten."""
+    """Refuse a known type whose configs have no attention heads, so that no field is missing."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is type(text)
-    if known and not any(hasattr(layer, name) for name in _HEADS):
+    is_known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is type(text)
+    if is_known and not any(hasattr(layer, name) for name in _HEADS):
         raise UnsupportedModelError(
-            f"model type {model_type}: its layers have no attention heads: they keep no K and V, and no state that "
-            "quire knows"
+            f"model type {model_type}: its layers have no attention heads: they store no K and V, and no state that "
+            "quire supports"
         )
 
 
@@ -358,7 +368,7 @@ def _producers(text: Any, kinds: list[str], num_layers: int, model_type: str) ->
             producers.append(None)
         elif sources is not None:
             producers.append(int(sources[index]))
-        else:  # the last layer of the same kind that stores its own
+        else:  # the last layer of the same kind that stores its own KV
             producers.append(
                 max(
                     other
@@ -378,7 +388,7 @@ def _span(kind: str, size: Any, model_type: str) -> Span:
 
 def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int, int, int]:
     """(num_kv_heads, k_head_dim, v_head_dim) of one layer."""
-    attention = getattr(layer, "attn_config", None) or layer  # dbrx, mpt keep theirs one level down
+    attention = getattr(layer, "attn_config", None) or layer  # dbrx and mpt have a nested config
     prefix = ("swa_",) if windowed and getattr(layer, "swa_num_key_value_heads", None) else ()
     names = tuple(p + name for p in (*prefix, "") for name in _KV_HEADS)
     heads = _required(layer, tuple(p + name for p in (*prefix, "") for name in _HEADS), model_type, index)
@@ -390,7 +400,7 @@ def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int
             kv_heads = _optional(attention, ("kv_n_heads",), model_type, index)
         kv_heads = kv_heads or heads
     if windowed and model_type == "mimo_v2_flash":
-        kv_heads *= 2  # written into its attention module, not into its config
+        kv_heads *= 2  # hard-coded in its attention module, not in its config
     head_dim = _optional(
         layer, tuple(p + name for p in (*prefix, "") for name in _HEAD_DIM), model_type, index
     )
@@ -414,7 +424,7 @@ def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int
 
 
 def _optional(config: Any, names: tuple[str, ...], model_type: str, index: int | None = None) -> int | None:
-    """The first of the fields `names` that is set; a list holds one entry per layer."""
+    """The first set field among `names`; a list has one entry per layer."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and index is not None and index < len(value):

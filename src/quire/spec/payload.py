@@ -1,16 +1,15 @@
-"""Where the bytes of tokens lie in a payload: the one form in which keys and values leave the pool.
+"""The layout of tokens' bytes in a payload: the one form in which keys and values leave the pool.
 
-Swapped out sequences, tiers, snapshots' segments and peers hold payloads. A payload is the same whatever storage,
-block size or layout the tokens came from. One of T tokens holds
+Swapped out sequences, tiers, snapshots' segments and peers have payloads. A payload does not depend on the storage,
+block size or layout that the tokens came from. A payload of T tokens consists of
 
     for each layer that stores KV, in the order of layers
         for each of its KV heads
-            the keys [T, k_head_dim], then the values [T, v_head_dim], little endian; of a latent layer, whose values
-            are a part of its keys, the keys alone; of a layer of another format the rows as they are stored
+            the keys [T, k_head_dim], then the values [T, v_head_dim], little endian; for a latent layer, whose values
+            are a part of its keys, the keys alone; for a layer of another format its stored rows
 
-It may begin later in some groups (`origins`, a token for each group): layers of such a group have T less so many tokens
-in it. Not the copying: `memory.block_bytes` does that. Not what is needed to trust a payload: `tiers.segment` writes
-that before it.
+Some groups may start later (`origins`, a token for each group): their layers have that many tokens less. Not the
+copying (`memory.block_bytes`), nor the header by which a payload is verified (`tiers.segment`).
 
 Cost: O(layers) a call.
 """
@@ -28,8 +27,8 @@ __all__ = ["PayloadLayout", "StoredLayer"]
 
 
 class StoredLayer(NamedTuple):
-    """A layer that stores KV. number: of the model's layers. group: whose block table it has. stored_v_dim: see
-    `LayerSpec`. row_elements: see there too. formats: of K and V."""
+    """A layer that stores KV. number: in the model. group: of its block table. stored_v_dim, row_elements: as in
+    `LayerSpec`. formats: of K and V."""
 
     number: int
     group: int
@@ -42,8 +41,8 @@ class StoredLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What the payloads of one model have in common. dtype: what rows are stored in, as `KVSpec.kv_dtype` has it.
-    dtype_bytes: of an element that rows are counted in. element: its dtype, in which rows are that have no format."""
+    """The layout shared by all payloads of one model. dtype: format of rows, by `KVSpec.kv_dtype`. dtype_bytes: of an
+    element, the unit of rows. element: its dtype, which rows without a format have."""
 
     dtype: str
     dtype_bytes: int
@@ -51,70 +50,75 @@ class PayloadLayout:
     element: str = ""
 
     @classmethod
-    def of(cls, spec: KVSpec) -> PayloadLayout:
+    def from_spec(cls, spec: KVSpec) -> PayloadLayout:
         group_of = {layer: group.index for group in spec.groups for layer in group.layers}
         layers = (
             StoredLayer(
-                *(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.stored_v_dim),
-                one.row_elements(spec.dtype_bytes),
-                (one.k_format, one.v_format),
+                *(number, group_of[number], layer.num_kv_heads, layer.k_head_dim, layer.stored_v_dim),
+                layer.row_elements(spec.dtype_bytes),
+                (layer.k_format, layer.v_format),
             )
-            for number, one in enumerate(spec.layers)
-            if one.stores_kv
+            for number, layer in enumerate(spec.layers)
+            if layer.stores_kv
         )
         return cls(spec.kv_dtype, spec.dtype_bytes, tuple(layers), spec.dtype)
 
     @cached_property
     def shapes(self) -> list[list[int | str]]:
-        """(num_kv_heads, k_head_dim, stored_v_dim) of each layer, and its formats where it has others than the dtype:
-        what tells models apart."""
+        """(num_kv_heads, k_head_dim, stored_v_dim) of each layer, and its formats if they differ from the dtype: the
+        identity of the model."""
         return [
-            [one.num_kv_heads, one.k_head_dim, one.stored_v_dim, *(one.formats if any(one.formats) else ())]
-            for one in self.layers
+            [
+                layer.num_kv_heads,
+                layer.k_head_dim,
+                layer.stored_v_dim,
+                *(layer.formats if any(layer.formats) else ()),
+            ]
+            for layer in self.layers
         ]
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of a token in each layer."""
-        return tuple(one.num_kv_heads * sum(one.row_elements) * self.dtype_bytes for one in self.layers)
+        return tuple(layer.num_kv_heads * sum(layer.row_elements) * self.dtype_bytes for layer in self.layers)
 
     @cached_property
     def bytes_per_token(self) -> int:
         return sum(self.layer_bytes)
 
     def num_bytes(self, num_tokens: int, origins: Sequence[int] | None = None) -> int:
-        """Of a payload of so many tokens; an origin behind them is as if it were at their end."""
+        """Bytes of a payload of so many tokens; an origin after them counts as their end."""
         if origins is None:
             return num_tokens * self.bytes_per_token
         return sum(
-            max(0, num_tokens - origins[one.group]) * size
-            for one, size in zip(self.layers, self.layer_bytes, strict=True)
+            max(0, num_tokens - origins[layer.group]) * size
+            for layer, size in zip(self.layers, self.layer_bytes, strict=True)
         )
 
     def num_tokens(self, num_bytes: int, origins: Sequence[int]) -> int | None:
-        """Of a payload of so many bytes; None where no payload has so many."""
+        """Tokens of a payload of so many bytes; None if no payload has this size."""
         lacking = sum(
-            origins[one.group] * size for one, size in zip(self.layers, self.layer_bytes, strict=True)
+            origins[layer.group] * size for layer, size in zip(self.layers, self.layer_bytes, strict=True)
         )
         count, rest = divmod(num_bytes + lacking, self.bytes_per_token)
         return None if rest or max(origins) > count else count
 
     def layer_starts(self, num_tokens: int, origins: Sequence[int]) -> dict[int, int]:
-        """By its number, the byte at which each layer begins."""
-        found: dict[int, int] = {}
+        """The byte at which each layer begins, by its number."""
+        starts: dict[int, int] = {}
         start = 0
-        for one, size in zip(self.layers, self.layer_bytes, strict=True):
-            found[one.number] = start
-            start += (num_tokens - origins[one.group]) * size
-        return found
+        for layer, size in zip(self.layers, self.layer_bytes, strict=True):
+            starts[layer.number] = start
+            start += (num_tokens - origins[layer.group]) * size
+        return starts
 
     def rows(self, num_tokens: int) -> Iterator[tuple[int, slice]]:
-        """In order: a layer's number, and where the keys, or the values, of one of its heads lie: [tokens, width]."""
+        """In order: a layer's number, and the slice of one of its heads' keys, or values: [tokens, width]."""
         start = 0
-        for one in self.layers:
-            for dim in one.row_elements * one.num_kv_heads:
+        for layer in self.layers:
+            for dim in layer.row_elements * layer.num_kv_heads:
                 if not dim:
                     continue
                 stop = start + num_tokens * dim * self.dtype_bytes
-                yield one.number, slice(start, stop)
+                yield layer.number, slice(start, stop)
                 start = stop

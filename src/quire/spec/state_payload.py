@@ -1,11 +1,11 @@
-"""Where the bytes of a state lie in a payload: the form in which the state of a sequence leaves its slot.
+"""The layout of a state's bytes in a payload: the form in which the state of a sequence leaves its slot.
 
     for each state layer, in the order of layers
         for each of its fields, in the spec's order
             the field, float32, little endian
 
-A payload is of one size, however many tokens the state is of. It stands beside `payload.PayloadLayout`, which is that
-of keys and values, and goes the same ways: swapped out sequences, tiers, snapshots' segments.
+A payload has one size for any number of tokens. It has the same uses as `payload.PayloadLayout`, that of keys and
+values: swapped out sequences, tiers, snapshots' segments.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["StatePayloadLayout"]
 
 @dataclass(frozen=True)
 class StatePayloadLayout:
-    """What the states of one model have in common. shapes: (layer, field, its shape), what tells models apart."""
+    """The layout shared by all states of one model. shapes: (layer, field, its shape), the identity of the model."""
 
     shapes: list[Any]
     bytes_per_state: int
     dtype: str = "float32"
 
     @classmethod
-    def of(cls, spec: KVSpec) -> StatePayloadLayout:
+    def from_spec(cls, spec: KVSpec) -> StatePayloadLayout:
         shapes = [
             [state.layer, field.name, list(field.shape)] for state in spec.states for field in state.fields
         ]
         return cls(shapes, spec.bytes_per_state)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Of the state behind these tokens."""
+        """Bytes of the state after these tokens."""
         return self.bytes_per_state

@@ -1,7 +1,7 @@
-"""What the state layers of a model keep for each sequence, as its config says it: names, shapes, bytes.
+"""The states of each sequence in a model's state layers, from its config: names, shapes, bytes.
 
-A state is of one size however long the sequence is. The adapters of `quire.model.state` have the same fields, made from
-the modules; a test holds the two together. All fields are float32. A layer may have keys and values too (Falcon H1).
+A state has one size for any length of the sequence. The adapters of `quire.model.state` have the same fields, made from
+the modules; a test compares the two. All fields are float32. A layer may have keys and values too (Falcon H1).
 
 Cost: some attribute look-ups a layer.
 """
@@ -17,7 +17,7 @@ from quire.errors import UnsupportedModelError
 
 __all__ = ["ZERO_STATE", "StateField", "StateSpec", "state_fields", "state_specs"]
 
-ZERO_STATE = -1  # in place of a slot that is copied: the state before any token
+ZERO_STATE = -1  # as source of a copy: the state before any token
 
 _BYTES = {"float32": 4}
 _STATES_ALONE = ("rwkv", "xlstm")
@@ -53,25 +53,25 @@ def state_specs(config: Any) -> tuple[StateSpec, ...]:
     """The state layers of a model, in order; empty for a model without any.
 
     Args:
-        config: a transformers config; of a composite one the text part is taken.
+        config: a transformers config; of a composite one the text part.
 
     Raises:
-        UnsupportedModelError: layers with states of a model type that is not known here, or sizes that are missing.
+        UnsupportedModelError: state layers of an unsupported model type, or missing sizes.
     """
     text = config.get_text_config(decoder=True)
-    kinds = _kinds(text)
+    kinds = _layer_kinds(text)
     num_layers = getattr(text, "num_hidden_layers", len(kinds))
-    found = ((layer, state_fields(config, layer)) for layer in range(min(len(kinds), num_layers)))
-    return tuple(StateSpec(layer, fields) for layer, fields in found if fields)
+    fields_by_layer = ((layer, state_fields(config, layer)) for layer in range(min(len(kinds), num_layers)))
+    return tuple(StateSpec(layer, fields) for layer, fields in fields_by_layer if fields)
 
 
 def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
-    """What layer `layer_index` keeps for each sequence; empty for a layer without a state.
+    """The fields of layer `layer_index` for each sequence; empty for a layer without a state.
 
     *raises:* as `state_specs`.
     """
     text = config.get_text_config(decoder=True)
-    kinds = _kinds(text)
+    kinds = _layer_kinds(text)
     kind = kinds[layer_index] if 0 <= layer_index < len(kinds) else None
     if kind not in _STATE_LAYERS:
         return ()
@@ -79,7 +79,7 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
     read = _READERS.get(model_type)
     if read is None:
         raise UnsupportedModelError(
-            f"model type {model_type}: layer {layer_index} is {kind!r}, which keeps a state that quire does not know"
+            f"model type {model_type}: layer {layer_index} is {kind!r}, with a state that quire does not support"
         )
     try:
         shapes = read(text)
@@ -90,8 +90,8 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
     return tuple(StateField(name, shape) for name, shape in shapes.items())
 
 
-def _kinds(text: Any) -> list[str]:
-    """Of each layer; RecurrentGemma says it in a field of its own before transformers 5.24, RWKV and xLSTM nowhere."""
+def _layer_kinds(text: Any) -> list[str]:
+    """Kind of each layer; RecurrentGemma has its own field before transformers 5.24, RWKV and xLSTM have none."""
     if getattr(text, "model_type", None) in _STATES_ALONE:
         return ["recurrent"] * text.num_hidden_layers
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
@@ -100,7 +100,7 @@ def _kinds(text: Any) -> list[str]:
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def _of(width: int, channels: int, *recurrent: int) -> _Shapes:
+def _convolution_and_state(width: int, channels: int, *recurrent: int) -> _Shapes:
     """A convolution of `width` over `channels`, and a recurrent state."""
     return {"convolution": (width - 1, channels), "recurrent": recurrent}
 
@@ -108,25 +108,27 @@ def _of(width: int, channels: int, *recurrent: int) -> _Shapes:
 def _gated_delta(text: Any) -> _Shapes:
     v_heads, k_dim, v_dim = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
     channels = 2 * text.linear_num_key_heads * k_dim + v_heads * v_dim
-    return _of(text.linear_conv_kernel_dim, channels, v_heads, k_dim, v_dim)
+    return _convolution_and_state(text.linear_conv_kernel_dim, channels, v_heads, k_dim, v_dim)
 
 
 def _kimi(text: Any) -> _Shapes:
     heads, size = text.linear_num_heads, text.linear_head_dim
-    return _of(text.linear_conv_kernel_dim, 3 * heads * size, heads, size, size)
+    return _convolution_and_state(text.linear_conv_kernel_dim, 3 * heads * size, heads, size, size)
 
 
 def _mamba1(text: Any) -> _Shapes:
-    return _of(text.conv_kernel, text.intermediate_size, text.intermediate_size, text.state_size)
+    return _convolution_and_state(
+        text.conv_kernel, text.intermediate_size, text.intermediate_size, text.state_size
+    )
 
 
 def _jamba(text: Any) -> _Shapes:
     channels = text.mamba_expand * text.hidden_size
-    return _of(text.mamba_d_conv, channels, channels, text.mamba_d_state)
+    return _convolution_and_state(text.mamba_d_conv, channels, channels, text.mamba_d_state)
 
 
 def _scan2(width: int, channels: int, heads: int, size: int, groups: int, state: int) -> _Shapes:
-    return _of(width, channels + 2 * groups * state, heads, size, state)
+    return _convolution_and_state(width, channels + 2 * groups * state, heads, size, state)
 
 
 def _mamba2(text: Any) -> _Shapes:
@@ -163,7 +165,7 @@ def _lightning(text: Any) -> _Shapes:
 
 
 def _rg_lru(text: Any) -> _Shapes:
-    return _of(text.conv1d_width, text.lru_width, text.lru_width)
+    return _convolution_and_state(text.conv1d_width, text.lru_width, text.lru_width)
 
 
 def _rwkv(text: Any) -> _Shapes:

@@ -55,7 +55,7 @@ def make_places(
     rows."""
     if step_tokens is not None and group.span.kind != "full":
         # A sequence keeps a window before its first new token; its first and last blocks may be partial.
-        ring_blocks = (group.span.most_kept - 2 + step_tokens) // shape.block_size + 2
+        ring_blocks = (group.span.max_num_kept - 2 + step_tokens) // shape.block_size + 2
         if 2 * ring_blocks < shape.blocks_per_row:
             return WindowRing(heap, group, piece_bytes, shape, ring_blocks)
     return RowPlaces(heap, group, piece_bytes, shape)
@@ -112,7 +112,7 @@ class WindowRing(RowPlaces):
         if kept > self.ring_blocks:
             raise ArgumentError(
                 f"expected at most {self.ring_blocks} blocks of {self.block_size} tokens at once, which a window of "
-                f"{self.group.span.most_kept} tokens and a step need, got {kept}; raise step_tokens or shorten steps"
+                f"{self.group.span.max_num_kept} tokens and a step need, got {kept}; raise step_tokens or shorten steps"
             )
 
     def _tensor(self, layer_buffer: int, dim: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Attention in one native call: q, k and v, their norms, rotary embedding, K and V to their slots, attention, output.
 
 Matched by structure: q, k, v and output as packed linear layers (or q, k and v as one), norms named for q and k, and a
-forward that names nothing beyond the usual; where it names a sigmoid, a gate lies behind each head of q. How the
-embedding turns (halves, pairs, not at all) is what is left open: the proof finds one of `rotations` (`fuse`). The
-layer's number and settings (scale, window, soft cap, sinks) are those of the original's own call of the attention
-function (`PagedCache.attended`).
+forward that uses only known names; if it names a sigmoid, a gate follows each head of q. The rotation of the embedding
+(halves, pairs, none) is left open: the proof chooses one of `rotations` (`fuse`). The layer's number and settings
+(scale, window, soft cap, sinks) are those of the original's own call of the attention function
+(`PagedCache.attended`).
 Cost of a call: the products, the attention, and about 8 us.
 """
 
@@ -21,7 +21,7 @@ from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention import AttentionOptions
 from quire.attention.native_attention import handles
 from quire.model.fused.norm import RowNorm
-from quire.model.fused.structure import PackedLayer, forward_names, go_together, packed_layers
+from quire.model.fused.structure import PackedLayer, can_run_together, forward_names, packed_layers
 from quire.model.paged_cache import PagedCache
 from quire.spec import LayerSpec
 
@@ -29,8 +29,8 @@ __all__ = ["FusedAttention", "RotaryTable", "match_attention", "rotary_table"]
 
 _ROTATIONS = ("halves", "pairs_half_table", "pairs", "halves_short_table", "none")
 _NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-# Beside its own children. What depends on a position or a value in another way (temperatures, clamps, gates) goes by
-# other names, and leaves a module as it is.
+# Names that a forward may use besides its own children. An unknown use of positions or values (temperatures, clamps,
+# gates) has other names, so the module is not fused.
 _FORWARD_NAMES = frozenset({
     "ALL_ATTENTION_FUNCTIONS", "_attn_implementation", "get_interface", "eager_attention_forward", "config",
     "apply_rotary_pos_emb", "update", "layer_idx", "scaling", "sliding_window", "sinks", "attn_logit_softcapping",
@@ -42,12 +42,12 @@ _FORWARD_NAMES = frozenset({
 _GATE_NAMES = frozenset({"chunk", "sigmoid"})
 
 
-# cos and sin [1, rows, width] of a call, or two None where nothing turns.
+# cos and sin [1, rows, width] of a call, or two None without a rotation.
 RotaryTable = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 
 
 def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> RotaryTable | None:
-    """cos and sin [1, rows, width], contiguous; None where they are not of that form."""
+    """cos and sin [1, rows, width], contiguous; None if they have another form."""
     if position_embeddings is None:
         return None, None
     if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
@@ -66,27 +66,25 @@ def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> Rot
 
 @dataclass
 class FusedAttention:
-    """The parts of an attention module, and what the probe has found out about it."""
+    """The parts of an attention module, and what the proof has decided about it."""
 
     qkv: list[PackedLayer]
     output: PackedLayer
     q_norm: RowNorm | None
     k_norm: RowNorm | None
-    gated: bool = (
-        False  # behind each head of q its gate, the sigmoid of which multiplies what the head attends to
-    )
+    gated: bool = False  # each head of q is followed by a gate, whose sigmoid multiplies the head's output
 
     def __post_init__(self) -> None:
-        self.rotation: str | None = None  # how the embedding turns, once it is proved
+        self.rotation: str | None = None  # how the embedding rotates q and k, once proved
         self.layer: int | None = None
         self.options: AttentionOptions | None = None
         self.num_q_heads = self.head_dim = 0
-        self._alone: Any = None
+        self._standalone_block: Any = None
 
     @property
-    def found(self) -> dict[str, Any] | None:
-        """What the proof has found out, JSON, for `match_attention` of a later start; None with sinks or slopes, which
-        are tensors."""
+    def finding(self) -> dict[str, Any] | None:
+        """The proof's decision as JSON, for `match_attention` at a later start; None with sinks or slopes, which are
+        tensors."""
         if self.options is None or self.options.sinks is not None or self.options.slopes is not None:
             return None
         settings = asdict(self.options)
@@ -96,14 +94,14 @@ class FusedAttention:
             "layer": self.layer,
             "options": settings,
             "heads": [self.num_q_heads, self.head_dim],
-            "norms": [None if norm is None else norm.found for norm in (self.q_norm, self.k_norm)],
+            "norms": [None if norm is None else norm.finding for norm in (self.q_norm, self.k_norm)],
         }
 
-    def take(self, found: dict[str, Any]) -> None:
-        """What `found` was in an earlier proof of the same module."""
-        self.rotation, self.layer = found["rotation"], found["layer"]
-        self.options = AttentionOptions(**found["options"])
-        self.num_q_heads, self.head_dim = found["heads"]
+    def restore_finding(self, finding: dict[str, Any]) -> None:
+        """Sets the decision of an earlier proof of the same module."""
+        self.rotation, self.layer = finding["rotation"], finding["layer"]
+        self.options = AttentionOptions(**finding["options"])
+        self.num_q_heads, self.head_dim = finding["heads"]
 
     @property
     def width(self) -> int:
@@ -114,8 +112,8 @@ class FusedAttention:
         return self.output.dtype
 
     @property
-    def place(self) -> tuple[int, AttentionOptions]:
-        """Its layer's number and settings, once they are known."""
+    def layer_and_options(self) -> tuple[int, AttentionOptions]:
+        """Its layer's number and settings, once known."""
         assert self.layer is not None
         assert self.options is not None
         return self.layer, self.options
@@ -134,8 +132,8 @@ class FusedAttention:
         )
 
     def run(self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
-        """hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
-        layer, settings = self.place
+        """Runs hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
+        layer, settings = self.layer_and_options
         out = torch.empty_like(hidden)
         view, batch, options = handles(cache.view(layer), cache.batch(layer), settings)
         block.run(view, batch, options, cache.slots(layer), *table, hidden, out)
@@ -153,10 +151,10 @@ class FusedAttention:
         )
 
     def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
-        """The module's answer [1, T, width]. table: of `rotary_table`."""
-        if self._alone is None:
-            self._alone = self.block(_native.Surroundings(None, None, None), self.proved_rotation)
-        return self.run(self._alone, hidden, cache, table)
+        """The module's output [1, T, width]. table: of `rotary_table`."""
+        if self._standalone_block is None:
+            self._standalone_block = self.block(_native.Surroundings(None, None, None), self.proved_rotation)
+        return self.run(self._standalone_block, hidden, cache, table)
 
     @property
     def proved_rotation(self) -> str:
@@ -164,7 +162,7 @@ class FusedAttention:
         return self.rotation
 
     def rotations(self, table_width: int) -> list[str]:
-        """How an embedding whose table has so many columns may turn q and k; 0: there is no table."""
+        """The rotations that fit an embedding table of so many columns; 0: there is no table."""
         fitting = []
         for rotation in _ROTATIONS:
             turned = table_width * (2 if rotation == "halves_short_table" else 1)
@@ -172,15 +170,15 @@ class FusedAttention:
                 fitting.append(rotation)
         return fitting
 
-    def turned(
+    def run_rotated(
         self, rotation: str, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable
     ) -> torch.Tensor:
-        """`__call__` with an embedding that turns in this way."""
+        """`__call__` with this rotation."""
         block = self.block(_native.Surroundings(None, None, None), rotation)
         return self.run(block, hidden, cache, table)
 
     def fit(self, layer: int, options: AttentionOptions, shape: LayerSpec) -> bool:
-        """Take the layer's number and settings; False, and nothing is taken, if the parts do not fit its shape."""
+        """Set the layer's number and settings; False, without a change, if the parts do not fit its shape."""
         kv_width = shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
         num_q_heads, rest = divmod(self._all_width() - kv_width, shape.k_head_dim * (2 if self.gated else 1))
         if (
@@ -206,11 +204,11 @@ class FusedAttention:
 
 
 def match_attention(
-    module: nn.Module, norms: Mapping[nn.Module, RowNorm], found: dict[str, Any] | None = None
+    module: nn.Module, norms: Mapping[nn.Module, RowNorm], finding: dict[str, Any] | None = None
 ) -> FusedAttention | None:
-    """The module as fused attention, to be proved; None if it is something else.
+    """The module as fused attention, to be proved; None if it has another structure.
 
-    norms: what stands for norms, of q and k among them. found: what an earlier proof of the same module found.
+    norms: matched norms, among them those of q and k. finding: result of an earlier proof of the same module.
     """
     layers, names_used = packed_layers(module), forward_names(module)
     gated = "sigmoid" in names_used
@@ -238,11 +236,11 @@ def match_attention(
     ):
         return None
     if any(layer.num_inputs != output.num_outputs for layer in layers.values()):
-        return None  # it reads something beside the residual
-    if not go_together(list(layers.values())):
+        return None  # it reads another input than the residual
+    if not can_run_together(list(layers.values())):
         return None
     q_norm, k_norm = matched if len(matched) == 2 else (None, None)
     attention = FusedAttention(list(layers.values()), output, q_norm, k_norm, gated)
-    if found is not None:
-        attention.take(found)
+    if finding is not None:
+        attention.restore_finding(finding)
     return attention

@@ -1,4 +1,4 @@
-"""Installing fused forwards on the modules of a model, and taking them off again."""
+"""Installs fused forwards on the modules of a model, and removes them again."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _Answer = TypeVar("_Answer")
 class Fused:
     """The fused forwards of one model.
 
-    active: whether they serve now, in this thread. counts: how many modules of each kind are fused, by kind.
+    active: whether they serve now, in this thread. counts: number of fused modules by kind.
     """
 
     def __init__(self) -> None:
-        self._here = threading.local()
+        self._thread_state = threading.local()
         self._installed: list[tuple[nn.Module, _Part]] = []
         self._undo: dict[nn.Module, Callable[[], None]] = {}
 
     @property
     def active(self) -> bool:
-        return getattr(self._here, "active", False)
+        return getattr(self._thread_state, "active", False)
 
     @active.setter
     def active(self, value: bool) -> None:
-        self._here.active = value
+        self._thread_state.active = value
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -75,23 +75,23 @@ class Fused:
         }
 
     def part_of(self, module: nn.Module) -> _Part | None:
-        """What serves for `module`."""
+        """The fused part that serves for `module`."""
         return next((part for owner, part in self._installed if owner is module), None)
 
-    def found(self, model: nn.Module) -> dict[str, dict[str, Any]] | None:
-        """What the proof of `model` has found, JSON, for `fuse_again` of a later start: kind, module name, findings.
+    def findings(self, model: nn.Module) -> dict[str, dict[str, Any]] | None:
+        """The proof's decisions about `model` as JSON, for `fuse_again` at a later start: kind, module name, finding.
 
-        None if some of it cannot be written down.
+        None if one of them cannot be written down.
         """
         names = {module: name for name, module in model.named_modules()}
-        found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
+        findings: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
         for module, part in self._installed:
             kind = next(kind for kind, cls in _KINDS.items() if isinstance(part, cls))
-            found[kind][names[module]] = True if isinstance(part, FusedLayer) else part.found
-        return None if None in found["attention"].values() else found
+            findings[kind][names[module]] = True if isinstance(part, FusedLayer) else part.finding
+        return None if None in findings["attention"].values() else findings
 
     def restore(self) -> None:
-        """Gives every module its own forward back. Done twice, nothing happens."""
+        """Gives every module its own forward back. A second call does nothing."""
         for module, part in list(self._installed):
             self._uninstall(module, part)
 
@@ -103,14 +103,14 @@ class Fused:
         mixers: Mapping[nn.Module, FusedMixer],
         layers: Mapping[nn.Module, FusedLayer],
     ) -> None:
-        """These parts, proved, serve for those modules."""
+        """Installs proved parts on their modules."""
         for module, part in [*norms.items(), *mlps.items()]:
             self._install_rows(module, part)
         for module, part in [*attentions.items(), *mixers.items(), *layers.items()]:
             self._install_attending(module, part)
 
     def _install_rows(self, module: nn.Module, part: RowNorm | FusedMlp) -> None:
-        """`part` serves for `module`: rows in, rows out."""
+        """`part` serves for `module`: it maps rows to rows."""
         original = below(module, "forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -121,10 +121,10 @@ class Fused:
         self._install(module, part, forward)
 
     def _install_attending(self, module: nn.Module, part: FusedAttention | FusedMixer | FusedLayer) -> None:
-        """`part` serves for `module`: hidden rows in, and the cache among the keywords."""
+        """`part` serves for `module`: it takes hidden rows, and the cache among the keywords."""
         original = below(module, "forward")
         keyword = cache_keyword(original)
-        pair = isinstance(part, FusedAttention)  # it answers (rows, no weights)
+        pair = isinstance(part, FusedAttention)  # it returns (rows, no weights)
         within = part.attention if isinstance(part, FusedLayer) else part
         turns = isinstance(within, FusedAttention)
 
@@ -134,7 +134,7 @@ class Fused:
             hidden, cache = kwargs.get("hidden_states"), given_cache(keyword, kwargs)
             if not self.active or args or not part.serves(hidden, cache, kwargs.get("attention_mask")):
                 return original(*args, **kwargs)
-            # None where the table is not one it was proved for.
+            # None for a table of a form that was not proved.
             embeddings = kwargs.get("position_embeddings") if turns else None
             table = rotary_table(embeddings, hidden.shape[1], hidden.dtype)  # type: ignore[union-attr]
             if table is None:
@@ -158,20 +158,20 @@ def fuse(
     attended: Mapping[nn.Module, tuple[int, AttentionOptions]],
     adapters: Mapping[int, StateAdapter],
 ) -> Fused:
-    """Installs a fused forward on every module of the model that has a known structure and is proved (`proof`).
+    """Installs a fused forward on every module of the model that has a known structure and is proved (`fused_proof`).
 
-    attended: of each module that called attention, its layer and settings. adapters: of state layers, by layer.
+    attended: layer and settings of each module that called attention. adapters: of state layers, by layer.
     """
     model, dtype = prepared.loaded.model, prepared.loaded.dtype
     modules = [module for module in model.modules() if may_be_replaced(module)]
     norms = [module for module in modules if norm_candidates(module, dtype)]
     mlps = [module for module in modules if module not in norms and mlp_candidates(module)]
-    around = [module for module in modules if any(child in attended for child in module.children())]
-    mixers = {one.module: layer for layer, one in adapters.items() if may_be_replaced(one.module)}
-    stateful = [module for module in modules if any(child in mixers for child in module.children())]
+    attention_layers = [module for module in modules if any(child in attended for child in module.children())]
+    mixers = {adapter.module: layer for layer, adapter in adapters.items() if may_be_replaced(adapter.module)}
+    state_layers = [module for module in modules if any(child in mixers for child in module.children())]
     layers_of = {module: layer for module, (layer, _) in attended.items()}
     settings_of = dict(attended.values())
-    for module in around:
+    for module in attention_layers:
         layers_of[module] = next(layers_of[child] for child in module.children() if child in attended)
 
     def kind(module: nn.Module) -> Hashable:
@@ -179,66 +179,78 @@ def fuse(
         if layer is None:
             return kind_of(module)
         settings = settings_of[layer]
-        beside = (settings.scale, settings.window, settings.chunk, settings.softcap, settings.sinks is None)
-        return kind_of(module, prepared.spec.layers[layer], *beside)
+        conditions = (
+            settings.scale,
+            settings.window,
+            settings.chunk,
+            settings.softcap,
+            settings.sinks is None,
+        )
+        return kind_of(module, prepared.spec.layers[layer], *conditions)
 
-    asked = [
+    tested = [
         *norms,
         *mlps,
         *(module for module in modules if module in attended),
-        *around,
+        *attention_layers,
         *mixers,
-        *stateful,
+        *state_layers,
     ]
-    first_of = {kind(module): module for module in reversed(asked)}
+    first_of = {kind(module): module for module in reversed(tested)}
     near, far = record(prepared, first_of.values(), layers_of)
-    proof, found = Proof(prepared, near, far), ProofResult()
+    proof, result = Proof(prepared, near, far), ProofResult()
 
-    def each(kinds: Iterable[nn.Module], ask: Callable[[nn.Module], _Answer]) -> dict[nn.Module, _Answer]:
-        """What `ask` answers for each module, asked of one of those that are alike."""
+    def for_each_kind(
+        kinds: Iterable[nn.Module], ask: Callable[[nn.Module], _Answer]
+    ) -> dict[nn.Module, _Answer]:
+        """The answers of `ask` for all modules, each kind of equal modules asked once."""
         answers: dict[Hashable, _Answer] = {}
         for module in (kinds := list(kinds)):
             if kind(module) not in answers:
                 answers[kind(module)] = ask(module)
-                give_back_freed()  # weights in float32, which would stay beside those of the next kind
+                give_back_freed()  # weights in float32, which would add to those of the next kind
         return {module: answers[kind(module)] for module in kinds}
 
-    found.norms.update(_known(each(norms, proof.norm)))
-    found.mlps.update(_known(each(mlps, proof.mlp)))
-    row_norms = {module: norm_candidates(module, dtype)[name] for module, name in found.norms.items()}
+    result.norms.update(_known(for_each_kind(norms, proof.norm)))
+    result.mlps.update(_known(for_each_kind(mlps, proof.mlp)))
+    row_norms = {module: norm_candidates(module, dtype)[name] for module, name in result.norms.items()}
     candidates = {}
     for module, (layer, options) in attended.items():
         part = match_attention(module, row_norms) if may_be_replaced(module) else None
         if part is not None and part.fit(layer, options, prepared.spec.layers[layer]):
             candidates[module] = part
-    turns = each(candidates, lambda module: proof.attention(module, candidates[module], found.norms))
+    turns = for_each_kind(
+        candidates, lambda module: proof.attention(module, candidates[module], result.norms)
+    )
     for module, rotation in _known(turns).items():
         candidates[module].rotation = rotation
-        found.attentions[module] = candidates[module]
-    fused_mlps = {module: mlp_candidates(module)[order] for module, order in found.mlps.items()}
+        result.attentions[module] = candidates[module]
+    fused_mlps = {module: mlp_candidates(module)[order] for module, order in result.mlps.items()}
     states = StateProof(prepared, near)
-    gates = _known(each(mixers, lambda module: states.mixer(adapters[mixers[module]], mixers[module])))
+    gates = _known(
+        for_each_kind(mixers, lambda module: states.mixer(adapters[mixers[module]], mixers[module]))
+    )
     fused_mixers = {
         module: mixer_candidates(adapters[mixers[module]], mixers[module])[gates[module]] for module in gates
     }
     layers = {}
-    for module in dict.fromkeys([*around, *stateful]):
-        part = match_layer(module, {**found.attentions, **fused_mixers}, fused_mlps, row_norms)
+    for module in dict.fromkeys([*attention_layers, *state_layers]):
+        part = match_layer(module, {**result.attentions, **fused_mixers}, fused_mlps, row_norms)
         if part is not None:
             layers[module] = part
 
     def is_proved(module: nn.Module) -> bool:
         mixer = layers[module].attention
         if isinstance(mixer, FusedMixer):
-            return states.layer(module, mixer, found.norms, found.mlps)
-        return proof.layer(module, found)
+            return states.layer(module, mixer, result.norms, result.mlps)
+        return proof.layer(module, result)
 
-    proved = each(layers, is_proved)
+    proved = for_each_kind(layers, is_proved)
     fused = Fused()
     fused.install(
         row_norms,
         fused_mlps,
-        found.attentions,
+        result.attentions,
         fused_mixers,
         {module: layer for module, layer in layers.items() if proved[module]},
     )
@@ -252,26 +264,26 @@ def _known(answers: Mapping[nn.Module, _Answer | None]) -> dict[nn.Module, _Answ
 def fuse_again(
     model: nn.Module,
     dtype: torch.dtype,
-    found: Mapping[str, Mapping[str, Any]],
+    findings: Mapping[str, Mapping[str, Any]],
     adapters: Mapping[int, StateAdapter],
 ) -> Fused:
-    """The same modules fused as they were, from what `Fused.found` gave after the proof of this very model."""
+    """Fuses the same modules in the same way, from `Fused.findings` after the proof of this same model."""
     modules = dict(model.named_modules())
 
     def matched(kind: str, match: Callable[[nn.Module, Any], _Answer | None]) -> dict[nn.Module, _Answer]:
-        parts = {modules[name]: match(modules[name], what) for name, what in found[kind].items()}
+        parts = {modules[name]: match(modules[name], finding) for name, finding in findings[kind].items()}
         known = _known(parts)
         if len(known) < len(parts):
-            raise ValueError(f"expected every {kind} that was found before, got another structure")
+            raise ValueError(f"expected every {kind} of the earlier proof to match, got another structure")
         return known
 
-    norms = matched("norm", lambda module, what: norm_candidates(module, dtype).get(what))
-    mlps = matched("mlp", lambda module, what: mlp_candidates(module).get(what))
-    attentions = matched("attention", lambda module, what: match_attention(module, norms, what))
-    layer_of = {one.module: layer for layer, one in adapters.items()}
+    norms = matched("norm", lambda module, finding: norm_candidates(module, dtype).get(finding))
+    mlps = matched("mlp", lambda module, finding: mlp_candidates(module).get(finding))
+    attentions = matched("attention", lambda module, finding: match_attention(module, norms, finding))
+    layer_of = {adapter.module: layer for layer, adapter in adapters.items()}
     mixers = matched(
         "mixer",
-        lambda module, what: mixer_candidates(adapters[layer_of[module]], layer_of[module]).get(what),
+        lambda module, finding: mixer_candidates(adapters[layer_of[module]], layer_of[module]).get(finding),
     )
     attending = {**attentions, **mixers}
     layers = matched("layer", lambda module, _: match_layer(module, attending, mlps, norms))

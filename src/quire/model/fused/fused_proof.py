@@ -1,16 +1,16 @@
-"""F1 and F2 of the fused blocks: which kind a module is, and that the kernel that serves loses no more than the module.
+"""F1 and F2 of the fused blocks: which kind a module is, and that the serving kernel loses no more than the module.
 
-Each question is asked of one module of all that are alike (`quire.model.prove.equal_modules`):
+Each question is decided on one module of all equal ones (`quire.model.prove.equal_modules`):
 
-    F1   in float32, its weights widened: which candidate computes what the module computes (`yardstick.decide`).
-         Norms on rows with a variance of epsilon among them; attention and layers far in a sequence, beyond every
-         window; of a layer what it adds to the residual, on rows no larger than that.
-    F2   in the working type, on activations of the model itself, at 65, 8 and 1 rows: the kernel is no farther from the
-         wider computation than the module's own forward is (`yardstick.within_bounds`).
+    F1   in float32, its weights upcast: which candidate computes what the module computes (`error_bounds.decide`).
+         Norms on rows some of which have a variance of epsilon; attention and layers far in a sequence, beyond every
+         window; layers by what they add to the residual, on rows no larger than that.
+    F2   in the working type, on activations of the model itself, at 65, 8 and 1 rows: the kernel's error against the
+         wider computation is bounded by the error of the module's own forward (`error_bounds.within_bounds`).
 
-Whatever is not proved does not serve. Bounds stand in `yardstick`, calls in `calls`; nothing here knows a number.
+A module that is not proved is not fused. `error_bounds` has the bounds, `recorded_calls` the calls; no bound is here.
 
-Cost: the products of each module asked, a few dozen rows, in float32; its weights widened and packed once more.
+Cost: the products of each tested module, a few dozen rows, in float32; its weights upcast and packed once more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from quire.model.fused.layer import match_layer
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.prove.error_bounds import NUM_ROWS, decide, parts_of, within_bounds
+from quire.model.prove.error_bounds import NUM_ROWS, decide, row_parts, within_bounds
 from quire.model.prove.model import ModelToProve
-from quire.model.prove.recorded_calls import Call, Calls, PagedCall, own
+from quire.model.prove.recorded_calls import Call, Calls, PagedCall, module_output
 from quire.model.prove.upcast import packed_as, upcast_to
 
 __all__ = ["Proof", "ProofResult"]
@@ -40,7 +40,7 @@ _Rows = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class ProofResult:
-    """What has been found so far: which kind each norm is, how each MLP lies, and the attentions that are proved."""
+    """The decisions so far: the kind of each norm, the order of each MLP's inputs, and the proved attentions."""
 
     norms: dict[nn.Module, str] = field(default_factory=dict)
     mlps: dict[nn.Module, bool] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class ProofResult:
 
 
 class Proof:
-    """Asks modules of `prepared`. near, far: calls of those that may be asked (`calls.record`)."""
+    """Tests modules of `prepared`. near, far: recorded calls of these modules (`recorded_calls.record`)."""
 
     def __init__(self, prepared: ModelToProve, near: Calls, far: Calls) -> None:
         self._prepared, self._near, self._far = prepared, near, far
@@ -58,7 +58,7 @@ class Proof:
     # -- rows in, rows out -----------------------------------------------------------------------------
 
     def norm(self, module: nn.Module) -> str | None:
-        """Which kind of norm `module` is; None where that is not certain, or the kernel is not good enough."""
+        """Which kind of norm `module` is; None if that is not certain, or if the kernel is not good enough."""
         candidates = norm_candidates(module, torch.float32)
         if not candidates:
             return None
@@ -70,16 +70,16 @@ class Proof:
         return kind
 
     def mlp(self, module: nn.Module) -> bool | None:
-        """Whether gate and up of `module` lie the other way round; None as `norm`."""
+        """Whether the up projection of `module` comes before the gate; None as for `norm`."""
         candidates = mlp_candidates(module)
         if not candidates:
             return None
         x = random_rows(next(iter(candidates.values())).width)
         with packed_as(module, torch.float32):
-            found = self._decide_rows(module, x, mlp_candidates(module))
-        if found is None or not self._serves_rows(module, candidates[found]):
+            finding = self._decide_rows(module, x, mlp_candidates(module))
+        if finding is None or not self._serves_rows(module, candidates[finding]):
             return None
-        return found
+        return finding
 
     def _decide_rows(self, module: nn.Module, x: torch.Tensor, candidates: Mapping[Any, _Rows]) -> Any:
         return decide(
@@ -89,11 +89,11 @@ class Proof:
         )
 
     def _rows_of(self, module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What the module gives for x [..., width], computed in `dtype`; None where it is no function of rows."""
+        """The module's output for x [..., width], computed in `dtype`; None if it is no function of rows."""
         try:
             with torch.inference_mode(), upcast_to(module, dtype):
                 answer = module.forward(x.to(dtype))
-        except Exception:  # it takes something else
+        except Exception:  # it takes other arguments
             return None
         return answer if isinstance(answer, torch.Tensor) and answer.shape == x.shape else None
 
@@ -101,12 +101,12 @@ class Proof:
         call = self._near.get(module)
         rows = random_rows(part.width, count=NUM_ROWS).to(self.dtype) if call is None else call.hidden
         rows = rows.reshape(-1, part.width)
-        parts = parts_of(len(rows))
+        parts = row_parts(len(rows))
         wider = self._rows_of(module, rows, self._wide)
         if wider is None or not part.serves(rows):
             return False
         with torch.inference_mode():
-            answer = torch.cat([part(rows[where].contiguous()) for where in parts])
+            answer = torch.cat([part(rows[span].contiguous()) for span in parts])
             return within_bounds(answer, module.forward(rows), wider, self.dtype, parts)
 
     # -- with a cache ----------------------------------------------------------------------------------
@@ -114,74 +114,78 @@ class Proof:
     def attention(
         self, module: nn.Module, part: FusedAttention, kinds: Mapping[nn.Module, str]
     ) -> str | None:
-        """How the rotary embedding of `module`, matched as `part`, turns; None as `norm`. kinds: of its norms."""
+        """How `module`, matched as `part`, rotates q and k; None as for `norm`. kinds: of its norms."""
         far, near = self._far.get(module), self._near.get(module)
         if far is None or near is None or part.options is None:
             return None
         hidden = random_rows(far.hidden.shape[-1], _epsilon_of(part), far.hidden.shape[1])
-        call = far.of(torch.float32, hidden)
-        want = self._own(module, call)
+        call = far.to_dtype(torch.float32, hidden)
+        want = self._own_output(module, call)
         if want is None:
             return None
         with packed_as(module, torch.float32):
             twin = match_attention(module, _norms_of(module, kinds, torch.float32))
-            if twin is None or not self._placed(twin, part):
+            if twin is None or not self._fit_to_layer(twin, part):
                 return None
-            answers = self._attended(twin, call)
-        rotation = decide(answers, want, lambda: self._own(module, far.of(torch.float64, hidden)))
+            answers = self._attention_outputs(twin, call)
+        rotation = decide(
+            answers, want, lambda: self._own_output(module, far.to_dtype(torch.float64, hidden))
+        )
         if rotation is None:
             return None
         serving = match_attention(module, _norms_of(module, kinds, self.dtype))
-        if serving is None or not self._placed(serving, part):
+        if serving is None or not self._fit_to_layer(serving, part):
             return None
-        answer = self._attended(serving, near, only=rotation).get(rotation)
+        answer = self._attention_outputs(serving, near, only=rotation).get(rotation)
         return rotation if answer is not None and self._serves(module, near, answer) else None
 
-    def layer(self, module: nn.Module, found: ProofResult) -> bool:
-        """Whether `module` is a layer of the parts that were found."""
+    def layer(self, module: nn.Module, result: ProofResult) -> bool:
+        """Whether `module` is a layer of the parts that were decided."""
         far, near = self._far.get(module), self._near.get(module)
         if far is None or near is None:
             return False
-        hidden = self._as_large_as_what_is_added(module, far)
+        hidden = self._scaled_rows(module, far)
         if hidden is None:
             return False
-        call = far.of(torch.float32, hidden)
-        want = self._own(module, call)
+        call = far.to_dtype(torch.float32, hidden)
+        want = self._own_output(module, call)
         if want is None:
             return False
         with packed_as(module, torch.float32):
-            answer = self._layer_answer(module, found, call)
+            answer = self._layer_output(module, result, call)
         if answer is None:
             return False
         before = hidden.double()
 
         def wider() -> torch.Tensor | None:
-            exact = self._own(module, far.of(torch.float64, hidden))
+            exact = self._own_output(module, far.to_dtype(torch.float64, hidden))
             return None if exact is None else exact - before
 
         if decide({True: answer.double() - before}, want.double() - before, wider) is None:
             return False
-        answer = self._layer_answer(module, found, near)
+        answer = self._layer_output(module, result, near)
         return answer is not None and self._serves(module, near, answer, adds=True)
 
-    def _own(self, module: nn.Module, call: Call) -> torch.Tensor | None:
-        """The module's own answer to `call`, in the type of its rows, with the model's eager attention; None where it
+    def _own_output(self, module: nn.Module, call: Call) -> torch.Tensor | None:
+        """The module's own answer to `call`, in the type of its rows, with the model's eager attention; None if it
         cannot be called alone."""
         dtype = call.hidden.dtype
         wide = nullcontext() if dtype is self.dtype else upcast_to(module, dtype)
         try:
             with self._prepared.eagerly(), wide:
-                return own(module, call)
+                return module_output(module, call)
         except Exception:  # it reads more than its arguments
             return None
 
-    def _placed(self, twin: FusedAttention, part: FusedAttention) -> bool:
-        """`twin` as the layer that `part` is, in memory of one layer."""
-        layer, options = part.place
+    def _fit_to_layer(self, twin: FusedAttention, part: FusedAttention) -> bool:
+        """Fits `twin` to the layer of `part`, in memory of one layer."""
+        layer, options = part.layer_and_options
         return twin.fit(0, options, self._prepared.spec.layers[layer])
 
-    def _attended(self, part: FusedAttention, call: Call, only: str | None = None) -> dict[str, torch.Tensor]:
-        """What `part` gives for `call`, by how the embedding turns."""
+    def _attention_outputs(
+        self, part: FusedAttention, call: Call, only: str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of `part` for `call`, by rotation."""
         answers: dict[str, torch.Tensor] = {}
         dtype = call.hidden.dtype
         with torch.inference_mode(), PagedCall(call, self._shape_of(call), dtype) as memory:
@@ -192,48 +196,50 @@ class Proof:
                 if only is not None and rotation != only:
                     continue
                 rows = [
-                    part.turned(rotation, _part(call.hidden, where), memory.cache, table)
-                    for where in memory.steps()
-                    if (table := _table(call, where)) is not None
+                    part.run_rotated(rotation, _part(call.hidden, span), memory.cache, table)
+                    for span in memory.steps()
+                    if (table := _table(call, span)) is not None
                 ]
                 answers[rotation] = torch.cat(rows, dim=1)
         return answers
 
-    def _layer_answer(self, module: nn.Module, found: ProofResult, call: Call) -> torch.Tensor | None:
-        norms = _norms_of(module, found.norms, call.hidden.dtype)
-        child = next(child for child in module.children() if child in found.attentions)
+    def _layer_output(self, module: nn.Module, result: ProofResult, call: Call) -> torch.Tensor | None:
+        norms = _norms_of(module, result.norms, call.hidden.dtype)
+        child = next(child for child in module.children() if child in result.attentions)
         twin = match_attention(child, norms)
-        if twin is None or not self._placed(twin, found.attentions[child]):
+        if twin is None or not self._fit_to_layer(twin, result.attentions[child]):
             return None
-        twin.rotation = found.attentions[child].rotation
+        twin.rotation = result.attentions[child].rotation
         mlps = {
-            each: mlp_candidates(each)[found.mlps[each]] for each in module.children() if each in found.mlps
+            child: mlp_candidates(child)[result.mlps[child]]
+            for child in module.children()
+            if child in result.mlps
         }
         layer = match_layer(module, {child: twin}, mlps, norms)
         if layer is None:
             return None
         with torch.inference_mode(), PagedCall(call, self._shape_of(call), call.hidden.dtype) as memory:
             rows = [
-                layer(_part(call.hidden, where), memory.cache, table)
-                for where in memory.steps()
-                if (table := _table(call, where)) is not None
+                layer(_part(call.hidden, span), memory.cache, table)
+                for span in memory.steps()
+                if (table := _table(call, span)) is not None
             ]
         return torch.cat(rows, dim=1) if len(rows) == len(call.parts) else None
 
     def _serves(self, module: nn.Module, call: Call, answer: torch.Tensor, *, adds: bool = False) -> bool:
-        mine = self._own(module, call)
-        wider = self._own(module, call.of(self._wide))
-        if mine is None or wider is None or mine.shape != answer.shape:
+        expected = self._own_output(module, call)
+        wider = self._own_output(module, call.to_dtype(self._wide))
+        if expected is None or wider is None or expected.shape != answer.shape:
             return False
         if adds:
             before = call.hidden.double()
-            answer, mine, wider = (x.double() - before for x in (answer, mine, wider))
-        return within_bounds(answer[0], mine[0], wider[0], self.dtype, call.parts)
+            answer, expected, wider = (x.double() - before for x in (answer, expected, wider))
+        return within_bounds(answer[0], expected[0], wider[0], self.dtype, call.parts)
 
-    def _as_large_as_what_is_added(self, module: nn.Module, call: Call) -> torch.Tensor | None:
-        """Rows for the layer, float32, so small that what it adds to them is not lost beside them."""
+    def _scaled_rows(self, module: nn.Module, call: Call) -> torch.Tensor | None:
+        """Rows for the layer, float32, so small that rounding does not lose what it adds to them."""
         rows = random_rows(call.hidden.shape[-1], count=call.hidden.shape[1])
-        answer = self._own(module, call.of(torch.float32, rows))
+        answer = self._own_output(module, call.to_dtype(torch.float32, rows))
         if answer is None:
             return None
         added = float((answer - rows).norm() / rows.norm())
@@ -255,12 +261,12 @@ def _epsilon_of(part: FusedAttention) -> float:
     return 0.0 if part.q_norm is None else part.q_norm.epsilon
 
 
-def _part(hidden: torch.Tensor, where: slice) -> torch.Tensor:
-    return hidden[:, where].contiguous()
+def _part(hidden: torch.Tensor, span: slice) -> torch.Tensor:
+    return hidden[:, span].contiguous()
 
 
-def _table(call: Call, where: slice) -> RotaryTable | None:
+def _table(call: Call, span: slice) -> RotaryTable | None:
     embeddings = call.keywords.get("position_embeddings")
     if isinstance(embeddings, tuple):
-        embeddings = tuple(table[:, where] for table in embeddings)
-    return rotary_table(embeddings, where.stop - where.start, call.hidden.dtype)
+        embeddings = tuple(table[:, span] for table in embeddings)
+    return rotary_table(embeddings, span.stop - span.start, call.hidden.dtype)

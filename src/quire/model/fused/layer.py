@@ -1,9 +1,9 @@
 """A whole decoder layer: norm, attention, norm, residual; norm, MLP, norm, residual. Two native calls.
 
-In a state layer a mixer stands where the attention is.
-Matched by structure: an attention and an MLP that are fused each, norms whose names say where they stand, perhaps a
-factor on what is added to the residual, dropouts, nothing else. The proof compares what it adds to the residual, on
-rows no larger than that, so that the residual does not hide it (`proof`).
+A state layer has a mixer in place of the attention.
+Matched by structure: a fused attention and a fused MLP, norms whose names give their places, perhaps a factor on what
+is added to the residual, dropouts, nothing else. The proof compares what the layer adds to the residual, on rows no
+larger than that, so that the residual does not hide it (`fused_proof`).
 Cost of a call: the two native calls and about 12 us.
 """
 
@@ -26,7 +26,7 @@ from quire.model.paged_cache import PagedCache
 
 __all__ = ["FusedLayer", "match_layer"]
 
-# Which norms stand before and after the attention, before and after the MLP, by the names of those there are, sorted.
+# The norms before and after the attention, before and after the MLP, by the sorted names of those that exist.
 _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | None]] = {
     tuple(sorted(filter(None, places))): places
     for places in (
@@ -43,7 +43,7 @@ _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | N
 }  # fmt: skip
 _FORWARD_NAMES = frozenset({
     "residual_multiplier", "use_parallel_residual",
-    # What a layer of a hybrid model asks and calls: of which kind it is, and the parts of the other kinds.
+    # Names that a layer of a hybrid model uses: its kind, and the parts of the other kinds.
     "block_type", "layer_type", "linear_attn", "self_attn", "mamba", "conv", "is_attention_layer", "has_experts",
     "block_sparse_moe",
 })  # fmt: skip
@@ -65,12 +65,12 @@ class FusedLayer:
         return self.attention.serves(hidden, cache, mask)
 
     def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
-        """The layer's answer [1, T, width]. table: of `rotary_table`."""
+        """The layer's output [1, T, width]. table: of `rotary_table`."""
         return self._run(self.blocks, hidden, cache, table)
 
     @property
     def blocks(self) -> tuple[Any, Any]:
-        """The native calls of its two halves, once they are proved."""
+        """The native calls of its two halves, once proved."""
         if self._blocks is None:
             self._blocks = self._build(self.attention.proved_rotation)
         return self._blocks
@@ -97,7 +97,7 @@ def match_layer(
     mlps: Mapping[nn.Module, FusedMlp],
     norms: Mapping[nn.Module, RowNorm],
 ) -> FusedLayer | None:
-    """The module as a fused layer of parts that are matched already, to be proved; None if it is something else."""
+    """The module as a fused layer of matched parts, to be proved; None if it has another structure."""
     children = dict(module.named_children())
     found_norms = {name: norms[child] for name, child in children.items() if child in norms}
     attentions = [attention[child] for child in children.values() if child in attention]

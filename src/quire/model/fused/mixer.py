@@ -1,8 +1,8 @@
 """The mixer of a state layer in one native call: projections, convolution, gates, recurrence, gated norm, output.
 
-Matched by its adapter (`quire.model.state`), which knows it by its structure and has proved it in float32: its parts,
-with packed linear layers. Whether the gate comes before the norm or behind it is what is left open: the candidates, of
-which `fused_state_proof` finds one.
+Matched by its adapter (`quire.model.state`), which recognises its structure and has proved it in float32: the same
+parts, with packed linear layers. Whether the gate is applied before or after the norm is left open: each is a
+candidate, and `fused_state_proof` chooses one.
 Cost of a call: the products, the recurrence, and about 10 us.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.attention import RotaryTable
-from quire.model.fused.structure import PackedLayer, go_together, packed_layer
+from quire.model.fused.structure import PackedLayer, can_run_together, packed_layer
 from quire.model.state import StateAdapter, StateSource, state_source
 from quire.model.state.adapter import CONVOLUTION, RECURRENT
 from quire.model.state.parts import MixerParts
@@ -26,7 +26,7 @@ __all__ = ["FusedMixer", "mixer_candidates"]
 class FusedMixer:
     """The parts of a mixer; `block` makes the native call with a norm and residual around it.
 
-    found: whether the gate comes before the norm. adapter: the same in torch's operators.
+    finding: whether the gate is applied before the norm. adapter: the same in torch's operators.
     """
 
     proved_rotation = "none"  # its rows know no positions
@@ -38,34 +38,34 @@ class FusedMixer:
         parts: MixerParts,
         inputs: list[PackedLayer],
         output: PackedLayer,
-        found: bool,
+        finding: bool,
     ) -> None:
-        self.adapter, self.layer, self.found = adapter, layer, found
+        self.adapter, self.layer, self.finding = adapter, layer, finding
         self._output = output
         self.width, self.dtype = output.num_outputs, output.dtype
-        # Now, not at the first call: somebody may be looking for torch operators then (`row_invariant.Recorder`).
-        self._before = (
+        # Here, not at the first call: then the operators of a forward may be recorded (`row_invariant.Recorder`).
+        self._arguments = (
             [layer.product for layer in inputs],
             [list(columns) for columns in (parts.x, parts.gate, parts.a, parts.b)],
-            _wide(parts.conv.weight[:, 0]),
-            _wide_or_none(parts.conv.bias),
+            _float32_copy(parts.conv.weight[:, 0]),
+            _float32_copy_or_none(parts.conv.bias),
             parts.heads,
-            None if parts.a_log is None else -torch.exp(_wide(parts.a_log)),
-            _wide_or_none(parts.dt_bias),
-            _wide_or_none(parts.d),
+            None if parts.a_log is None else -torch.exp(_float32_copy(parts.a_log)),
+            _float32_copy_or_none(parts.dt_bias),
+            _float32_copy_or_none(parts.d),
             parts.limits,
             parts.factor,
-            None if parts.norm is None else _wide(parts.norm.weight),
+            None if parts.norm is None else _float32_copy(parts.norm.weight),
             0.0 if parts.norm is None else _epsilon_of(parts.norm),
             parts.norm_width,
-            found,
+            finding,
             *output.product,
         )
         self._kind = parts.kind
-        self._alone: Any = None
+        self._standalone_block: Any = None
 
     def block(self, around: Any, rotation: str = "none") -> Any:
-        return _native.MixerBlock(self._kind, around, *self._before)
+        return _native.MixerBlock(self._kind, around, *self._arguments)
 
     def serves(self, hidden: Any, cache: object, mask: Any) -> bool:
         source = state_source(cache)
@@ -80,7 +80,7 @@ class FusedMixer:
         )
 
     def run(self, block: Any, hidden: torch.Tensor, cache: StateSource, table: RotaryTable) -> torch.Tensor:
-        """hidden [1, T, width], contiguous, through `block`; the states are those after it."""
+        """Runs hidden [1, T, width], contiguous, through `block`, and updates the states."""
         states = cache.state_of(self.layer)
         out = torch.empty_like(hidden)
         assert cache.state_step is not None  # within a step
@@ -91,39 +91,41 @@ class FusedMixer:
     def __call__(
         self, hidden: torch.Tensor, cache: StateSource, table: RotaryTable = (None, None)
     ) -> torch.Tensor:
-        """The mixer's answer [1, T, width] to rows of a `StateSource`'s step."""
-        if self._alone is None:
-            self._alone = self.block(_native.Surroundings(None, None, None))
-        return self.run(self._alone, hidden, cache, table)
+        """The mixer's output [1, T, width] for rows of a `StateSource`'s step."""
+        if self._standalone_block is None:
+            self._standalone_block = self.block(_native.Surroundings(None, None, None))
+        return self.run(self._standalone_block, hidden, cache, table)
 
 
 @torch.inference_mode()
 def mixer_candidates(adapter: StateAdapter, layer: int) -> dict[bool, FusedMixer]:
-    """The mixer as a native call, by what it may be (`FusedMixer.found`); empty if it is of no such kind.
+    """The mixer as a native call, by its possible finding (`FusedMixer.finding`); empty if no kernel has its kind.
 
-    layer: whose states its are.
+    layer: number of the layer whose states it uses.
     """
     parts = adapter.parts()
     if parts is None or (parts.norm is not None and _epsilon_of(parts.norm) is None):
         return {}
-    inputs, output = [packed_layer(module) for module in parts.inputs], packed_layer(parts.output)
-    if output is None or any(one is None or one.dtype is not output.dtype for one in inputs):
+    packed_inputs, output = [packed_layer(module) for module in parts.inputs], packed_layer(parts.output)
+    if output is None or any(layer is None or layer.dtype is not output.dtype for layer in packed_inputs):
         return {}
-    known = [one for one in inputs if one is not None]
-    if any(one.num_inputs != output.num_outputs for one in known) or not go_together(known):
+    known_inputs = [part for part in packed_inputs if part is not None]
+    if any(part.num_inputs != output.num_outputs for part in known_inputs) or not can_run_together(
+        known_inputs
+    ):
         return {}
     kinds = (False,) if parts.norm is None else (True, False)
-    return {found: FusedMixer(adapter, layer, parts, known, output, found) for found in kinds}
+    return {finding: FusedMixer(adapter, layer, parts, known_inputs, output, finding) for finding in kinds}
 
 
 def _epsilon_of(norm: Any) -> Any:
     return next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
 
 
-def _wide_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else _wide(tensor)
+def _float32_copy_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else _float32_copy(tensor)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """float32, contiguous, nobody else's."""
+def _float32_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A float32, contiguous copy."""
     return tensor.detach().float().contiguous().clone()

@@ -1,8 +1,8 @@
 """An MLP in one native call: gate and up, activation, down; or up, activation, down.
 
-Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know (a child, or
-silu by that name in the forward), nothing else but dropouts. Gate before up or up before gate is what is left open: the
-candidates, of which `proof` finds one.
+Matched by structure: two or three packed linear layers whose widths fit, one activation that the kernels have (a child,
+or silu by that name in the forward), nothing else but dropouts. The order of gate and up is left open: each is a
+candidate, and `fused_proof` chooses one.
 Cost of a call: the products, and about 3 us.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.structure import PackedLayer, forward_names, go_together, packed_layers
+from quire.model.fused.structure import PackedLayer, can_run_together, forward_names, packed_layers
 
 __all__ = ["FusedMlp", "mlp_candidates"]
 
@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu_squared": lambda x: F.relu(x).square(),
 }
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
-# Beside its own children; dropouts do nothing outside of training.
+# Names that a forward may use besides its own children; dropouts do nothing outside of training.
 _FORWARD_NAMES = frozenset(
     {"chunk", "nn", "functional", "F", "silu", "dropout", "residual_dropout", "training"}
 )
@@ -37,7 +37,7 @@ _FORWARD_NAMES = frozenset(
 class FusedMlp:
     """The products and the activation; `block` makes the native call with norms and residual around it.
 
-    found: whether gate and up lie the other way round.
+    finding: whether up comes before gate.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class FusedMlp:
         gated: bool,
         activation: str,
         output: PackedLayer,
-        found: bool = False,
+        finding: bool = False,
     ) -> None:
-        self.found = found
+        self.finding = finding
         self._inputs, self._gated, self._activation, self._output = inputs, gated, activation, output
         self.width, self.dtype = output.num_outputs, output.dtype
         self._run = self.block(_native.Surroundings(None, None, None)).run
@@ -63,12 +63,12 @@ class FusedMlp:
         )
 
     def serves(self, x: Any) -> bool:
-        # Not asked is whether it is contiguous: a part of wider rows is so where there is one row alone, and bits must
-        # not depend on that.
+        # Contiguity is not tested: a slice of wider rows is contiguous if it has one row, and bits must not depend on
+        # that.
         return x.dtype is self.dtype and x.shape[-1] == self.width and not x.requires_grad
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., width]."""
+        """The module's output for x [..., width]."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._run(x, out)
@@ -77,7 +77,7 @@ class FusedMlp:
 
 @torch.inference_mode()
 def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
-    """The module as a fused MLP, by what it may be (`FusedMlp.found`); empty if it is something else."""
+    """The module as a fused MLP, by its possible finding (`FusedMlp.finding`); empty if it has another structure."""
     layers = packed_layers(module)
     if len(layers) not in (2, 3) or forward_names(module) - set(module._modules) - _FORWARD_NAMES:
         return {}
@@ -93,7 +93,7 @@ def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
     hidden, inner = output.num_outputs, output.num_inputs
     if any(layer.num_inputs != hidden or layer.dtype is not output.dtype for layer in inputs):
         return {}
-    if not go_together(inputs):
+    if not can_run_together(inputs):
         return {}
     widths = [layer.num_outputs for layer in inputs]
     candidates: list[tuple[list[PackedLayer], bool]] = []
@@ -107,7 +107,7 @@ def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """The kernels' name of the module's activation, by its values in float32."""
+    """The kernels' name of the module's activation, decided by its values in float32."""
     activation = next((getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name)), None)
     if activation is None:
         return "silu" if "silu" in forward_names(module) else None
@@ -116,7 +116,7 @@ def _activation_of(module: nn.Module) -> str | None:
     x = torch.linspace(-12.0, 12.0, 481)
     try:
         got = activation(x)
-    except Exception:  # it takes something else
+    except Exception:  # it takes other arguments
         return None
     for name, function in _ACTIVATIONS.items():
         if isinstance(got, torch.Tensor) and torch.allclose(got, function(x), atol=2e-6, rtol=1e-5):

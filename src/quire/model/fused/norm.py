@@ -1,7 +1,7 @@
 """RMS and layer norms in one native pass over each row, in float32, rounded once.
 
 Matched by structure: one weight, perhaps one bias, an epsilon, no children. Whether the weight counts from 0 or from 1
-(Gemma's), and whether the mean is taken off, is what is left open: the candidates, of which `proof` finds one.
+(Gemma's), and whether the mean is subtracted, is left open: each is a candidate, and `fused_proof` chooses one.
 Cost of a call: about 3 us, and one read and one write of the rows.
 """
 
@@ -21,27 +21,32 @@ _KINDS = ("rms", "rms from 1", "layer")
 
 
 class RowNorm:
-    """A norm over rows of `width` elements; `native` is what the fused blocks take.
+    """A norm over rows of `width` elements; the fused blocks take `native`.
 
-    found: which of `_KINDS` it is; weight: what the rows are multiplied by.
+    finding: which of `_KINDS` it is; weight: the factor of each column.
     """
 
     def __init__(
-        self, found: str, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, dtype: torch.dtype
+        self,
+        finding: str,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        epsilon: float,
+        dtype: torch.dtype,
     ) -> None:
-        self.found = found
+        self.finding = finding
         self.width, self.dtype, self.epsilon = weight.numel(), dtype, epsilon
-        kind = "layer" if found == "layer" else "rms"
+        kind = "layer" if finding == "layer" else "rms"
         self.native = _native.Norm(kind, weight, bias, epsilon)
         self._run = self.native.run
 
     def serves(self, x: Any) -> bool:
-        # Not asked is whether it is contiguous: a part of wider rows is so where there is one row alone, and bits must
-        # not depend on that.
+        # Contiguity is not tested: a slice of wider rows is contiguous if it has one row, and bits must not depend on
+        # that.
         return x.dtype is self.dtype and x.shape[-1] == self.width and not x.requires_grad
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., width]."""
+        """The norm's output for x [..., width]."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._run(x, out)
@@ -49,7 +54,7 @@ class RowNorm:
 
 
 def norm_candidates(module: nn.Module, dtype: torch.dtype) -> dict[str, RowNorm]:
-    """The module as a native norm for rows of `dtype`, by what it may be (`RowNorm.found`); empty if it is no norm."""
+    """The module as a native norm for rows of `dtype`, by its possible `RowNorm.finding`; empty if it is no norm."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next(
         (getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None

@@ -1,8 +1,8 @@
 """Rotary angles by position: the model's own module computes them once, the kernels take each row's.
 
-A dozen small operators a step otherwise. The same bits: an angle is a function of its position alone
+This saves a dozen small operators a step. The bits are the same: an angle is a function of its position alone
 (docs/exactness.md), and the decoder's proof compares (`quire.model.prepare`).
-Not for modules that look at more than positions: `cos` and `sin` [1, T, width] is the only form it knows.
+Not for modules that read more than positions: `cos` and `sin` [1, T, width] is the only form supported.
 
 Cost of a call: about 3 us. Memory: two rows a position of the longest sequence seen, up to twice as many.
 """
@@ -18,11 +18,14 @@ from quire.torch_threads import one_torch_thread
 
 __all__ = ["Angles", "RotaryRows"]
 
-_FEWEST, _MOST = 1 << 12, 1 << 16  # positions; beyond the most the module computes them, step by step
+_MIN_POSITIONS, _MAX_POSITIONS = (
+    1 << 12,
+    1 << 16,
+)  # of the table; positions beyond it are computed at each step
 
 
 class Angles(NamedTuple):
-    """cos, sin: [n, width], contiguous. rows: int64 [T], which of the n each token takes."""
+    """cos, sin: [n, width], contiguous. rows: int64 [T], the row of each token."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -30,34 +33,34 @@ class Angles(NamedTuple):
 
 
 class RotaryRows:
-    """The answers of `module`, a rotary embedding, to rows of `dtype`, kept by position."""
+    """The outputs of `module`, a rotary embedding, for rows of `dtype`, stored by position."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._like = module, torch.empty(1, 1, 1, dtype=dtype)
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, positions: torch.Tensor) -> Angles | None:
-        """What the module answers at positions int64 [T], contiguous; None if that is of another form."""
+        """The module's output at positions int64 [T], contiguous; None if it has another form."""
         largest = int(positions.numpy().max())
         if largest < self._cos.shape[0]:
             return Angles(self._cos, self._sin, positions)
-        if largest >= _MOST:
+        if largest >= _MAX_POSITIONS:
             tables = self._tables(positions)
             return None if tables is None else Angles(*tables, torch.arange(positions.numel()))
-        tables = self._tables(torch.arange(min(_MOST, max(_FEWEST, 2 * (largest + 1)))))
+        tables = self._tables(torch.arange(min(_MAX_POSITIONS, max(_MIN_POSITIONS, 2 * (largest + 1)))))
         if tables is None:
             return None
         self._cos, self._sin = tables
         return Angles(self._cos, self._sin, positions)
 
     def is_proved(self) -> bool:
-        """Whether the rows kept are the module's own answers at positions up to 512, bit for bit, in any order."""
+        """Whether the stored rows equal the module's own output at positions up to 512, bit for bit, in any order."""
         positions = torch.tensor([511, 0, 1, 300, 17, 64, 255, 256, 5, 509, 130])
-        angles, own = self(positions), self._tables(positions)
-        if angles is None or own is None:
+        angles, expected = self(positions), self._tables(positions)
+        if angles is None or expected is None:
             return False
-        kept = angles.cos[angles.rows], angles.sin[angles.rows]
-        return all(torch.equal(table, want) for table, want in zip(kept, own, strict=True))
+        stored = angles.cos[angles.rows], angles.sin[angles.rows]
+        return all(torch.equal(table, want) for table, want in zip(stored, expected, strict=True))
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         with torch.inference_mode(), one_torch_thread():

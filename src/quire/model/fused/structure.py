@@ -1,6 +1,6 @@
-"""How modules are looked at: their packed linear layers, the names their forward uses, and rows to ask them on.
+"""Inspection of modules: their packed linear layers, the names their forward uses, and rows to test them on.
 
-Not a parser of models: a module whose forward names anything beyond what a fused one understands is left alone.
+Not a parser of models: a module whose forward uses a name that the fused block does not know is not fused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.quantized import QuantizedPanels
 
 __all__ = [
     "PackedLayer",
+    "can_run_together",
     "forward_names",
-    "go_together",
     "native_weight",
     "packed_layer",
     "packed_layers",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class PackedLayer:
-    """A packed linear layer as the kernels take it: the native weight, dense or of codes, its bias, its two widths."""
+    """A packed linear layer for the kernels: the native weight, dense or quantized, its bias, its two widths."""
 
     def __init__(self, weight: NativeWeight | QuantizedPanels, bias: torch.Tensor | None) -> None:
         self.native: _native.PackedWeight = weight.native
@@ -41,20 +41,20 @@ class PackedLayer:
 
 
 def native_weight(module: nn.Module) -> NativeWeight | QuantizedPanels | None:
-    """What the extension has packed of `module`, for inputs as they come; None if it has nothing of it."""
+    """The weight of `module` that the extension has packed, for inputs in their own order; None if it has none."""
     weight = module.__dict__.get("_packed")
     if isinstance(weight, QuantizedPanels):
         return weight if weight.native is not None and weight.is_ordered else None
     return weight if isinstance(weight, NativeWeight) else None
 
 
-def go_together(layers: Sequence[PackedLayer]) -> bool:
-    """Whether one native call multiplies the same rows by all of them: dense ones, or codes that one kernel takes."""
+def can_run_together(layers: Sequence[PackedLayer]) -> bool:
+    """Whether one native call can multiply the same rows by all of them: dense weights, or codes of one kernel."""
     return all(layer.native.goes_with(layers[0].native) for layer in layers)
 
 
 def packed_layer(module: nn.Module) -> PackedLayer | None:
-    """`module` as a linear layer packed by the extension; None if it is none."""
+    """`module` as a linear layer packed by the extension; None if it is something else."""
     weight = native_weight(module)
     if weight is None or isinstance(module, nn.Embedding):
         return None
@@ -68,15 +68,15 @@ def packed_layers(module: nn.Module) -> dict[str, PackedLayer]:
 
 
 def forward_names(module: nn.Module) -> frozenset[str]:
-    """Every attribute and global that the forward of the module's class names."""
+    """Every attribute and global that the forward of the module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset({"?"})
 
 
 def random_rows(width: int, epsilon: float = 0.0, count: int = 16) -> torch.Tensor:
-    """float32 [1, count, width], the same at every call: rows neither centred nor of one size.
+    """float32 [1, count, width], the same at every call: rows that are not centred and differ in size.
 
-    epsilon: where given, every fourth row has a variance of about that, which is where a norm's epsilon matters.
+    epsilon: if given, every fourth row has about this variance, where a norm's epsilon matters.
     """
     rows = torch.randn(1, count, width, generator=torch.Generator().manual_seed(width))
     sizes = torch.tensor([0.5, 1.0, 2.0, 3.0]).repeat(-(-count // 4))[:count]

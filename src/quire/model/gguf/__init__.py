@@ -1,12 +1,12 @@
-"""GGUF files as models: what each key of a header and each tensor means, one module a family of architectures.
+"""GGUF files as models: the meaning of each key of a header and of each tensor, one module a family of architectures.
 
-    header        the keys of a file: taken, of no effect, or refused
-    rope          rotary positions: base, scaling, tensors of factors
-    names         which parameter each tensor becomes
-    architecture  the reader of one architecture, and the fields that all decoders share
-    the others    the families
+    header           the keys of a file: used, without effect, or refused
+    rope_parameters  rotary positions: base, scaling, tensors of factors
+    names            the parameter of each tensor
+    architecture     the reader of one architecture, and the fields that all decoders share
+    the others       the families
 
-A new architecture is an entry of its family's `ARCHITECTURES`, or a new module that `_FAMILIES` names.
+A new architecture is an entry of its family's `ARCHITECTURES`, or a new module in `_FAMILIES`.
 """
 
 from quire.model.gguf import (
@@ -32,4 +32,4 @@ _FAMILIES = (llama, qwen, gemma, gemma4, granite, phi, layer_norm, mamba, mixtur
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in _FAMILIES for name, architecture in family.ARCHITECTURES.items()
 }
-"""By what files call them."""
+"""By their names in files."""

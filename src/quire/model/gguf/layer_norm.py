@@ -16,12 +16,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from quire.model.gguf.architecture import (
     Architecture,
-    decoder,
+    already_placed,
+    decoder_fields,
     drop_head_dim,
     expect_no_experts,
     has_tensor,
     head_dim,
-    placed,
     with_partial_rope,
     with_whole_rope,
 )
@@ -32,7 +32,7 @@ __all__ = ["ARCHITECTURES"]
 
 def _gpt2(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = decoder(header)
+    fields = decoder_fields(header)
     _expect_plain_heads(header, fields)
     heads, width = fields.pop("num_attention_heads"), fields.pop("hidden_size")
     del fields["num_key_value_heads"]
@@ -43,13 +43,13 @@ def _gpt2(header: GGUFHeader) -> dict[str, Any]:
         "n_layer": fields.pop("num_hidden_layers"),
         "n_head": heads,
         "n_inner": fields.pop("intermediate_size"),
-        "layer_norm_epsilon": header.take("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": header.read("attention.layer_norm_epsilon"),
     }
 
 
 def _bloom(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = decoder(header, feed_forward=False)
+    fields = decoder_fields(header, feed_forward=False)
     header.expect("feed_forward_length", 4 * fields["hidden_size"])
     header.expect("attention.max_alibi_bias", 8.0)
     _expect_plain_heads(header, fields)
@@ -59,20 +59,20 @@ def _bloom(header: GGUFHeader) -> dict[str, Any]:
         "seq_length": fields.pop("max_position_embeddings"),
         "n_layer": fields.pop("num_hidden_layers"),
         "n_head": fields.pop("num_attention_heads"),
-        "layer_norm_epsilon": header.take("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": header.read("attention.layer_norm_epsilon"),
     }
 
 
 def _falcon(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = with_whole_rope(header, decoder(header))
+    fields = with_whole_rope(header, decoder_fields(header))
     drop_head_dim(header, fields)
     groups = fields.pop("num_key_value_heads")
     grouped = groups > 1
     fields |= {
         "model_type": "falcon",
         "ffn_hidden_size": fields.pop("intermediate_size"),
-        "layer_norm_epsilon": header.take("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": header.read("attention.layer_norm_epsilon"),
         "multi_query": not grouped,
         "num_kv_heads": groups,
         "new_decoder_architecture": grouped,
@@ -85,25 +85,25 @@ def _falcon(header: GGUFHeader) -> dict[str, Any]:
 
 def _starcoder2(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = with_whole_rope(header, decoder(header))
+    fields = with_whole_rope(header, decoder_fields(header))
     drop_head_dim(header, fields)
     return fields | {
         "model_type": "starcoder2",
-        "norm_epsilon": header.take("attention.layer_norm_epsilon"),
-        "sliding_window": header.take("attention.sliding_window", None) or None,
+        "norm_epsilon": header.read("attention.layer_norm_epsilon"),
+        "sliding_window": header.read("attention.sliding_window", None) or None,
         "use_bias": has_tensor(header, "attn_q.bias"),
     }
 
 
 def _stablelm(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = with_partial_rope(header, decoder(header))
+    fields = with_partial_rope(header, decoder_fields(header))
     drop_head_dim(header, fields)
     parallel = not has_tensor(header, "ffn_norm.weight")
     header.expect("use_parallel_residual", parallel)
     return fields | {
         "model_type": "stablelm",
-        "layer_norm_eps": header.take("attention.layer_norm_epsilon"),
+        "layer_norm_eps": header.read("attention.layer_norm_epsilon"),
         "use_parallel_residual": parallel,
         "use_qkv_bias": has_tensor(header, "attn_q.bias"),
         "qk_layernorm": has_tensor(header, "attn_q_norm.weight"),
@@ -112,24 +112,24 @@ def _stablelm(header: GGUFHeader) -> dict[str, Any]:
 
 def _nemotron(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = with_partial_rope(header, decoder(header))
+    fields = with_partial_rope(header, decoder_fields(header))
     return fields | {
         "model_type": "nemotron",
-        "norm_eps": header.take("attention.layer_norm_epsilon"),
+        "norm_eps": header.read("attention.layer_norm_epsilon"),
         "attention_bias": has_tensor(header, "attn_q.bias"),
         "mlp_bias": has_tensor(header, "ffn_up.bias"),
     }
 
 
 def _expect_plain_heads(header: GGUFHeader, fields: dict[str, Any]) -> None:
-    """Refuse heads that share keys, or are of another width than their part of the hidden size."""
+    """Refuse heads that share keys, or whose width is not the hidden size divided by their number."""
     header.expect("attention.head_count_kv", fields["num_attention_heads"])
     header.expect("attention.key_length", fields["hidden_size"] // fields["num_attention_heads"])
     head_dim(header, fields)
 
 
 class _FalconTensors(TensorProcessor):
-    """The file has all queries, then all keys, then all values; the model has each group's together."""
+    """The file has all queries, then all keys, then all values; the model groups them by key head."""
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         if ".attn_qkv." in name:
@@ -144,7 +144,7 @@ class _FalconTensors(TensorProcessor):
 
 
 class _StableLmTensors(TensorProcessor):
-    """The file has the norms of a layer's heads in one tensor, the model one module for each."""
+    """The file has the norms of a layer's heads in one tensor, the model a module for each head."""
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         for kind in "qk":
@@ -152,7 +152,7 @@ class _StableLmTensors(TensorProcessor):
                 prefix = f"model.layers.{name.split('.')[1]}.self_attn.{kind}_layernorm.norms."
                 parsed = kwargs["parsed_parameters"]["tensors"]
                 parsed |= {f"{prefix}{head}.weight": torch.tensor(row) for head, row in enumerate(weights)}
-                return placed(weights)
+                return already_placed(weights)
         return GGUFTensor(weights, name, {})
 
 
@@ -166,7 +166,7 @@ ARCHITECTURES = {
         _nemotron,
         NemotronTensorProcessor,
         no_effect={
-            "attention.layer_norm_rms_epsilon": "its norms are LayerNorms, whose epsilon has a key of its own"
+            "attention.layer_norm_rms_epsilon": "its norms are LayerNorms, which have another key for their epsilon"
         },
     ),
 }

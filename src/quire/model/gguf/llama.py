@@ -1,6 +1,6 @@
-"""Llama, Mistral and Mixtral, which files call llama; Granite, whose layers are Llama's with scales.
+"""Llama, Mistral and Mixtral, all named llama in files.
 
-The writer interleaves the two halves of each head of queries and keys; the processors undo it.
+The writer of the file interleaves the two halves of each head of queries and keys; the processors undo it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, Qwen2
 
 from quire.model.gguf.architecture import (
     Architecture,
-    decoder,
+    decoder_fields,
     expect_no_experts,
-    experts,
+    expert_counts,
     has_tensor,
     with_whole_rope,
 )
@@ -24,20 +24,20 @@ __all__ = ["ARCHITECTURES"]
 
 
 def _llama(header: GGUFHeader) -> dict[str, Any]:
-    fields = with_whole_rope(header, decoder(header))
-    fields["rms_norm_eps"] = header.take("attention.layer_norm_rms_epsilon")
-    if header.take("expert_count", 0):
+    fields = with_whole_rope(header, decoder_fields(header))
+    fields["rms_norm_eps"] = header.read("attention.layer_norm_rms_epsilon")
+    if header.read("expert_count", 0):
         for key in ("expert_group_count", "expert_group_used_count"):
             header.expect(key, 0, 1)
-        count, used = experts(header)
+        count, used = expert_counts(header)
         return fields | {
             "model_type": "mixtral",
             "num_local_experts": count,
             "num_experts_per_tok": used,
-            "sliding_window": header.take("attention.sliding_window", None) or None,
+            "sliding_window": header.read("attention.sliding_window", None) or None,
         }
     expect_no_experts(header)
-    if window := header.take("attention.sliding_window", 0):
+    if window := header.read("attention.sliding_window", 0):
         return fields | {"model_type": "mistral", "sliding_window": window}
     return fields | {
         "model_type": "llama",
@@ -47,7 +47,7 @@ def _llama(header: GGUFHeader) -> dict[str, Any]:
 
 
 class _LlamaTensors(LlamaTensorProcessor, Qwen2MoeTensorProcessor):
-    """Experts' tensors as of Qwen's, the others as of Llama's."""
+    """Processes experts' tensors as Qwen's, others as Llama's."""
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         if "_exps." in name:

@@ -12,11 +12,11 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, MiniMaxM2Tensor
 from quire.model.gguf.architecture import (
     NO_DENSE_LAYERS,
     Architecture,
-    decoder,
-    experts,
+    already_placed,
+    decoder_fields,
+    expert_counts,
     head_dim,
     layer_types,
-    placed,
     with_partial_rope,
 )
 from quire.model.gguf.header import GGUFHeader
@@ -26,50 +26,50 @@ __all__ = ["ARCHITECTURES"]
 
 
 def _gpt_oss(header: GGUFHeader) -> dict[str, Any]:
-    fields = decoder(header, feed_forward=False)
+    fields = decoder_fields(header, feed_forward=False)
     width = head_dim(header, fields)
-    rotary_width(header, width, whole=True)
+    rotary_width(header, width, is_whole=True)
     rope = scaled_rope(header, fields["max_position_embeddings"], width=width, head_dim=width, truncate=False)
     header.expect("rope.freq_base_swa", rope["rope_theta"])
-    count, used = experts(header)
+    count, used = expert_counts(header)
     return fields | {
         "model_type": "gpt_oss",
         "head_dim": width,
         "rope_parameters": rope,
-        "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
-        "intermediate_size": header.one("expert_feed_forward_length"),
+        "rms_norm_eps": header.read("attention.layer_norm_rms_epsilon"),
+        "intermediate_size": header.read_uniform("expert_feed_forward_length"),
         "num_local_experts": count,
         "num_experts_per_tok": used,
-        "sliding_window": header.take("attention.sliding_window"),
+        "sliding_window": header.read("attention.sliding_window"),
         "layer_types": layer_types(header, fields["num_hidden_layers"], 2),
     }
 
 
 def _minimax_m2(header: GGUFHeader) -> dict[str, Any]:
-    fields = with_partial_rope(header, decoder(header, feed_forward=False))
+    fields = with_partial_rope(header, decoder_fields(header, feed_forward=False))
     header.expect("expert_gating_func", 2)  # a sigmoid
     header.expect("expert_weights_norm", True)
     header.expect("expert_weights_scale", 1.0, 0.0)
-    count, used = experts(header)
+    count, used = expert_counts(header)
     return fields | {
         "model_type": "minimax_m2",
-        "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
-        "intermediate_size": header.one("expert_feed_forward_length"),
+        "rms_norm_eps": header.read("attention.layer_norm_rms_epsilon"),
+        "intermediate_size": header.read_uniform("expert_feed_forward_length"),
         "num_local_experts": count,
         "num_experts_per_tok": used,
     }
 
 
 class _GptOssTensors(TensorProcessor):
-    """A file has gate and up of an expert apart, an output a row; the model has them in turn, an output a column."""
+    """A file has an expert's gate and up apart, with rows of outputs; the model interleaves them as columns."""
 
     _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
-        found = self._EXPERTS.fullmatch(name)
-        if found is None:
+        match = self._EXPERTS.fullmatch(name)
+        if match is None:
             return GGUFTensor(weights, name, {})
-        layer, projection, suffix = found.groups()
+        layer, projection, suffix = match.groups()
         tensors = kwargs["parsed_parameters"]["tensors"]
         prefix = f"model.layers.{layer}.mlp.experts."
         end = "_bias" if suffix == "bias" else ""
@@ -77,12 +77,12 @@ class _GptOssTensors(TensorProcessor):
         values = values if suffix == "bias" else values.transpose(1, 2)
         if projection == "down":
             tensors[f"{prefix}down_proj{end}"] = values.contiguous()
-            return placed(weights)
+            return already_placed(weights)
         place = f"{prefix}gate_up_proj{end}"
         if place not in tensors:
             tensors[place] = values.new_zeros(*values.shape[:-1], 2 * values.shape[-1])
         tensors[place][..., projection == "up" :: 2] = values
-        return placed(weights)
+        return already_placed(weights)
 
 
 ARCHITECTURES = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.model.gguf.architecture import (
     Architecture,
-    decoder,
+    decoder_fields,
     drop_head_dim,
     expect_no_experts,
     with_partial_rope,
@@ -18,14 +18,16 @@ __all__ = ["ARCHITECTURES"]
 
 def _phi3(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    fields = with_partial_rope(header, decoder(header))
+    fields = with_partial_rope(header, decoder_fields(header))
     drop_head_dim(header, fields)
-    most = fields["max_position_embeddings"]
+    max_positions = fields["max_position_embeddings"]
     return fields | {
         "model_type": "phi3",
-        "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
-        "sliding_window": header.take("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": header.take("rope.scaling.original_context_length", most),
+        "rms_norm_eps": header.read("attention.layer_norm_rms_epsilon"),
+        "sliding_window": header.read("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": header.read(
+            "rope.scaling.original_context_length", max_positions
+        ),
     }
 
 

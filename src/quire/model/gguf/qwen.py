@@ -9,10 +9,10 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, Qwen2MoeTensorP
 
 from quire.model.gguf.architecture import (
     Architecture,
-    decoder,
+    decoder_fields,
     drop_head_dim,
     expect_no_experts,
-    experts,
+    expert_counts,
     has_tensor,
     with_whole_rope,
 )
@@ -20,12 +20,14 @@ from quire.model.gguf.header import GGUFHeader
 
 __all__ = ["ARCHITECTURES", "MoeTensors"]
 
-_NO_EFFECT = {"rope.dimension_sections": "of positions in pictures; in a text all of them are the token's"}
+_NO_EFFECT = {
+    "rope.dimension_sections": "for positions in pictures; in a text all sections have the token's position"
+}
 
 
 def _qwen(header: GGUFHeader, model_type: str) -> dict[str, Any]:
-    fields = with_whole_rope(header, decoder(header)) | {"model_type": model_type}
-    fields["rms_norm_eps"] = header.take("attention.layer_norm_rms_epsilon")
+    fields = with_whole_rope(header, decoder_fields(header)) | {"model_type": model_type}
+    fields["rms_norm_eps"] = header.read("attention.layer_norm_rms_epsilon")
     return fields
 
 
@@ -46,7 +48,7 @@ def _expert_fields(header: GGUFHeader) -> dict[str, Any]:
         header.expect(key, 0, 1)
     header.expect("expert_weights_scale", 1.0, 0.0)
     header.expect("expert_gating_func", 1)  # a softmax
-    count, used = experts(header)
+    count, used = expert_counts(header)
     return {"num_experts": count, "num_experts_per_tok": used}
 
 
@@ -55,11 +57,11 @@ def _qwen2_moe(header: GGUFHeader) -> dict[str, Any]:
     drop_head_dim(header, fields)
     whole = fields["intermediate_size"]
     return fields | {
-        "moe_intermediate_size": header.one(
+        "moe_intermediate_size": header.read_uniform(
             "expert_feed_forward_length", whole // fields["num_experts_per_tok"]
         ),
-        "shared_expert_intermediate_size": header.take("expert_shared_feed_forward_length", whole),
-        "norm_topk_prob": bool(header.take("expert_weights_norm", False)),
+        "shared_expert_intermediate_size": header.read("expert_shared_feed_forward_length", whole),
+        "norm_topk_prob": bool(header.read("expert_weights_norm", False)),
     }
 
 
@@ -67,17 +69,17 @@ def _qwen3_moe(header: GGUFHeader) -> dict[str, Any]:
     fields = _qwen(header, "qwen3_moe") | _expert_fields(header)
     whole = fields["intermediate_size"]
     return fields | {
-        "moe_intermediate_size": header.one(
+        "moe_intermediate_size": header.read_uniform(
             "expert_feed_forward_length", whole // fields["num_experts_per_tok"]
         ),
-        "norm_topk_prob": bool(header.take("expert_weights_norm", True)),
+        "norm_topk_prob": bool(header.read("expert_weights_norm", True)),
         "attention_bias": has_tensor(header, "attn_q.bias"),
     }
 
 
 class MoeTensors(Qwen2MoeTensorProcessor):
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
-        if name.endswith(".ffn_gate_inp_shexp.weight"):  # a file may have it as a vector
+        if name.endswith(".ffn_gate_inp_shexp.weight"):  # some files have it as a vector
             return GGUFTensor(weights.reshape(1, -1), name, {})
         return super().process(weights, name, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Qwen 3.5, dense and with experts: layers of gated delta nets, and every so many one that attends.
+"""Qwen 3.5, dense and with experts: gated delta net layers, with attention layers at a fixed interval.
 
-The writer adds one to the weights of the norms except the delta nets' own, and puts the value heads of a delta net in
-another order: the first of each key head's, then the second of each, and so on.
+The writer of the file adds one to the weights of the norms except the delta nets' own, and reorders the value heads of
+a delta net: the first head of each key head, then the second of each, and so on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor
 from quire.model.gguf.architecture import (
     NO_DENSE_LAYERS,
     Architecture,
-    decoder,
+    decoder_fields,
     expect_no_experts,
-    experts,
+    expert_counts,
     with_partial_rope,
 )
 from quire.model.gguf.header import GGUFHeader
@@ -27,54 +27,60 @@ __all__ = ["ARCHITECTURES"]
 
 def _qwen35(header: GGUFHeader) -> dict[str, Any]:
     expect_no_experts(header)
-    return _hybrid(header, decoder(header)) | {"model_type": "qwen3_5_text"}
+    return _hybrid(header, decoder_fields(header)) | {"model_type": "qwen3_5_text"}
 
 
 def _qwen35_moe(header: GGUFHeader) -> dict[str, Any]:
-    count, used = experts(header)
+    count, used = expert_counts(header)
     header.expect("expert_weights_norm", True)
     header.expect("expert_weights_scale", 1.0, 0.0)
     header.expect("expert_gating_func", 1)  # a softmax
-    return _hybrid(header, decoder(header, feed_forward=False)) | {
+    return _hybrid(header, decoder_fields(header, feed_forward=False)) | {
         "model_type": "qwen3_5_moe_text",
-        "moe_intermediate_size": header.one("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": header.take("expert_shared_feed_forward_length"),
+        "moe_intermediate_size": header.read_uniform("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": header.read("expert_shared_feed_forward_length"),
         "num_experts": count,
         "num_experts_per_tok": used,
     }
 
 
 def _hybrid(header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    further = header.take("nextn_predict_layers", 0)
-    num_layers = fields["num_hidden_layers"] - further
-    if further:  # layers that guess further tokens are not run
+    num_draft_layers = header.read("nextn_predict_layers", 0)
+    num_layers = fields["num_hidden_layers"] - num_draft_layers
+    if num_draft_layers:  # layers that draft further tokens do not run
         if not any(".nextn." in name for name in header.tensors):
-            raise header.refusal("nextn_predict_layers", further, "0 where no tensor is of such a layer")
-        header.leave_layers(num_layers)
+            raise header.refusal(
+                "nextn_predict_layers", num_draft_layers, "0 without tensors of such a layer"
+            )
+        header.ignore_layers(num_layers)
     fields = with_partial_rope(header, fields)
-    sections = header.take("rope.dimension_sections", None)
+    sections = header.read("rope.dimension_sections", None)
     if sections:
-        turned = header.take("rope.dimension_count", fields["head_dim"])
-        if 2 * sum(sections) != turned:
-            raise header.refusal("rope.dimension_sections", sections, f"of {turned // 2} columns together")
+        num_rotated = header.read("rope.dimension_count", fields["head_dim"])
+        if 2 * sum(sections) != num_rotated:
+            raise header.refusal(
+                "rope.dimension_sections", sections, f"of {num_rotated // 2} columns together"
+            )
         fields["rope_parameters"] |= {
-            "mrope_section": [one for one in sections if one],
+            "mrope_section": [section for section in sections if section],
             "mrope_interleaved": True,
         }
-    every = header.take("full_attention_interval", 4)
-    usual = [(layer + 1) % every != 0 for layer in range(num_layers)]
-    said = header.take("attention.recurrent_layers", None)
-    recurrent = usual if said is None else header.each("attention.recurrent_layers", num_layers)
-    inner, value_heads = header.take("ssm.inner_size"), header.take("ssm.time_step_rank")
-    key_heads = header.take("ssm.group_count")
+    interval = header.read("full_attention_interval", 4)
+    usual = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    saved = header.read("attention.recurrent_layers", None)
+    recurrent = usual if saved is None else header.read_per_layer("attention.recurrent_layers", num_layers)
+    inner, value_heads = header.read("ssm.inner_size"), header.read("ssm.time_step_rank")
+    key_heads = header.read("ssm.group_count")
     if value_heads % key_heads:
         raise header.refusal("ssm.time_step_rank", value_heads, f"a multiple of ssm.group_count, {key_heads}")
     return fields | {
         "num_hidden_layers": num_layers,
-        "rms_norm_eps": header.take("attention.layer_norm_rms_epsilon"),
-        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
-        "linear_conv_kernel_dim": header.take("ssm.conv_kernel"),
-        "linear_key_head_dim": header.take("ssm.state_size"),
+        "rms_norm_eps": header.read("attention.layer_norm_rms_epsilon"),
+        "layer_types": [
+            "linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent
+        ],
+        "linear_conv_kernel_dim": header.read("ssm.conv_kernel"),
+        "linear_key_head_dim": header.read("ssm.state_size"),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": inner // value_heads,
@@ -98,23 +104,25 @@ class _Qwen35Tensors(MoeTensors):
         if name.endswith("norm.weight") and kind != "ssm_norm.weight":
             weights = weights - 1
         elif kind == "ssm_a":
-            weights = _grouped(np.log(-weights), keys, values)
+            weights = _group_by_key_head(np.log(-weights), keys, values)
         elif kind in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
-            weights = _grouped(weights, keys, values)
+            weights = _group_by_key_head(weights, keys, values)
         elif kind == "attn_gate.weight":
-            weights = _grouped(weights, keys, values, width)
+            weights = _group_by_key_head(weights, keys, values, width)
         elif kind in ("attn_qkv.weight", "ssm_conv1d.weight"):
-            weights = np.concatenate([weights[:first], _grouped(weights[first:], keys, values, width)])
+            weights = np.concatenate(
+                [weights[:first], _group_by_key_head(weights[first:], keys, values, width)]
+            )
             weights = weights[:, None] if kind == "ssm_conv1d.weight" else weights
         elif kind == "ssm_out.weight":
-            weights = _grouped(weights.T, keys, values, width).T
+            weights = _group_by_key_head(weights.T, keys, values, width).T
         else:
             return super().process(weights, name, **kwargs)
         return GGUFTensor(weights, name, {})
 
 
-def _grouped(rows: np.ndarray, keys: int, values: int, width: int = 1) -> np.ndarray:
-    """Rows of each key head's value heads together, where the file has the first of each key head's, then the second.
+def _group_by_key_head(rows: np.ndarray, keys: int, values: int, width: int = 1) -> np.ndarray:
+    """Groups the value heads' rows by key head; the file has the first of each key head, then the second of each.
     width: rows of a value head."""
     tiled = rows.reshape(values // keys, keys, width, *rows.shape[1:])
     return tiled.swapaxes(0, 1).reshape(rows.shape)

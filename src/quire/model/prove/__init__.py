@@ -1,16 +1,18 @@
-"""Proof that what serves in a module's place computes what the module computes, and what such a proof rests on.
+"""Proof that a replacement computes what the original module computes, and the facts that such a proof rests on.
 
-    error_bounds.py the bounds, written down once: F1 which candidate it is, F2 that the kernel loses no more
-    upcast.py     a module computed in a wider type, its weights widened one module at a time
-    equal_modules.py which modules are alike, so that one is asked for all
-    recorded_calls.py calls of the model's own modules, recorded, and made again in other ways
-    model.py      what proofs use of the prepared model
-    text.py       the text whose activations are looked at
-    replaced_operators.py modules whose operators were replaced by row-invariant ones
-    model_probe.py the same of the whole model, on paged memory
-    model_record.py F3: what a proof rests on, and whether it is still so
-    hooks.py      what somebody has put on a module
+    error_bounds.py        the bounds: F1 which candidate a module is, F2 that the kernel loses no more than the module
+    upcast.py              a module computed in a wider type, its weights upcast one module at a time
+    equal_modules.py       which modules are equal but for their weights, so that one of them is tested for all
+    recorded_calls.py      recorded calls of the model's own modules, which can be repeated in other ways
+    model.py               the part of the prepared model that proofs use
+    text.py                the text whose activations are compared
+    replaced_operators.py  proof of modules whose operators were replaced by row-invariant ones
+    indexer.py             indexers limited to a few tokens during a proof
+    latent_proof.py        proof of attention on latents
+    model_probe.py         proof of the whole model, on paged memory
+    generated_tokens.py    proof that `generate` gives what the forward gives
+    model_record.py        F3: the facts that a proof rests on, and whether they still hold
+    hooks.py               hooks and replaced forwards on a module
 
-Who asks: the fused blocks (`quire.model.fused.fused_proof`), the experts, the model that is prepared
-(`quire.model.prepare`).
+Callers: the fused blocks (`quire.model.fused.fused_proof`), the experts, the prepared model (`quire.model.prepare`).
 """

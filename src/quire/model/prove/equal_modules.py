@@ -1,9 +1,9 @@
-"""Which modules are alike: the same code over parts of the same shapes, with the same constants.
+"""Equality of modules: the same code over parts of the same shapes, with the same constants.
 
-What a module computes, apart from its weights, follows from these, so the choice that F1 makes for one of them (norm
-counted from 0 or 1, gate before up, how the rotary embedding turns) holds for all that are alike. Its constants are
-part of what is compared: two norms that differ in epsilon are not alike.
-Not the number of its layer: what depends on that (a window, a cap) shows in a constant or in `beside`.
+Apart from its weights, these decide what a module computes. So F1's choice for one module (norm counted from 0 or 1,
+gate before up, direction of the rotary embedding) holds for all equal ones. Constants are compared: two norms that
+differ in epsilon are not equal.
+The number of the layer is not compared: an effect of it (a window, a cap) shows in a constant or in `conditions`.
 
 Cost: a few microseconds for each attribute of each module.
 """
@@ -22,19 +22,19 @@ from quire.model.module_patch import own_class
 
 __all__ = ["kind_of"]
 
-_NOT_COUNTED = frozenset({"layer_idx", "training", "forward"})
+_IGNORED_ATTRIBUTES = frozenset({"layer_idx", "training", "forward"})
 
 
-def kind_of(module: nn.Module, *beside: Hashable) -> Hashable:
-    """Equal for modules that are alike. beside: what else has to be equal."""
-    return (_kind(module), *beside)
+def kind_of(module: nn.Module, *conditions: Hashable) -> Hashable:
+    """A key that is equal for equal modules. conditions: further values that must be equal."""
+    return (_kind(module), *conditions)
 
 
 def _kind(module: nn.Module) -> Hashable:
-    own = tuple(
+    attributes = tuple(
         (name, _constant(value))
         for name, value in sorted(module.__dict__.items())
-        if not name.startswith("_") and name not in _NOT_COUNTED
+        if not name.startswith("_") and name not in _IGNORED_ATTRIBUTES
     )
     tensors = tuple(
         (name, None if value is None else (tuple(value.shape), value.dtype))
@@ -45,7 +45,7 @@ def _kind(module: nn.Module) -> Hashable:
     )
     packed: Any = module.__dict__.get("_packed")
     shape = (packed.num_outputs, packed.num_inputs, packed.dtype) if hasattr(packed, "num_outputs") else None
-    return (own_class(module), module.__dict__.get("forward"), own, tensors, children, shape)
+    return (own_class(module), module.__dict__.get("forward"), attributes, tensors, children, shape)
 
 
 def _constant(value: Any) -> Hashable:
@@ -63,4 +63,4 @@ def _constant(value: Any) -> Hashable:
         return (_constant(value.__func__), type(value.__self__))
     if isinstance(value, types.FunctionType) and not value.__closure__ and not value.__defaults__:
         return value.__code__
-    return id(value)  # a config, a function of torch's: the very same one
+    return id(value)  # a config or a function of torch: compared by identity

@@ -1,16 +1,14 @@
-"""The yardstick: when one computation stands for another. Written down once, for everything that serves in a place.
+"""Error bounds: when a replacement counts as equal to the original. The bounds of all proofs are defined here only.
 
-Three questions, and the only bounds there are.
+    decide         F1: which candidate computes what the module computes, in float32, its weights upcast
+    within_bounds  F2: whether the serving kernel loses no more than the model's own forward does in the working type,
+                   both compared with a reference computation in a wider type
+    rows_agree     F2 for the logits of a whole model, row by row, since rounding may reroute single rows
 
-    decide       Which of these candidates is it? Asked in float32, of one module with its weights widened (F1).
-    within_bounds   Does the kernel that serves lose more than the model's own forward does? Asked in the working type,
-                 against the same computation in a wider one (F2).
-    rows_agree   The same of a whole model's logits, row by row, where a router may go another way in one row (F2).
-
-Bounds are relative to what is measured in the same call: to the size of each channel, to the rounding of the model's
-own forward. No bound is a constant that the noise of a type fits into: two norms differ by 0.1 % where their weights
-are large, a bfloat16 forward of a real model by 2 to 5 % from float32.
-Not here: which modules are asked, and on what rows (`quire.model.prove.recorded_calls`, `quire.model.fused.fuse`).
+Bounds are relative to values measured in the same call: the size of each channel, the rounding of the model's own
+forward. A constant bound wide enough for the noise of a type would hide errors: two norms differ by 0.1 % where their
+weights are large, a bfloat16 forward of a real model by 2 to 5 % from float32.
+Not here: the choice of modules and rows (`quire.model.prove.recorded_calls`, `quire.model.fused.fuse`).
 
 Cost: a few passes over the tensors compared.
 """
@@ -23,34 +21,34 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["NUM_ROWS", "decide", "distance", "parts_of", "rows_agree", "within_bounds"]
+__all__ = ["NUM_ROWS", "decide", "distance", "row_parts", "rows_agree", "within_bounds"]
 
-# F1: how near the right candidate is in float32, channel by channel, and how many times farther the next one has to be.
-_CLOSE = 1e-5
-_TIMES_FARTHER = 100.0
-_CLOSE_LOGITS = 1e-4  # of a whole model in float32, where sums in another order add up over its layers
-# What float32 loses by itself in a channel, times this, is allowed as well: sharp attention, sums that cancel.
-_OWN_NOISE = 4.0
-# A channel smaller than this part of the whole is measured by that part: what is all but zero has no size of its own.
-_LEAST_CHANNEL = 1e-3
-# F2: how much farther than the model's own forward.
-_FACTOR = 1.5
-# A row that a router sent another way: so many times the farthest row of the model's own forward, or the logits' half.
-# In float32 no router goes another way, but where two experts are as good as equal.
-_ROW_FACTOR, _ROW_MOST, _ROW_CLOSE = 8.0, 0.5, 1e-3
+# F1: largest distance of the right candidate in float32, by channel, and how many times farther the next one must be.
+_MAX_DISTANCE = 1e-5
+_MIN_RATIO_TO_NEXT = 100.0
+_MAX_LOGITS_DISTANCE = 1e-4  # the same for the logits of a whole model, whose layers sum in another order
+# This multiple of float32's own error in a channel is also allowed: sharp attention, sums that cancel.
+_NOISE_FACTOR = 4.0
+# A channel smaller than this share of the whole is measured by that share: a channel near zero has no size of its own.
+_MIN_CHANNEL_SHARE = 1e-3
+# F2: largest allowed error, in multiples of the error of the model's own forward.
+_MAX_ERROR_RATIO = 1.5
+# F2 for a row that rounding may reroute: this multiple of the worst row of the model's own forward, or half of the
+# logits. In float32 only two experts of nearly equal score can be swapped.
+_MAX_ROW_ERROR_RATIO, _MAX_ROW_DISTANCE, _MAX_ROW_DISTANCE_F32 = 8.0, 0.5, 1e-3
 
-_ROW_PARTS = (65, 8, 1)  # the rows of a call, as many as kernels see at once
-NUM_ROWS = sum(_ROW_PARTS)
+_PART_ROWS = (65, 8, 1)  # rows of the calls that a proof makes: the row counts that kernels distinguish
+NUM_ROWS = sum(_PART_ROWS)
 
 _Name = TypeVar("_Name", bound=Hashable)
 
 
 def distance(got: torch.Tensor, want: torch.Tensor, noise: torch.Tensor | None = None) -> float:
-    """Largest |got - want| of a channel beyond `_OWN_NOISE` times its noise, in parts of the channel's size.
+    """Largest |got - want| of a channel beyond `_NOISE_FACTOR` times its noise, relative to the channel's size.
 
     Args:
         got, want: [..., channels], of one shape; size and difference of a channel are root mean squares.
-        noise: [channels], what `want` itself is uncertain by.
+        noise: [channels], the uncertainty of `want` itself.
 
     Returns: infinity where a number is missing (NaN) or shapes differ.
     """
@@ -58,10 +56,10 @@ def distance(got: torch.Tensor, want: torch.Tensor, noise: torch.Tensor | None =
         return float("inf")
     got, want = got.reshape(-1, got.shape[-1]).double(), want.reshape(-1, want.shape[-1]).double()
     size = _rms(want, 0)
-    size = size.clamp_min(_LEAST_CHANNEL * float(_rms(want))).clamp_min(torch.finfo(torch.float64).tiny)
+    size = size.clamp_min(_MIN_CHANNEL_SHARE * float(_rms(want))).clamp_min(torch.finfo(torch.float64).tiny)
     beyond = _rms(got - want, 0)
     if noise is not None:
-        beyond = (beyond - _OWN_NOISE * noise.double()).clamp_min(0.0)
+        beyond = (beyond - _NOISE_FACTOR * noise.double()).clamp_min(0.0)
     largest = float((beyond / size).max())
     return largest if largest == largest else float("inf")
 
@@ -71,13 +69,13 @@ def decide(
     want: torch.Tensor | None,
     wider: Callable[[], torch.Tensor | None] | None = None,
 ) -> _Name | None:
-    """The one candidate that computes `want`; None where none does, or where two might.
+    """The one candidate that computes `want`; None if no candidate does, or if two might.
 
     Args:
-        answers: what each candidate gives, float32; those of the same bits count as one, the first.
-        want: what the module gives, float32, of its weights widened; None: it could not be asked.
-        wider: gives the same in float64, which is asked where no candidate is near enough: how far `want` is from it,
-            channel by channel, is its noise.
+        answers: output of each candidate, float32; candidates with the same bits count as the first of them.
+        want: output of the module, float32, its weights upcast; None if the module could not be called.
+        wider: computes the same in float64. Called if no candidate is near enough: the distance of `want` from it,
+            by channel, is the noise.
     """
     if want is None or not bool(torch.isfinite(want).all()) or not bool(want.any()):
         return None
@@ -91,86 +89,94 @@ def decide(
             ((distance(answer, want, noise), name) for name, answer in different.items()), key=lambda e: e[0]
         )
 
-    found = by_distance(None)
-    if found and found[0][0] > _CLOSE and wider is not None and (exact := wider()) is not None:
-        found = by_distance(_rms((want.double() - exact.double()).reshape(-1, want.shape[-1]), 0))
-    if not found or found[0][0] > _CLOSE:
+    ranked = by_distance(None)
+    if ranked and ranked[0][0] > _MAX_DISTANCE and wider is not None and (exact := wider()) is not None:
+        ranked = by_distance(_rms((want.double() - exact.double()).reshape(-1, want.shape[-1]), 0))
+    if not ranked or ranked[0][0] > _MAX_DISTANCE:
         return None
-    best, name = found[0]
-    if len(found) > 1 and found[1][0] < _TIMES_FARTHER * max(best, _CLOSE / 10):
+    best, name = ranked[0]
+    if len(ranked) > 1 and ranked[1][0] < _MIN_RATIO_TO_NEXT * max(best, _MAX_DISTANCE / 10):
         return None
     return name
 
 
 def within_bounds(
     serving: torch.Tensor,
-    own: torch.Tensor,
+    original: torch.Tensor,
     wider: torch.Tensor,
     dtype: torch.dtype,
     parts: Sequence[slice] = (slice(None),),
 ) -> bool:
-    """Whether `serving` is no farther from `wider` than 1.5 times what `own` is, or one unit in the last place.
+    """Whether the error of `serving` is at most 1.5 times that of `original`, or one unit in the last place.
 
-    In float32 the bound of F1 holds besides: there the kernel that serves is the one that F1 was decided by, and sums
-    in another order differ by more than that factor.
+    In float32 F1's bound is allowed as well: there F1 compared this same kernel, and sums in another order differ by
+    more than 1.5.
 
     Args:
-        serving, own: [rows, channels], what serves and what the model's own forward gives, computed in `dtype`.
-        wider: the same computation in float32, or float64 where `dtype` is float32.
-        parts: rows that are looked at by themselves, and held against as many rows of `own`, those in which it loses
-            most: what a few rows lose depends on where their largest channels happen to lie between two numbers.
+        serving, original: [rows, channels], outputs of the replacement and of the model's own forward, in `dtype`.
+        wider: the same computation in float32, or in float64 if `dtype` is float32.
+        parts: groups of rows, each tested alone against the same number of the worst rows of `original`: the error of
+            a few rows depends on where their largest channels lie between two representable numbers.
     """
-    if serving.shape != wider.shape or own.shape != wider.shape:
+    if serving.shape != wider.shape or original.shape != wider.shape:
         return False
     wide = wider.double()
-    mine, theirs = (serving.double() - wide).square().mean(-1), (own.double() - wide).square().mean(-1)
+    errors, original_errors = (
+        (serving.double() - wide).square().mean(-1),
+        (original.double() - wide).square().mean(-1),
+    )
     sizes = wide.square().mean(-1)
-    least = _CLOSE if dtype is torch.float32 else torch.finfo(dtype).eps
+    floor = _MAX_DISTANCE if dtype is torch.float32 else torch.finfo(dtype).eps
     for part in parts:
-        most = theirs.sort(descending=True).values[: len(mine[part])]
-        allowed = max(_FACTOR**2 * float(most.mean()), least**2 * float(sizes[part].mean()))
-        if not float(mine[part].mean()) <= allowed:  # NaN included
+        worst = original_errors.sort(descending=True).values[: len(errors[part])]
+        allowed = max(_MAX_ERROR_RATIO**2 * float(worst.mean()), floor**2 * float(sizes[part].mean()))
+        if not float(errors[part].mean()) <= allowed:  # NaN included
             return False
     return True
 
 
-def parts_of(num_rows: int) -> list[slice]:
-    """Rows in parts as kernels see them: the last one, 8 before it, 65 before them, and what is left."""
+def row_parts(num_rows: int) -> list[slice]:
+    """Rows in parts of the sizes that kernels distinguish: the last row, 8 before it, 65 before those, and the rest."""
     stops = [num_rows]
-    for count in reversed(_ROW_PARTS):
+    for count in reversed(_PART_ROWS):
         stops.append(max(0, stops[-1] - count))
     bounds = [0, *reversed(stops)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
-def rows_agree(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) -> tuple[bool, float, float]:
-    """`within_bounds` of logits [rows, vocabulary], by the row in the middle; and no row astray.
+def rows_agree(
+    serving: torch.Tensor, original: torch.Tensor, wider: torch.Tensor
+) -> tuple[bool, float, float]:
+    """`within_bounds` for logits [rows, vocabulary], decided by the median row; no row may be far off.
 
-    A row's distance is that of its logits, their mean taken off, in parts of their size. The middle row decides: a
-    router that rounding sends another way changes one row by much, and the model's own forward as often.
+    The distance of a row is that of its logits minus their mean, relative to their size. The median decides because
+    a row that rounding reroutes changes by much, in the model's own forward as often as here.
 
-    Returns: whether they agree, a distance of `serving`, and what it was allowed to be: the middle row's, or the
-    farthest row's where the middle one is near enough.
+    Returns: whether they agree, a distance of `serving`, and its bound: of the median row, or of the worst row if the
+    median is within its bound.
     """
-    # A row at a time: a vocabulary in float64 is large.
-    rows = [_distances(*row) for row in zip(serving, own, wider, strict=True)]
-    mine, theirs = torch.stack(rows).unbind(1)
-    mine = mine.nan_to_num(nan=float("inf"))
-    least = _CLOSE_LOGITS if own.dtype is torch.float32 else torch.finfo(own.dtype).eps
-    middle, allowed = float(mine.median()), max(_FACTOR * float(theirs.median()), least)
+    # Row by row: a whole vocabulary in float64 is large.
+    rows = [_distances(*row) for row in zip(serving, original, wider, strict=True)]
+    errors, original_errors = torch.stack(rows).unbind(1)
+    errors = errors.nan_to_num(nan=float("inf"))
+    floor = _MAX_LOGITS_DISTANCE if original.dtype is torch.float32 else torch.finfo(original.dtype).eps
+    middle, allowed = float(errors.median()), max(_MAX_ERROR_RATIO * float(original_errors.median()), floor)
     if not middle <= allowed:
         return False, middle, allowed
-    farthest, most = float(mine.max()), max(_ROW_FACTOR * float(theirs.max()), _ROW_MOST)
-    if own.dtype is torch.float32:
-        most = max(_ROW_FACTOR * float(theirs.max()), _ROW_CLOSE)
-    return farthest <= most, farthest, most
+    farthest, limit = (
+        float(errors.max()),
+        max(_MAX_ROW_ERROR_RATIO * float(original_errors.max()), _MAX_ROW_DISTANCE),
+    )
+    if original.dtype is torch.float32:
+        limit = max(_MAX_ROW_ERROR_RATIO * float(original_errors.max()), _MAX_ROW_DISTANCE_F32)
+    return farthest <= limit, farthest, limit
 
 
-def _distances(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) -> torch.Tensor:
-    """[2]: of a row of `serving` and of `own` from `wider`, in parts of its size."""
+def _distances(serving: torch.Tensor, original: torch.Tensor, wider: torch.Tensor) -> torch.Tensor:
+    """[2]: relative distances of a row of `serving` and of `original` from `wider`."""
     wide = wider.double()
     size = (wide - wide.mean()).norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.stack([(row.double() - wide).norm() / size for row in (serving, own)])
+    return torch.stack([(row.double() - wide).norm() / size for row in (serving, original)])
 
 
 def _rms(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:

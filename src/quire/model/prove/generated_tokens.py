@@ -1,9 +1,9 @@
-"""The last look before a model serves: `generate`, as a user calls it, must answer what the model's forward answers.
+"""Last proof before a model serves: `generate`, as a user calls it, must give what the model's forward gives.
 
-The probe gives the forward its positions as the engine does. A model's `generate` may prepare others, or a mask, or
-more (Kosmos 2.5 counts positions from behind its padding id): then the engine would be exact in what nobody asked for.
+The probe gives the forward its positions as the engine does. A model's `generate` may prepare other positions, a mask
+or more (Kosmos 2.5 counts positions from behind its padding id): then the engine would exactly compute the wrong thing.
 
-Cost: a prompt of eight tokens and two more, by `generate`; twice where 16 bits leave it open.
+Cost: a prompt of eight tokens and two more, by `generate`; twice if 16 bits leave it open.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NUM_STEPS = 3
 
 
 def check_generate(loaded: LoadedModel, probe: Probe) -> None:
-    """Return if `generate` gives the logits that the model's own forward does, or cannot be asked with tokens alone.
+    """Return if `generate` gives the logits of the model's own forward, or cannot be called with tokens alone.
 
     Raises:
-        UnsupportedModelError: it gives others.
+        UnsupportedModelError: it gives other logits.
     """
     tokens = probe.sequences[0]
     got = _generated(loaded, tokens)
@@ -50,9 +50,9 @@ def check_generate(loaded: LoadedModel, probe: Probe) -> None:
 
 
 def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Logits [_NUM_STEPS, vocab_size] by which `generate` would choose the last of the tokens.
+    """Logits [_NUM_STEPS, vocab_size] from which `generate` would choose the last tokens.
 
-    The tokens are given, so the rules of the model's generation config are left out meanwhile.
+    The tokens are forced, so the rules of the model's generation config are switched off for this call.
     """
     model: Any = loaded.model
     own = model.generation_config
@@ -72,7 +72,7 @@ def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None
                 generation_config=options,
                 prefix_allowed_tokens_fn=lambda _, ids: [int(tokens[len(ids)])],
             )
-    except Exception:  # it asks for images, or has no such loop: nobody compares with it then
+    except Exception:  # it needs images, or has no such loop: then there is nothing to compare
         return None
     finally:
         model.generation_config = own

@@ -1,9 +1,9 @@
-"""Indexers (DSA) made to choose while a model is proved.
+"""Indexers (DSA) limited to a few tokens during a proof.
 
-A prompt shorter than what an indexer chooses is attended to whole: the proof's few tokens would show neither the keys
-that it keeps nor its choice. So each chooses few tokens meanwhile, in the model's own forward and in ours.
+An indexer reads a prompt shorter than its number of chosen tokens whole: the proof's few tokens would test neither its
+stored keys nor its choice. So during the proof each chooses few tokens, in the model's own forward and in ours.
 
-Cost: a look at every module.
+Cost: one pass over the modules.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["FEW", "choosing"]
+__all__ = ["NUM_CHOSEN_TOKENS", "limited_indexers"]
 
-FEW = 4  # tokens; the proof's sequences have more
+NUM_CHOSEN_TOKENS = 4  # tokens; the proof's sequences have more
 _NAME = "index_topk"
 
 
 @contextmanager
-def choosing(model: nn.Module) -> Iterator[None]:
-    """Within it the indexers of `model` choose at most FEW tokens."""
-    found = {
+def limited_indexers(model: nn.Module) -> Iterator[None]:
+    """Within it the indexers of `model` choose at most NUM_CHOSEN_TOKENS tokens."""
+    original_numbers = {
         module: value
         for module in model.modules()
-        if isinstance(value := module.__dict__.get(_NAME), int) and value > FEW
+        if isinstance(value := module.__dict__.get(_NAME), int) and value > NUM_CHOSEN_TOKENS
     }
-    for module in found:
-        setattr(module, _NAME, FEW)
+    for module in original_numbers:
+        setattr(module, _NAME, NUM_CHOSEN_TOKENS)
     try:
         yield
     finally:
-        for module, value in found.items():
+        for module, value in original_numbers.items():
             setattr(module, _NAME, value)

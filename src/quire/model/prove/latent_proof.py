@@ -1,9 +1,10 @@
-"""Proof of attention in the space of latents (`quire.model.latent`): it must give what the module's own forward gives.
+"""Proof of attention on latents (`quire.model.latent`): it must give what the module's own forward gives.
 
-Of all latent modules that are alike one is asked, on its own calls near the start of a text and far behind (`calls`),
-in steps of 65, 8 and 1 rows over paged memory. F1 in float32, its weights widened; F2 in the working type.
+One of all equal latent modules is tested, on its own calls near the start of a text and far behind
+(`recorded_calls`), in steps of 65, 8 and 1 rows over paged memory. F1 in float32, its weights upcast; F2 in the
+working type.
 
-Cost: the calls' two forwards of the layers up to the last one asked for, and five calls of each module that is asked.
+Cost: two forwards up to the last recorded layer, and five calls of each tested module.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from quire.errors import UnsupportedModelError
 from quire.model.prove.equal_modules import kind_of
 from quire.model.prove.error_bounds import decide, within_bounds
 from quire.model.prove.model import ModelToProve
-from quire.model.prove.recorded_calls import Call, PagedCall, own, record
+from quire.model.prove.recorded_calls import Call, PagedCall, module_output, record
 from quire.model.prove.upcast import packed_as, upcast_to
 
 __all__ = ["prove_latents"]
 
 
 def prove_latents(prepared: ModelToProve, layers: dict[nn.Module, int]) -> None:
-    """Return if the latent modules compute what they did. layers: of each of them, its layer.
+    """Return if the latent modules compute what they did before. layers: layer number by module.
 
-    *raises:* UnsupportedModelError: one does not, or could not be asked.
+    *raises:* UnsupportedModelError: one of them does not, or could not be called.
     """
     first: dict[Hashable, nn.Module] = {}
     for module, layer in layers.items():
@@ -51,33 +52,35 @@ def prove_latents(prepared: ModelToProve, layers: dict[nn.Module, int]) -> None:
 
 def _is_proved(prepared: ModelToProve, module: nn.Module, call: Call) -> bool:
     working = prepared.loaded.dtype
-    want = _own(prepared, module, call, torch.float32)
-    got = _paged(prepared, module, call, torch.float32)
-    wider = lambda: _own(prepared, module, call, torch.float64)  # noqa: E731
+    want = _own_output(prepared, module, call, torch.float32)
+    got = _paged_output(prepared, module, call, torch.float32)
+    wider = lambda: _own_output(prepared, module, call, torch.float64)  # noqa: E731
     if want is None or decide({True: got}, want, wider) is None:
         return False
-    mine = want if working is torch.float32 else _own(prepared, module, call, working)
+    expected = want if working is torch.float32 else _own_output(prepared, module, call, working)
     exact = wider() if working is torch.float32 else want
-    if mine is None or exact is None:
+    if expected is None or exact is None:
         return False
-    served = got if working is torch.float32 else _paged(prepared, module, call, working)
-    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (served, mine, exact)]
+    served = got if working is torch.float32 else _paged_output(prepared, module, call, working)
+    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (served, expected, exact)]
     return within_bounds(rows[0], rows[1], rows[2], working, call.parts)
 
 
-def _own(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor | None:
+def _own_output(
+    prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype
+) -> torch.Tensor | None:
     wide = nullcontext() if dtype is prepared.loaded.dtype else upcast_to(module, dtype)
     with prepared.eagerly(), wide:
-        return own(module, call.of(dtype))
+        return module_output(module, call.to_dtype(dtype))
 
 
-def _paged(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor:
-    """The call from pages, part by part: [1, rows, width]."""
-    native = prepared.backend.is_native
+def _paged_output(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor:
+    """The call over paged memory, part by part: [1, rows, width]."""
+    native = prepared.device.is_native
     wide: Any = nullcontext()
     if dtype is not prepared.loaded.dtype:
         wide = packed_as(module, dtype) if native else upcast_to(module, dtype)
-    call = call.of(dtype)
+    call = call.to_dtype(dtype)
     assert call.layer is not None
     assert call.cache_keyword is not None
     num_rows, rows = call.hidden.shape[1], []
@@ -92,7 +95,7 @@ def _paged(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.d
 
 
 def _rows_of(value: Any, part: slice, num_rows: int) -> Any:
-    """Of what has a row for each row of the call, those of a part."""
+    """The given rows of each tensor that has one row for each row of the call."""
     if isinstance(value, torch.Tensor):
         return value[:, part] if value.dim() >= 2 and value.shape[1] == num_rows else value
     return tuple(_rows_of(inner, part, num_rows) for inner in value) if isinstance(value, tuple) else value

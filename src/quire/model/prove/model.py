@@ -1,6 +1,6 @@
-"""The model that is proved, as its proofs see it: `quire.model.prepare` makes one and asks for them.
+"""The prepared model as its proofs use it: `quire.model.prepare` implements it and calls the proofs.
 
-A contract alone, so that proofs do not import who asks for them.
+A protocol alone, so that proofs do not import their caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ModelToProve"]
 
 
 class ModelToProve(Protocol):
-    """What proofs use of `PreparedModel`, where each member is described."""
+    """The members of `PreparedModel` that proofs use; they are described there."""
 
     @property
     def loaded(self) -> LoadedModel: ...
@@ -30,7 +30,7 @@ class ModelToProve(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def backend(self) -> Device: ...
+    def device(self) -> Device: ...
     @property
     def num_attended(self) -> int: ...
 

@@ -1,12 +1,12 @@
-"""Proof on the whole model that it may run on the paged cache, or a refusal that says why not.
+"""Proof that the whole model may run on the paged cache, or a refusal with the reason.
 
-Two short sequences are computed in flattened, chunked steps over shuffled blocks poisoned with NaN, and every row's
-logits are held against the model's own forward (F2, `yardstick.rows_agree`): they may be no farther from the same
-forward in a wider type than the model's own are. That finds what no look at a config can: attention that never comes
-through the interface, K or V altered after they are stored, positions or masks taken from elsewhere.
+Two short sequences are computed in flattened, chunked steps over shuffled blocks poisoned with NaN. Every row's logits
+are compared with the model's own forward (F2, `error_bounds.rows_agree`): their distance from the same forward in a
+wider type is bounded by that of the model's own logits. That finds faults that no config shows: attention that bypasses
+the interface, K or V altered after they are stored, positions or masks taken from elsewhere.
 Not a measure of quality: both sides use the same weights and the same packed linear layers.
 
-The same flattened steps alone, `rehearse`, are what a look at the operators of a forward needs.
+`run_probe_steps` runs the flattened steps alone, for callers that inspect the operators of a forward.
 
 Cost: three flattened forwards of at most eleven tokens each time; one of the model's own, and one in the wider type,
 which widens every weight once; a storage of a few blocks.
@@ -31,43 +31,44 @@ from quire.recurrence import recurrence_step
 from quire.spec.state_spec import ZERO_STATE
 from quire.step import ForwardStep, RecurrenceStep
 
-__all__ = ["Probe", "rehearse"]
+__all__ = ["Probe", "run_probe_steps"]
 
 _BLOCK_SIZE = 4
 _LENGTHS = (11, 6)
-_BLOCKS = ((5, 1, 6), (2, 4))  # of each sequence; never in order, never all in use
+_BLOCKS = ((5, 1, 6), (2, 4))  # of each sequence; out of order, some blocks unused
 _NUM_BLOCKS = 7
 _STATE_SLOTS = (2, 0)  # of each sequence
 _NUM_STATE_SLOTS = 4
-# (sequence, start, stop) computed together: a chunk, a chunk beside a prompt, two decodes
+# (sequence, start, stop) computed together: a chunk, a chunk next to a prompt, two decodes
 _STEPS = (((0, 0, 5),), ((0, 5, 10), (1, 0, 5)), ((0, 10, 11), (1, 5, 6)))
 
 
 class Probe:
     """The model's own logits of the two sequences, in the working type and in a wider one.
 
-    needs_float64: whether a float32 model whose forward fails in float64 is refused; else it is measured by itself.
+    needs_float64: refuses a float32 model whose forward fails in float64; otherwise its float32 logits are the
+    reference.
     """
 
     def __init__(self, prepared: ModelToProve, *, needs_float64: bool = True) -> None:
         self._prepared = prepared
         self.sequences = _sequences(prepared)
         wide = torch.float64 if prepared.loaded.dtype is torch.float32 else torch.float32
-        with _forwards_of(prepared):
-            self._own = self._plain()
+        with _refusing_failures(prepared):
+            self._own = self._own_logits()
             try:
                 with upcast_to(prepared.loaded.model, wide):
-                    self._wider = self._plain()
+                    self._wider = self._own_logits()
             except Exception:
                 if needs_float64 or wide is not torch.float64:
                     raise
                 self._wider = self._own
 
     def require(self, logits: torch.Tensor) -> None:
-        """Return if `logits`, of `rehearse`, are as good as the model's own.
+        """Return if `logits`, of `run_probe_steps`, are as good as the model's own.
 
         Raises:
-            UnsupportedModelError: they are not, with the model type and the distances.
+            UnsupportedModelError: they are not; with the model type and the distances.
         """
         agree, distance, allowed = self.compare(logits)
         if not agree:
@@ -83,10 +84,10 @@ class Probe:
         return rows_agree(logits, self._own[rows], self._wider[rows])
 
     def is_wider(self, logits: torch.Tensor, rows: slice) -> bool:
-        """Whether these logits, in the wider type, are those of the forward in that type."""
+        """Whether these logits, computed in the wider type, agree with the forward in that type."""
         return rows_agree(logits, self._wider[rows], self._wider[rows])[0]
 
-    def _plain(self) -> torch.Tensor:
+    def _own_logits(self) -> torch.Tensor:
         """[sum of lengths, vocab_size], by the model's own forward, both sequences in one batch of equal rows."""
         prepared = self._prepared
         longest = max(_LENGTHS)
@@ -98,16 +99,16 @@ class Probe:
         return torch.cat([row[:length] for row, length in zip(logits, _LENGTHS, strict=True)])
 
 
-def rehearse(
+def run_probe_steps(
     prepared: ModelToProve,
     attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None,
     *,
     block_size: int = _BLOCK_SIZE,
 ) -> torch.Tensor:
-    """The probe's flattened steps alone: logits [sum of lengths, vocab_size] from paged memory.
+    """Runs the probe's flattened steps: logits [sum of lengths, vocab_size] from paged memory.
 
-    attended: is told layer and settings of each module that calls attention. block_size: tokens of a block, at least as
-        many as by default.
+    attended: receives layer and settings of each module that calls attention. block_size: tokens of a block, not less
+    than the default.
 
     Raises:
         UnsupportedModelError: a forward failed, or did not attend once per layer.
@@ -118,7 +119,7 @@ def rehearse(
         num_blocks,
         block_size,
         max_blocks=num_blocks,
-        device=prepared.backend,
+        device=prepared.device,
     )
     storage.fill(float("nan"))
     if prepared.spec.states:
@@ -127,7 +128,7 @@ def rehearse(
         storage.states.apply((ZERO_STATE, slot) for slot in _STATE_SLOTS)
     prepared.attach(storage, attended)
     try:
-        with _forwards_of(prepared):
+        with _refusing_failures(prepared):
             return _paged(prepared, _sequences(prepared), block_size)
     finally:
         prepared.attach(None)
@@ -135,7 +136,7 @@ def rehearse(
 
 
 @contextmanager
-def _forwards_of(prepared: ModelToProve) -> Iterator[None]:
+def _refusing_failures(prepared: ModelToProve) -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError:
@@ -168,12 +169,12 @@ def _paged(prepared: ModelToProve, sequences: list[torch.Tensor], block_size: in
                 f"layer, got {prepared.num_attended}; its layers do not call transformers' attention interface, such "
                 "models come in a later version"
             )
-        where = [
+        places = [
             sum(_LENGTHS[:sequence]) + position
             for sequence, start, stop in pieces
             for position in range(start, stop)
         ]
-        for position, row in zip(where, rows, strict=True):
+        for position, row in zip(places, rows, strict=True):
             logits[position] = row
     return torch.stack(logits)
 

@@ -1,17 +1,17 @@
-"""What a proof of a model rests on, and whether it is still so: a stamp, taken when the model is prepared.
+"""The record of a prepared model: the facts that its proof rests on, and whether they still hold.
 
     of each module    its class, the class's forward, a forward of the object's own, the simple attributes (numbers,
-                      texts, containers of such: epsilons, scalings, an adapter's name, whether it is on), the config
-    of each tensor    parameters and buffers: place in memory, shape, dtype, device; how often it was written; a hash of
-                      the bytes of a small one (norms, biases), since a write through `.data` counts nowhere. Weights
-                      that Quire holds (`packed_parameter`) count every write.
-    beside that       hooks, and whether a module is in training mode, which `ModelChange` tells for themselves
+                      texts, containers of such: epsilons, scalings, an adapter's name and state), the config
+    of each tensor    parameters and buffers: place in memory, shape, dtype, device; number of writes; a hash of the
+                      bytes of a small one (norms, biases), since torch does not count a write through `.data`. Packed
+                      weights (`packed_parameter`) count every write.
+    in addition       hooks, and whether a module is in training mode: `ModelChange` has fields for them
 
-What changes while the model runs (a rotary embedding that notes the longest row) is left out: `facts` before and after
-the forwards of the proof tell what that is. Large dense weights that Quire does not hold (experts that are not packed)
-are hashed by samples: a write to single rows of one, through `.data`, may be missed.
+Values that change while the model runs (a rotary embedding that notes the longest row) are left out: they differ
+between `facts` before and after the proof's forwards. Large dense weights (experts that are not packed) are hashed by
+samples: a write to single rows through `.data` may be missed.
 
-Cost: `look` about 0.2 ms for a model of 28 layers where nothing has changed; tens of ms where something has.
+Cost: `compare` takes about 0.2 ms for an unchanged model of 28 layers, tens of ms for a changed one.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.model.module_patch import OUR_NAMES, own_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
-from quire.model.prove.hooks import hooks_on, hooks_on_all
+from quire.model.prove.hooks import global_hooks, hooks_on
 
 __all__ = ["ModelChange", "ModelRecord", "behaviour", "facts"]
 
 _HASHED_WHOLE = 64 << 10  # bytes
 _NUM_SAMPLES = 4096
 
-# Entries of a module's __dict__ that are told apart from its attributes, or that say nothing about what it computes.
+# Entries of a module's __dict__ that are recorded apart from its attributes, or that do not affect its output.
 _TORCHS = frozenset(nn.Module().__dict__) | OUR_NAMES | {
     "_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued", "generation_config",
     "_quire_hold", "_compiled_call_impl", "name_or_path",
 }  # fmt: skip
-# Fields of a config that say how a forward is run, not what the numbers are.
+# Fields of a config that affect how a forward runs, not its numbers.
 _INCIDENTAL = frozenset({"_attn_implementation_internal", "_experts_implementation_internal", "_commit_hash"})
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, complex)
 
 
 class ModelChange(NamedTuple):
-    """changed: what is another than when the stamp was taken, in words; None where nothing is. hooks: all forward hooks
-    there are now. training: whether some module to which that is more than a
-    flag is in training mode."""
+    """changed: description of the first difference from the record, or None. hooks: all forward hooks on the model now.
+    training: whether a module that behaves differently in training is in training mode."""
 
     changed: str | None
     hooks: tuple[Any, ...]
@@ -56,29 +55,29 @@ class ModelChange(NamedTuple):
 
 
 class ModelRecord:
-    """Of `model` as it is now; found: its facts. volatile: names of those that are left out."""
+    """Record of the present state of `model`. initial: its facts, if known. volatile: names of facts to ignore."""
 
     def __init__(
-        self, model: nn.Module, found: dict[str, Any] | None = None, volatile: frozenset[str] = frozenset()
+        self, model: nn.Module, initial: dict[str, Any] | None = None, volatile: frozenset[str] = frozenset()
     ) -> None:
         self._model, self._volatile = model, volatile
-        self._take(facts(model) if found is None else found)
+        self._record(facts(model) if initial is None else initial)
 
-    def look(self) -> ModelChange:
+    def compare(self) -> ModelChange:
         if not self._is_same():
             now = facts(self._model)
             changed = _difference(self._facts, now, self._volatile)
             if changed is not None:
                 return ModelChange(changed, _hooks(self._model), _in_training(self._model))
-            self._take(now)
+            self._record(now)
         return ModelChange(None, self._hooks, self._training)
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _record(self, now: dict[str, Any]) -> None:
         model = self._model
         modules = list(model.modules())
-        self._facts = found
+        self._facts = now
         self._hooks, self._training = _hooks(model), _in_training(model)
-        # For a quick look: every object that hangs on a module, in the order in which it lies there.
+        # For the quick comparison: every object that a module refers to, in dictionary order.
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
         for module in modules:
@@ -92,60 +91,60 @@ class ModelRecord:
             ]
             for name, value in module.__dict__.items():
                 if name not in _TORCHS:
-                    self._note(value)
+                    self._add_containers(value)
         torch_module: Any = nn.modules.module
         self._dicts += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._held: list[LazyDenseWeight] = []
+        self._packed: list[LazyDenseWeight] = []
         self._dense: list[tuple[torch.Tensor, int]] = []
         small: list[Any] = []
         for _, tensor in _tensors(model):
             if isinstance(tensor, PackedParameter):
-                self._held.append(tensor.held)
+                self._packed.append(tensor.held)
             elif tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
                 self._dense.append((tensor, tensor.data_ptr()))
                 small.append(_bytes(tensor))
         self._bytes = small
-        self._counts = self._counted()
-        self._objects = self._listed()
+        self._counts = self._tensor_states()
+        self._objects = self._attribute_values()
         self._classes = [(module, type(module)) for module in modules]
         self._forwards = [(cls, getattr(cls, "forward", None)) for cls in {type(m) for m in modules}]
 
-    def _note(self, value: Any) -> None:
+    def _add_containers(self, value: Any) -> None:
         if type(value) is list:
             self._lists.append(value)
             for inner in value:
-                self._note(inner)
+                self._add_containers(inner)
         elif type(value) is dict:
             self._dicts.append(value)
             for inner in value.values():
-                self._note(inner)
+                self._add_containers(inner)
         elif isinstance(value, PreTrainedConfig) and not any(
             value.__dict__ is known for known in self._dicts
         ):
             self._dicts.append(value.__dict__)
             for inner in value.__dict__.values():
-                self._note(inner)
+                self._add_containers(inner)
 
     def _is_same(self) -> bool:
         try:
             return (
                 all(type(module) is cls for module, cls in self._classes)
                 and all(getattr(cls, "forward", None) is forward for cls, forward in self._forwards)
-                and self._objects == self._listed()
-                and self._counts == self._counted()
+                and self._objects == self._attribute_values()
+                and self._counts == self._tensor_states()
             )
-        except Exception:  # objects that cannot be compared: not the same ones
+        except Exception:  # objects that cannot be compared count as changed
             return False
 
-    def _listed(self) -> list[Any]:
+    def _attribute_values(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
 
-    def _counted(self) -> list[Any]:
-        for held in self._held:
-            if held.dense is not None or held._kept is not None:
-                held.settle()
+    def _tensor_states(self) -> list[Any]:
+        for packed in self._packed:
+            if packed.dense is not None or packed._kept is not None:
+                packed.settle()
         return [
-            *[held.num_writes for held in self._held],
+            *[packed.num_writes for packed in self._packed],
             *[tensor.data_ptr() == place for tensor, place in self._dense],
             *[_version(tensor) for tensor, _ in self._dense],
             *[xxhash.xxh3_64_intdigest(_sampled(view)) for view in self._bytes],
@@ -153,37 +152,37 @@ class ModelRecord:
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
-    """What is so of `model`, by name; of values that can be compared."""
-    found: dict[str, Any] = {}
+    """Comparable facts about `model`, by description."""
+    entries: dict[str, Any] = {}
     for name, module in model.named_modules():
         place = f"{name}." if name else ""
-        own = own_class(module)
-        found[f"the class of {name or 'the model'}"] = (own, getattr(own, "forward", None))
+        cls = own_class(module)
+        entries[f"the class of {name or 'the model'}"] = (cls, getattr(cls, "forward", None))
         for attribute, value in module.__dict__.items():
             if attribute not in _TORCHS and (simple := _simple(value)) is not None:
-                found[place + attribute] = simple[0]
+                entries[place + attribute] = simple[0]
         if "forward" in module.__dict__:
-            found[f"the forward of {name or 'the model'}"] = module.__dict__["forward"]
-        found[f"the parts of {name or 'the model'}"] = tuple(
+            entries[f"the forward of {name or 'the model'}"] = module.__dict__["forward"]
+        entries[f"the parts of {name or 'the model'}"] = tuple(
             (inner, id(child)) for inner, child in module._modules.items()
         )
     for name, tensor in _tensors(model):
-        found[name] = _tensor_fact(tensor)
-    return found
+        entries[name] = _tensor_fact(tensor)
+    return entries
 
 
 def behaviour(model: nn.Module) -> str:
-    """The simple attributes of the modules and their classes, as text that is the same in every process."""
+    """The simple attributes of the modules and their classes, as text that is equal in every process."""
     lines = []
     for name, module in model.named_modules():
-        own = own_class(module)
-        lines.append(f"{name} {own.__module__}.{own.__qualname__}")
-        for one in [
+        cls = own_class(module)
+        lines.append(f"{name} {cls.__module__}.{cls.__qualname__}")
+        for hook in [
             *hooks_on(module),
             *([module.__dict__["forward"]] if "forward" in module.__dict__ else []),
         ]:
             lines.append(
-                f"  calls {getattr(one, '__module__', None)}.{getattr(one, '__qualname__', type(one))}"
+                f"  calls {getattr(hook, '__module__', None)}.{getattr(hook, '__qualname__', type(hook))}"
             )
         if isinstance(module, PreTrainedModel):
             continue
@@ -211,23 +210,23 @@ def _difference(before: dict[str, Any], now: dict[str, Any], volatile: frozenset
 
 
 def _hooks(model: nn.Module) -> tuple[Any, ...]:
-    found = [hooks_on_all(), *(hooks_on(module) for module in model.modules())]
-    return tuple(chain.from_iterable(found))
+    hooks = [global_hooks(), *(hooks_on(module) for module in model.modules())]
+    return tuple(chain.from_iterable(hooks))
 
 
 def _in_training(model: nn.Module) -> bool:
-    return any(module.training and _computes_otherwise(module) for module in model.modules())
+    return any(module.training and _differs_in_training(module) for module in model.modules())
 
 
-def _computes_otherwise(module: nn.Module) -> bool:
-    """Whether training mode may be more than a flag to it. torch's own modules are known; adapters come in training
-    mode, and what is random in them is a dropout of torch's."""
+def _differs_in_training(module: nn.Module) -> bool:
+    """Whether training mode may change its output. torch's own modules are known; adapters come in training mode, and
+    their only randomness is torch's dropout."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    where = own_class(module).__module__
-    if where.startswith("torch."):
+    package = own_class(module).__module__
+    if package.startswith("torch."):
         return isinstance(module, nn.modules.batchnorm._NormBase | nn.RReLU | nn.RNNBase)
-    return not where.startswith("peft.")
+    return not package.startswith("peft.")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -236,15 +235,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensor_fact(tensor: torch.Tensor) -> tuple[Any, ...]:
-    about = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
+    description = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
     if isinstance(tensor, PackedParameter):
         tensor.held.settle()
-        return (*about, id(tensor.held), tensor.held.num_writes)
+        return (*description, id(tensor.held), tensor.held.num_writes)
     if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return (*about, type(tensor), id(tensor), _version(tensor))
+        return (*description, type(tensor), id(tensor), _version(tensor))
     view = _bytes(tensor)
-    written = 0 if view.size <= _HASHED_WHOLE else _version(tensor)
-    return (*about, tensor.data_ptr(), written, xxhash.xxh3_64_intdigest(_sampled(view)))
+    num_writes = 0 if view.size <= _HASHED_WHOLE else _version(tensor)
+    return (*description, tensor.data_ptr(), num_writes, xxhash.xxh3_64_intdigest(_sampled(view)))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -252,7 +251,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """uint8 [n], its memory itself where that is contiguous."""
+    """uint8 [n]: a view of its memory if that is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -263,7 +262,7 @@ def _sampled(view: np.ndarray) -> Any:
 
 
 def _simple(value: Any) -> tuple[Any] | None:
-    """(a value that can be compared,), or None for what is told elsewhere or says nothing."""
+    """(a comparable value,), or None for a value that is recorded elsewhere or does not matter."""
     if isinstance(value, _SIMPLE):
         return (value,)
     if isinstance(value, list | tuple):
@@ -273,8 +272,8 @@ def _simple(value: Any) -> tuple[Any] | None:
     if isinstance(value, set | frozenset):
         return (tuple(sorted(map(str, value))),)
     if isinstance(value, PreTrainedConfig):
-        kept = {name: inner for name, inner in value.__dict__.items() if name not in _INCIDENTAL}
-        return _simple(kept)
+        fields = {name: inner for name, inner in value.__dict__.items() if name not in _INCIDENTAL}
+        return _simple(fields)
     if callable(value) and not isinstance(value, nn.Module):
         return (getattr(value, "__qualname__", type(value)),)
     return None

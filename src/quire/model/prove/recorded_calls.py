@@ -1,16 +1,16 @@
-"""Calls of the model's own modules, taken from its own forward, to be made again in other ways.
+"""Calls of the model's own modules, recorded in its own forward, which can be repeated in other ways.
 
-A norm or an MLP is asked on rows; an attention or a whole layer needs what stands around it: position embeddings,
-mask, and keys and values of the tokens before. `record` runs the model's own forward (eager attention, working type)
-up to the last module asked for, and keeps each one's call of its last `NUM_ROWS` rows:
+A norm or an MLP is tested on rows; an attention or a whole layer needs its surroundings: position embeddings, mask, and
+keys and values of the tokens before. `record` runs the model's own forward (eager attention, working type) up to the
+last of the given modules, and records each one's call of the last `NUM_ROWS` rows:
 
-    near    over `NUM_TOKENS` tokens of a text (random ids where there is no tokenizer): activations of the model itself
-    far     at positions beyond every window and up to `NUM_TOKENS`, over keys and values that were drawn
+    near    over `NUM_TOKENS` tokens of a text (random ids without a tokenizer): activations of the model itself
+    far     at positions beyond every window and up to `NUM_TOKENS`, over random keys and values
 
-`own` makes a call again by the module's own forward, `PagedCall` lets a kernel make it over paged memory: the same
-tokens before it, NaN wherever nothing was written.
+`module_output` repeats a call by the module's own forward. `PagedCall` has a kernel repeat it over paged memory: the
+same tokens before it, NaN in every other slot.
 
-Cost: two forwards of the layers up to the last one asked for; memory for its keys and values.
+Cost: two forwards of the layers up to the last recorded one; memory for its keys and values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from quire.attention import attention_batch
-from quire.attention import backend as attention_backend
+from quire.attention import attention_batch, device_of
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.own_cache import own_cache, own_cache_class
 from quire.model.paged_cache import PagedCache, rows_to_store
-from quire.model.prove.error_bounds import NUM_ROWS, parts_of
+from quire.model.prove.error_bounds import NUM_ROWS, row_parts
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
 from quire.spec import KVSpec, LayerSpec
 from quire.step import ForwardStep
 
-__all__ = ["Call", "Calls", "PagedCall", "own", "record", "text_tokens"]
+__all__ = ["Call", "Calls", "PagedCall", "module_output", "record", "text_tokens"]
 
 NUM_TOKENS = 512
 _BLOCK_SIZE = 16
@@ -48,12 +47,12 @@ class Call:
 
     Args:
         hidden: [1, rows, width].
-        keywords: the rest of it, without its cache.
-        cache_keyword: what it calls the cache; None for a module that gets none.
-        past: K [1, heads, n, k_head_dim] and V of the n tokens before the first row; of a latent layer the latents, and
-            their turned parts.
+        keywords: its other arguments, without the cache.
+        cache_keyword: its keyword for the cache; None for a module without one.
+        past: K [1, heads, n, k_head_dim] and V of the n tokens before the first row; for a latent layer the latents,
+            and their rotated parts.
         start: position of the first row.
-        layer: number of the layer whose K and V it stores; None for none.
+        layer: number of the layer that stores its K and V; None for no layer.
     """
 
     hidden: torch.Tensor
@@ -65,14 +64,14 @@ class Call:
 
     @property
     def parts(self) -> list[slice]:
-        """Its rows, part by part."""
-        return parts_of(self.hidden.shape[1])
+        """Its rows, in the parts that a proof calls separately."""
+        return row_parts(self.hidden.shape[1])
 
-    def of(self, dtype: torch.dtype, hidden: torch.Tensor | None = None) -> Call:
-        """The call in another type, perhaps of other rows."""
+    def to_dtype(self, dtype: torch.dtype, hidden: torch.Tensor | None = None) -> Call:
+        """The call in another type, optionally with other rows."""
         return Call(
             (self.hidden if hidden is None else hidden).to(dtype),
-            {name: _in_type(value, dtype) for name, value in self.keywords.items()},
+            {name: _cast(value, dtype) for name, value in self.keywords.items()},
             self.cache_keyword,
             None if self.past is None else (self.past[0].to(dtype), self.past[1].to(dtype)),
             self.start,
@@ -83,9 +82,9 @@ class Call:
 Calls = dict[nn.Module, Call]
 
 
-def own(module: nn.Module, call: Call) -> torch.Tensor | None:
-    """What the module's own forward gives, [1, rows, width]; None where that is of another form, or where it does
-    not store its K and V in its own layer, once."""
+def module_output(module: nn.Module, call: Call) -> torch.Tensor | None:
+    """Output [1, rows, width] of the module's own forward; None if the output has another form, or if the module does
+    not store its K and V exactly once, in its own layer."""
     keywords = dict(call.keywords)
     past = None
     if call.cache_keyword is not None and call.past is not None:
@@ -100,9 +99,9 @@ def own(module: nn.Module, call: Call) -> torch.Tensor | None:
 
 
 class PagedCall:
-    """Paged memory of one layer that holds what comes before a call; NaN everywhere else.
+    """Paged memory of one layer that has the tokens before a call; NaN everywhere else.
 
-    number: of the layer, for a module that names it to the cache. native: whether the extension writes and attends,
+    number: layer number that the module passes to the cache. native: whether the extension writes and attends,
     else the reference.
     """
 
@@ -110,20 +109,20 @@ class PagedCall:
         self, call: Call, layer: LayerSpec, dtype: torch.dtype, number: int = 0, native: bool = True
     ) -> None:
         assert call.past is not None
-        # Those before it store nothing: they would read its own.
+        # The layers before it share its memory, so they store nothing of their own.
         others = (replace(layer, shares_kv_with=number),) * number
         spec = KVSpec((*others, layer), str(dtype).removeprefix("torch."))
         num_blocks = -(-(call.start + call.hidden.shape[1]) // _BLOCK_SIZE)
         self._storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks)
         self._storage.fill(float("nan"))
-        self._blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)  # in no order that helps
-        backend = attention_backend("native" if native else "python")
+        self._blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)  # an order that hides no fault
+        device = device_of("native" if native else "python")
         k, v = call.past
         if k.shape[2]:
             positions = torch.arange(call.start - k.shape[2], call.start)
             slots = self._slots(positions)
-            backend.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
-        self.cache = PagedCache(spec, self._storage, backend, "proof")
+            device.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
+        self.cache = PagedCache(spec, self._storage, device, "proof")
         self._call = call
 
     def __enter__(self) -> PagedCall:
@@ -134,14 +133,14 @@ class PagedCall:
         self._storage.close()
 
     def steps(self) -> Iterator[slice]:
-        """The rows of the call, part by part; in each the cache stands in that step."""
+        """The rows of the call, part by part; within each the cache is in that part's step."""
         for part in self._call.parts:
             positions = self._call.start + torch.arange(part.start, part.stop)
             plan = attention_batch(
                 [0, positions.numel()], [int(positions[-1]) + 1], self._blocks[None], _BLOCK_SIZE
             )
-            nothing = torch.zeros_like(positions)
-            self.cache.begin(ForwardStep(nothing, positions, (plan,), (self._slots(positions),), nothing[:1]))
+            zeros = torch.zeros_like(positions)
+            self.cache.begin(ForwardStep(zeros, positions, (plan,), (self._slots(positions),), zeros[:1]))
             try:
                 yield part
             finally:
@@ -155,13 +154,13 @@ class PagedCall:
 def record(
     prepared: ModelToProve, modules: Iterable[nn.Module], layers: dict[nn.Module, int]
 ) -> tuple[Calls, Calls]:
-    """Each module's call, near and far; without those that the forward does not reach or calls in another form.
+    """Each module's call, near and far; without modules that the forward skips or calls in another form.
 
-    layers: of those that store K and V, whose.
+    layers: layer number of each module that stores K and V.
     """
     wanted = list(modules)
     if not wanted or own_cache_class(prepared.loaded.model) is not DynamicCache:
-        return {}, {}  # a cache of the model's own cannot be drawn: nothing is fused then
+        return {}, {}  # a model's own cache class cannot be filled with random values: nothing is fused then
     longest, spec = prepared.loaded.max_model_len, prepared.spec.layers
     tokens = text_tokens(prepared, min(NUM_TOKENS, longest))
     before = max(0, tokens.numel() - NUM_ROWS)
@@ -184,23 +183,23 @@ def text_tokens(prepared: ModelToProve, count: int) -> torch.Tensor:
     if (tokenizer := prepared.loaded.tokenizer) is not None:
         try:
             ids = list(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
-        except Exception:  # a tokenizer of somebody's own kind: any ids will do
+        except Exception:  # an unusual tokenizer: any ids will do
             ids = []
-    found = torch.tensor(ids, dtype=torch.int64)
-    found = found[(found >= 0) & (found < prepared.vocab_size)]
-    if found.numel() < 64:
+    kept_ids = torch.tensor(ids, dtype=torch.int64)
+    kept_ids = kept_ids[(kept_ids >= 0) & (kept_ids < prepared.vocab_size)]
+    if kept_ids.numel() < 64:
         return torch.randint(prepared.vocab_size, (count,), generator=torch.Generator().manual_seed(count))
-    return found.repeat(-(-count // found.numel()))[:count]
+    return kept_ids.repeat(-(-count // kept_ids.numel()))[:count]
 
 
-class _StopForward(Exception):  # noqa: N818 - no error: every call has been taken
+class _StopForward(Exception):  # noqa: N818 - no error: every call has been recorded
     pass
 
 
 class _CallRecorder:
-    """Takes the call of each of `modules`, at position `start`, and ends the forward behind the last one.
+    """Records the call of each of `modules`, at position `start`, and ends the forward after the last one.
 
-    start: None takes nothing.
+    start: None records nothing.
     """
 
     def __init__(
@@ -218,8 +217,8 @@ class _CallRecorder:
     def __enter__(self) -> _CallRecorder:
         for module in self._modules:
             if self._start is not None:
-                self._hooks.append(module.register_forward_pre_hook(self._take, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._done, always_call=False))
+                self._hooks.append(module.register_forward_pre_hook(self._record_call, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._end_forward, always_call=False))
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> bool:
@@ -227,7 +226,7 @@ class _CallRecorder:
             self._hooks.pop().remove()
         return kind is _StopForward
 
-    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keywords = dict(kwargs)
         hidden = args[0] if args else keywords.pop("hidden_states", None)
         if not isinstance(hidden, torch.Tensor) or len(args) > 1 or not hidden.is_floating_point():
@@ -237,50 +236,49 @@ class _CallRecorder:
         layer = self._layers.get(module)
         past = None
         if cache is not None and layer is not None:
-            past = cache.past_of(layer) if isinstance(cache, _RandomCache) else _stored(cache, layer)
+            past = cache.past_of(layer) if isinstance(cache, _RandomCache) else _cached_kv(cache, layer)
             if past is None:
-                past = _none_of(self._spec[layer], hidden.dtype)
+                past = _empty_past(self._spec[layer], hidden.dtype)
         start = self._start or 0
         self.calls[module] = Call(hidden.detach().clone(), keywords, name, past, start, layer)
 
-    def _done(self, module: nn.Module, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, *_: Any) -> None:
         self._left.discard(module)
         if not self._left:
             raise _StopForward
 
 
 def _forward(
-    prepared: ModelToProve, ids: torch.Tensor, start: int, cache: Cache, until: _CallRecorder
+    prepared: ModelToProve, ids: torch.Tensor, start: int, cache: Cache, recorder: _CallRecorder
 ) -> None:
     positions = torch.arange(start, start + ids.numel())
-    with until:
+    with recorder:
         prepared.own_logits(ids, positions, cache, eager=True)
 
 
-def _stored(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _cached_kv(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     stored = cache.layers[layer]
     if not getattr(stored, "is_initialized", False):
         return None
     return stored.keys.detach(), stored.values.detach()
 
 
-def _none_of(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k_width, v_width = layer.given_dims
+def _empty_past(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    k_width, v_width = layer.input_dims
     return (
         torch.empty(1, layer.num_kv_heads, 0, k_width, dtype=dtype),
         torch.empty(1, layer.num_kv_heads, 0, v_width, dtype=dtype),
     )
 
 
-def _behind(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, width]: past, and `new` behind it. A module that is routed (`quire.model.attention_patch`)
-    may itself
+def _append_tokens(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, width]: past, followed by `new`. A patched module (`quire.model.attention_patch`) may itself
     store each head once for every query head that reads it."""
     return torch.cat([past.repeat_interleave(new.shape[1] // past.shape[1], dim=1), new], dim=2)
 
 
 class _ReplayCache(DynamicCache):
-    """The cache of one call: `past` before it, nothing kept behind it. updated: the layers that were asked for."""
+    """The cache of one call: `past` before it, no storage. updated: the layers that the module named."""
 
     def __init__(self, past: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
         super().__init__()
@@ -290,14 +288,14 @@ class _ReplayCache(DynamicCache):
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated.append(layer_idx)
         k, v = self._past
-        return _behind(k, key_states), _behind(v, value_states)
+        return _append_tokens(k, key_states), _append_tokens(v, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
 
 
 class _RandomCache(DynamicCache):
-    """A cache that says it holds `start` tokens in every layer; what a layer reads of them is drawn when it asks."""
+    """A cache that reports `start` tokens in every layer; their K and V are random, generated when a layer reads."""
 
     def __init__(self, prepared: ModelToProve, start: int) -> None:
         super().__init__(config=prepared.loaded.model.config)
@@ -309,13 +307,13 @@ class _RandomCache(DynamicCache):
         generator = torch.Generator().manual_seed(layer)
         k, v = (
             torch.randn(1, stored.num_kv_heads, count, width, generator=generator)
-            for width in stored.given_dims
+            for width in stored.input_dims
         )
         return k.to(self._dtype), v.to(self._dtype)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         k, v = self.past_of(layer_idx)
-        return _behind(k, key_states), _behind(v, value_states)
+        return _append_tokens(k, key_states), _append_tokens(v, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
@@ -328,14 +326,14 @@ class _RandomCache(DynamicCache):
         return self._start
 
     def _visible(self, layer: int) -> int:
-        """Tokens before the first row that a transformers cache still holds in this layer."""
+        """Tokens before the first row that a transformers cache still has in this layer."""
         size = self._spec[layer].span.size
         return min(self._start, size - 1) if size else self._start
 
 
-def _in_type(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(_in_type(inner, dtype) for inner in value)
+        return tuple(_cast(inner, dtype) for inner in value)
     return value

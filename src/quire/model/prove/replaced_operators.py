@@ -1,10 +1,10 @@
 """Proof of forwards whose operators were replaced by row-invariant ones (`quire.model.row_invariant`).
 
-There is nothing to choose, so F1 asks in float32 whether the module still computes what it computed; F2 asks in the
-working type whether it loses more. Routers are compared by their logits, the first tensor of what they give; modules
-with experts below them are left to the proof of the experts and of the router, since rounding may send a row elsewhere.
+There is one candidate, so F1 tests in float32 whether the module still computes the same; F2 tests in the working type
+whether it loses more. Routers are compared by their logits, the first tensor of their output. Modules with experts
+below them are left to the proofs of the experts and of the router, since rounding may reroute a row.
 
-Cost: a forward of the model's own over a few dozen tokens, and four calls of one module of all that are alike.
+Cost: a forward of the model's own over a few dozen tokens, and four calls of one module of all equal ones.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from quire.model.prove.recorded_calls import NUM_ROWS, text_tokens
 from quire.model.prove.upcast import upcast_to, with_forward
 from quire.model.row_invariant import serving
 
-__all__ = ["first_of_each", "unproved"]
+__all__ = ["first_unproved", "one_of_each_kind"]
 
-_Given = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def first_of_each(modules: list[nn.Module]) -> list[nn.Module]:
-    """One module of all that are alike."""
+def one_of_each_kind(modules: list[nn.Module]) -> list[nn.Module]:
+    """The first module of each set of equal ones."""
     first: dict[Hashable, nn.Module] = {}
     for module in modules:
         first.setdefault(kind_of(module), module)
     return list(first.values())
 
 
-def unproved(prepared: ModelToProve, own: Mapping[nn.Module, Callable[..., Any]]) -> nn.Module | None:
-    """The first of these modules whose forward computes something else than its own one did; None if all are right.
+def first_unproved(
+    prepared: ModelToProve, originals: Mapping[nn.Module, Callable[..., Any]]
+) -> nn.Module | None:
+    """The first of these modules whose forward now computes something else; None if all are right.
 
-    own: the forward that each had before. Not asked is a module that the model's forward does not call with rows,
-    or whose call cannot be made again alone (it reads what another layer has left): those the probe of the whole
-    model has.
+    originals: forward of each module before. Skipped are modules that the model's forward does not call with rows, or
+    whose call cannot be repeated alone (it reads state of another layer): the probe of the whole model covers them.
     """
-    for module, call in _calls(prepared, list(own)).items():
+    for module, call in _calls(prepared, list(originals)).items():
         try:
-            if not _computes_the_same(prepared, module, own[module], call):
+            if not _computes_the_same(prepared, module, originals[module], call):
                 return module
-        except Exception:  # its call reads more than its arguments, or leaves something behind
+        except Exception:  # its call reads more than its arguments, or has side effects
             continue
     return None
 
 
 def _computes_the_same(
-    prepared: ModelToProve, module: nn.Module, own: Callable[..., Any], call: _Given
+    prepared: ModelToProve, module: nn.Module, original: Callable[..., Any], call: _Arguments
 ) -> bool:
     args, kwargs = call
     working = prepared.loaded.dtype
@@ -64,32 +65,34 @@ def _computes_the_same(
     def answer(forward: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor | None:
         wide = nullcontext() if dtype is working else upcast_to(module, dtype)
         with prepared.eagerly(), serving(), with_forward(module, forward), wide:
-            return _first_tensor(module.forward(*_in_type(args, dtype), **_in_type(kwargs, dtype)))
+            return _first_tensor(
+                module.forward(*_cast_arguments(args, dtype), **_cast_arguments(kwargs, dtype))
+            )
 
-    want = answer(own, torch.float32)
+    want = answer(original, torch.float32)
     if want is None or not bool(want.any()):
         return True
     got = answer(module.forward, torch.float32)
-    if got is None or decide({True: got}, want, lambda: answer(own, torch.float64)) is None:
+    if got is None or decide({True: got}, want, lambda: answer(original, torch.float64)) is None:
         return False
     if any(isinstance(part, PackedExperts) for part in module.modules()):
         return True
-    served, mine = answer(module.forward, working), answer(own, working)
-    wider = answer(own, torch.float64 if working is torch.float32 else torch.float32)
-    if served is None or mine is None or wider is None:
+    served, expected = answer(module.forward, working), answer(original, working)
+    wider = answer(original, torch.float64 if working is torch.float32 else torch.float32)
+    if served is None or expected is None or wider is None:
         return False
-    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (served, mine, wider)]
+    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (served, expected, wider)]
     return within_bounds(rows[0], rows[1], rows[2], working)
 
 
-def _calls(prepared: ModelToProve, modules: list[nn.Module]) -> dict[nn.Module, _Given]:
+def _calls(prepared: ModelToProve, modules: list[nn.Module]) -> dict[nn.Module, _Arguments]:
     """The arguments of one call of each module, in the model's own forward over a text."""
-    calls: dict[nn.Module, _Given] = {}
+    calls: dict[nn.Module, _Arguments] = {}
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (_kept(args), _kept(kwargs)))
+    def record_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (_copy_arguments(args), _copy_arguments(kwargs)))
 
-    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in modules]
+    hooks = [module.register_forward_pre_hook(record_arguments, with_kwargs=True) for module in modules]
     try:
         tokens = text_tokens(prepared, min(NUM_ROWS, prepared.loaded.max_model_len))
         cache = own_cache(prepared.loaded.model)
@@ -100,32 +103,32 @@ def _calls(prepared: ModelToProve, modules: list[nn.Module]) -> dict[nn.Module, 
     return calls
 
 
-def _kept(value: Any) -> Any:
-    """Arguments to be used again: tensors copied, a cache as the empty one it was."""
+def _copy_arguments(value: Any) -> Any:
+    """Arguments to be used again: tensors copied, each cache replaced by an empty one."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, tuple | list):
-        return type(value)(_kept(inner) for inner in value)
+        return type(value)(_copy_arguments(inner) for inner in value)
     if isinstance(value, dict):
-        return {name: _kept(inner) for name, inner in value.items()}
+        return {name: _copy_arguments(inner) for name, inner in value.items()}
     return DynamicCache() if isinstance(value, DynamicCache) else value
 
 
-def _in_type(value: Any, dtype: torch.dtype) -> Any:
+def _cast_arguments(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype, copy=True) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(_in_type(inner, dtype) for inner in value)
+        return type(value)(_cast_arguments(inner, dtype) for inner in value)
     if isinstance(value, dict):
-        return {name: _in_type(inner, dtype) for name, inner in value.items()}
+        return {name: _cast_arguments(inner, dtype) for name, inner in value.items()}
     return DynamicCache() if isinstance(value, DynamicCache) else value
 
 
 def _first_tensor(answer: Any) -> torch.Tensor | None:
-    """The first tensor of numbers in what a module gives."""
+    """The first floating-point tensor in a module's output."""
     if isinstance(answer, torch.Tensor):
         return answer if answer.is_floating_point() and answer.dim() else None
     parts = (
         answer.values() if isinstance(answer, dict) else answer if isinstance(answer, tuple | list) else ()
     )
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)

@@ -1,6 +1,6 @@
-"""The text whose activations a proof looks at: some 600 tokens of plain English, code and numbers.
+"""The text whose activations a proof compares: some 600 tokens of plain English, code and numbers.
 
-Not a benchmark: it only has to make a model compute what it computes for its users.
+Not a benchmark: the model only has to compute with it as it does for its users.
 """
 
 __all__ = ["TEXT"]

@@ -1,14 +1,14 @@
-"""A module of the model computed in a wider type: the same code, its weights widened one module at a time.
+"""A module of the model computed in a wider type: the same code, its weights upcast one module at a time.
 
-`upcast_to(module, dtype)` makes `module` and everything in it take and give `dtype`. A module with large weights of
-its own holds them widened for the time of its forward and no longer, so that one is in float32 at a time, and of
-experts only those that have rows. Small ones are widened throughout: a module around them may ask for their type
-before it calls them, as an adapter's does. `packed_as` is the same for a look at what the kernels do in float32:
-packed linear layers are packed again in that type and stay so until the end.
-Not a copy: the module itself is changed, and is as it was afterwards.
+`upcast_to(module, dtype)` makes `module` and everything in it take and give `dtype`. A module with large weights has
+them upcast only during its forward, so that one module at a time is in float32, and of its experts only those that
+have rows. Small weights are upcast throughout: a module around them may ask for their type before it calls them, as
+an adapter's does. `packed_as` tests the kernels in float32: it packs packed linear layers again in that type, until
+the end of the block.
+Not a copy: the module itself is changed, and restored afterwards.
 
 Invariants
-    W1  after the block every module has the weights and the forward it had.
+    W1  after the block every module has its former weights and forward.
 
 Cost: the weights of each module read and written once a forward; `packed_as` packs them.
 """
@@ -37,9 +37,9 @@ _SMALL = 1 << 22  # elements of one module: 16 MiB in float32
 
 
 class _UpcastWeight:
-    """A packed weight, read in a wider type: some of its rows at a time, widened where they stay in the caches."""
+    """A packed weight read in a wider type: a few rows at a time, upcast into the processor's caches."""
 
-    _AT_ONCE = 1 << 18  # elements, 1 MiB in float32
+    _CHUNK_ELEMENTS = 1 << 18  # elements, 1 MiB in float32
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         self._packed, self.dtype = packed, dtype
@@ -47,7 +47,7 @@ class _UpcastWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.num_outputs))
-        count = max(1, self._AT_ONCE // self.num_inputs)
+        count = max(1, self._CHUNK_ELEMENTS // self.num_inputs)
         gives_rows = isinstance(self._packed, NativeWeight | QuantizedPanels)
         dense = None if gives_rows else self._packed.unpack()
         for start in range(0, self.num_outputs, count):
@@ -61,7 +61,7 @@ class _UpcastWeight:
         return out
 
     def unpack(self) -> torch.Tensor:
-        return _unpacked(self._packed, self.dtype)
+        return _unpack(self._packed, self.dtype)
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self._packed, QuantizedPanels):
@@ -69,56 +69,56 @@ class _UpcastWeight:
         return self._packed.gather_rows(ids).to(self.dtype)
 
 
-def _unpacked(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in `dtype`: of codes without the rounding to the model's own."""
+def _unpack(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in `dtype`; a quantized one without the rounding to the model's own type."""
     return packed.unpack(dtype) if isinstance(packed, QuantizedPanels) else packed.unpack().to(dtype)
 
 
 @contextmanager
 def upcast_to(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it `module` computes in `dtype`, by torch's own operators."""
-    with _changed(module, dtype, lambda packed: _UpcastWeight(packed, dtype)):
+    with _upcast_modules(module, dtype, lambda packed: _UpcastWeight(packed, dtype)):
         yield
 
 
 @contextmanager
 def packed_as(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it `module` computes in `dtype`, its packed linear layers by the extension's kernels."""
-    kept: dict[int, NativeWeight] = {}
+    packed_weights: dict[int, NativeWeight] = {}
 
     def pack(packed: PackedWeight) -> NativeWeight:
-        if id(packed) not in kept:
-            kept[id(packed)] = NativeWeight(_unpacked(packed, dtype))
-        return kept[id(packed)]
+        if id(packed) not in packed_weights:
+            packed_weights[id(packed)] = NativeWeight(_unpack(packed, dtype))
+        return packed_weights[id(packed)]
 
-    with _changed(module, dtype, pack):
+    with _upcast_modules(module, dtype, pack):
         yield
 
 
 @contextmanager
-def _changed(
-    module: nn.Module, dtype: torch.dtype, widen: Callable[[PackedWeight], PackedWeight]
+def _upcast_modules(
+    module: nn.Module, dtype: torch.dtype, convert: Callable[[PackedWeight], PackedWeight]
 ) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         for part in module.modules():
             if isinstance(part, nn.Embedding):
-                undo.append(_give(part, dtype))
+                undo.append(_upcast_embedding(part, dtype))
             elif is_experts(part):
                 loop = functools.partial(loop_of(own_class(part)), part)
                 widen_experts = functools.partial(DenseExperts, transposed=bool(part.is_transposed))
                 undo.append(_upcast_experts(part, dtype, loop, widen_experts))
             elif isinstance(part, PackedModule) and part._packed is not None:
-                wide = widen(part._packed)
-                undo.append(_set(part.__dict__, "_packed", wide))
+                wide = convert(part._packed)
+                undo.append(_set_entry(part.__dict__, "_packed", wide))
                 if isinstance(weight := part._parameters.get("weight"), PackedParameter):
                     stand_in = _upcast_packed(wide, weight.shape, dtype, part._transposed)
-                    undo.append(_set(part._parameters, "weight", stand_in))
+                    undo.append(_set_entry(part._parameters, "weight", stand_in))
                 if (bias := part._parameters.get("bias")) is not None:
                     wide_bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-                    undo.append(_set(part._parameters, "bias", wide_bias))
+                    undo.append(_set_entry(part._parameters, "bias", wide_bias))
             elif sum(value.numel() for value in part.parameters(recurse=False)) <= _SMALL:
-                undo.extend(_set(*place) for place in _widened(part, dtype))
+                undo.extend(_set_entry(*place) for place in _upcast_tensors(part, dtype))
             else:
                 undo.append(_upcast_experts(part, dtype))
         yield
@@ -130,7 +130,7 @@ def _changed(
 def _upcast_packed(
     packed: PackedWeight, shape: torch.Size, dtype: torch.dtype, transposed: bool
 ) -> PackedParameter:
-    """The Parameter of a packed weight, for who reads it past its module: widened when it is read."""
+    """The Parameter of a packed weight, for code that reads it without its module: upcast when it is read."""
 
     def unpack() -> torch.Tensor:
         dense = packed.unpack()
@@ -141,7 +141,7 @@ def _upcast_packed(
     )
 
 
-def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def _set_entry(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = owner[name]
     owner[name] = value
 
@@ -154,15 +154,15 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 @contextmanager
 def with_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within it `part` has this forward."""
-    undo = _forward(part, forward)
+    undo = _set_forward(part, forward)
     try:
         yield
     finally:
         undo()
 
 
-def _forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """`forward` for `part`'s own; returns what undoes it."""
+def _set_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Sets the forward of `part`; returns a function that undoes it."""
     before = part.__dict__.get("forward")
     part.__dict__["forward"] = forward
 
@@ -175,10 +175,10 @@ def _forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]
     return undo
 
 
-def _give(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """An embedding gives rows of `dtype`: its table is not widened for a few of them."""
+def _upcast_embedding(part: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """The embedding gives rows of `dtype`: the rows are upcast, not its table."""
     own = part.forward
-    return _forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
+    return _set_forward(part, lambda *args, **kwargs: own(*args, **kwargs).to(dtype))
 
 
 def _upcast_experts(
@@ -187,27 +187,27 @@ def _upcast_experts(
     own: Callable[..., Any] | None = None,
     widen_experts: Callable[[torch.Tensor, torch.dtype], Any] | None = None,
 ) -> Callable[[], None]:
-    """For the time of its forward, which may be another, `part` has its own parameters and buffers in `dtype`."""
+    """`part` has its parameters and buffers in `dtype` during its forward, which `own` may replace."""
     own = part.forward if own is None else own
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         undo: list[Callable[[], None]] = []
         try:
-            undo.extend(_set(*place) for place in _widened(part, dtype, widen_experts))
+            undo.extend(_set_entry(*place) for place in _upcast_tensors(part, dtype, widen_experts))
             return own(*args, **kwargs)
         finally:
             while undo:
                 undo.pop()()
 
-    return _forward(part, forward)
+    return _set_forward(part, forward)
 
 
-def _widened(
+def _upcast_tensors(
     part: nn.Module,
     dtype: torch.dtype,
     widen_experts: Callable[[torch.Tensor, torch.dtype], Any] | None = None,
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where each of `part`'s own parameters and buffers stands, its name there, and what it is in `dtype`."""
+    """For each of `part`'s own parameters and buffers: its dictionary, its name, and its value in `dtype`."""
     for name, value in part._parameters.items():
         if value is None or not value.is_floating_point():
             continue
@@ -216,6 +216,6 @@ def _widened(
         else:
             yield part._parameters, name, nn.Parameter(plain(value).to(dtype), requires_grad=False)
     for name, value in part._buffers.items():
-        # Rotary frequencies are float32 by themselves, whatever the rows are.
+        # Rotary frequencies are float32 by design, in any type of rows.
         if value is not None and value.is_floating_point() and value.dtype is not torch.float32:
             yield part._buffers, name, value.to(dtype)

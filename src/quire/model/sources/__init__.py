@@ -1,6 +1,6 @@
-"""Where weights come from: one contract, and what keeps it."""
+"""Sources of weights: one contract, and its implementations."""
 
-from quire.model.sources.gguf_source import GGUFSource, is_gguf, reckoned_by, widen
+from quire.model.sources.gguf_source import GGUFSource, dequantizer_versions, is_gguf, to_float32
 from quire.model.sources.live import LiveSource
 from quire.model.sources.safetensors import SafetensorsSource, checkpoint_file
 from quire.model.sources.source import CheckpointTensor, WeightSource
@@ -12,7 +12,7 @@ __all__ = [
     "SafetensorsSource",
     "WeightSource",
     "checkpoint_file",
+    "dequantizer_versions",
     "is_gguf",
-    "reckoned_by",
-    "widen",
+    "to_float32",
 ]

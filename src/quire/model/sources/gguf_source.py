@@ -1,9 +1,9 @@
-"""The weights of a GGUF file: codes of each tensor with the name of their quantization, mapped, never copied.
+"""The weights of a GGUF file: the codes of each tensor and the name of their quantization, memory-mapped, not copied.
 
-The file is read by the package `gguf` (`pip install "quire-kv[gguf]"`). Widening to float32 is the package's too.
+The package `gguf` reads the file (`pip install "quire-kv[gguf]"`) and converts codes to float32.
 
-Cost: opening reads the header, a tenth of a second for a large vocabulary; a tensor costs its pages, `widen` 4 bytes a
-value.
+Cost: opening reads the header, a tenth of a second for a large vocabulary; a tensor costs its pages, `to_float32` 4
+bytes a value.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from quire.errors import LoadError
 from quire.model.sources.source import CheckpointTensor
 
-__all__ = ["GGUFSource", "is_gguf", "reckoned_by", "widen"]
+__all__ = ["GGUFSource", "dequantizer_versions", "is_gguf", "to_float32"]
 
-_WIDENED_AT_ONCE = 1 << 22  # values: what `gguf` holds twice while it widens
-_PLAIN: dict[str, torch.dtype] = {
+_CHUNK_VALUES = 1 << 22  # `gguf` has two copies of so many values while it converts them
+_DENSE_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
 }  # fmt: skip
@@ -38,7 +38,7 @@ def is_gguf(path: Path) -> bool:
 class GGUFSource:
     """The tensors of the GGUF file `path`. See `WeightSource`.
 
-    *raises:* LoadError: no such package, or the file is broken, cut short, or a part of a split one.
+    *raises:* LoadError: the package is missing, or the file is broken, cut short, or a part of a split one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class GGUFSource:
         self.files = (path,)
         try:
             self._reader = _reader(path)
-        except Exception as error:  # whatever numpy and the package meet in bytes that are no GGUF
+        except Exception as error:  # any error of numpy or the package for bytes that are no GGUF
             raise LoadError(
                 f"expected a GGUF file, {path} ({path.stat().st_size} bytes) is broken or cut short: "
                 f"{' '.join(str(error).split()) or type(error).__name__}"
@@ -66,19 +66,19 @@ class GGUFSource:
 
     @property
     def architecture(self) -> str:
-        """What the file calls its kind of model, as "gemma3"."""
+        """The file's name of its kind of model, such as "gemma3"."""
         return str(self.field("general.architecture") or "")
 
     @property
     def dtype(self) -> torch.dtype:
-        """What to compute in: bfloat16 for quantized weights, else the narrowest floating type that is stored."""
-        types = {tensor.stored for tensor in self}
-        if any(isinstance(stored, str) for stored in types) or torch.bfloat16 in types:
+        """The type to compute in: bfloat16 for quantized weights, else the narrowest floating type in the file."""
+        types = {tensor.saved_type for tensor in self}
+        if any(isinstance(saved_type, str) for saved_type in types) or torch.bfloat16 in types:
             return torch.bfloat16
         return torch.float16 if torch.float16 in types else torch.float32
 
     def field(self, name: str) -> Any:
-        """A value of the file's header; None where it is absent or a list."""
+        """A value of the file's header; None if it is absent or a list."""
         field = self._reader.get_field(name)
         return None if field is None or len(field.data) != 1 else field.contents()
 
@@ -88,60 +88,60 @@ class GGUFSource:
         return tuple(name for name in self._reader.fields if not name.startswith("GGUF."))
 
     def value(self, name: str) -> Any:
-        """A value of the file's header, lists of numbers and truth values too; a list of texts as its length.
+        """A value of the file's header: scalars, lists of numbers and truth values; for a list of texts its length.
 
-        *raises:* KeyError: there is no such key.
+        *raises:* KeyError: no such key.
         """
         field = self._reader.fields[name]
-        return _list(field.parts[-1]) if not field.data else field.contents()
+        return _read_list(field.parts[-1]) if not field.data else field.contents()
 
     @property
     def num_words(self) -> int:
-        """Words of the file's vocabulary; 0 where it has none."""
-        return self._num_of("tokenizer.ggml.tokens")
+        """Number of words in the file's vocabulary; 0 without one."""
+        return self._list_length("tokenizer.ggml.tokens")
 
     @property
     def num_merges(self) -> int:
-        """Merges that the file has; 0 where they follow from its words."""
-        return self._num_of("tokenizer.ggml.merges")
+        """Number of merges in the file; 0 if they follow from its words."""
+        return self._list_length("tokenizer.ggml.merges")
 
-    def _num_of(self, name: str) -> int:
-        """Texts of a list of the header."""
+    def _list_length(self, name: str) -> int:
+        """The length of a list of the header."""
         field = self._reader.get_field(name)
         return 0 if field is None else int(struct.unpack_from("<Q", field.parts[-1], 4)[0])
 
     def __iter__(self) -> Iterator[CheckpointTensor]:
         for tensor in self._reader.tensors:
             kind = tensor.tensor_type.name
-            stored: torch.dtype | str = _PLAIN[kind] if kind in _PLAIN else kind  # noqa: SIM401
+            saved_type: torch.dtype | str = _DENSE_TYPES[kind] if kind in _DENSE_TYPES else kind  # noqa: SIM401
             yield CheckpointTensor(
                 tensor.name,
                 tuple(int(size) for size in reversed(tensor.shape)),
-                stored,
-                partial(_as_torch, tensor),
+                saved_type,
+                partial(_to_torch, tensor),
                 self.path,
                 tensor.data_offset,
             )
 
 
-def widen(tensor: CheckpointTensor) -> torch.Tensor:
-    """The values of a tensor of a GGUF file in float32, as the package `gguf` reckons them."""
+def to_float32(tensor: CheckpointTensor) -> torch.Tensor:
+    """The values of a GGUF tensor in float32, as the package `gguf` computes them."""
     codes = tensor.read()
-    if not isinstance(tensor.stored, str):
+    if not isinstance(tensor.saved_type, str):
         return codes.to(torch.float32)
     from gguf import GGMLQuantizationType, dequantize
 
-    kind = GGMLQuantizationType[tensor.stored]
+    kind = GGMLQuantizationType[tensor.saved_type]
     rows = codes.numpy().reshape(-1, codes.shape[-1])
-    widened = np.empty((rows.shape[0], tensor.shape[-1]), dtype=np.float32)
-    step = max(1, _WIDENED_AT_ONCE // tensor.shape[-1])
+    values = np.empty((rows.shape[0], tensor.shape[-1]), dtype=np.float32)
+    step = max(1, _CHUNK_VALUES // tensor.shape[-1])
     for start in range(0, rows.shape[0], step):
-        widened[start : start + step] = dequantize(rows[start : start + step], kind)
-    return torch.from_numpy(widened).reshape(tensor.shape)
+        values[start : start + step] = dequantize(rows[start : start + step], kind)
+    return torch.from_numpy(values).reshape(tensor.shape)
 
 
-def _list(data: Any) -> Any:
-    """The list whose kind, length and values lie in `data`; of texts their number."""
+def _read_list(data: Any) -> Any:
+    """Reads the list whose kind, length and values are in `data`; for texts only their number."""
     from gguf import GGUFReader, GGUFValueType
 
     kind, count = struct.unpack_from("<IQ", data)
@@ -151,18 +151,18 @@ def _list(data: Any) -> Any:
     return np.frombuffer(data[12:], number, count).tolist()
 
 
-def reckoned_by() -> str:
-    """What the values of a widened tensor depend on besides its file."""
+def dequantizer_versions() -> str:
+    """The versions that, with its file, determine the float32 values of a tensor."""
     return f"gguf {version('gguf')}, transformers {version('transformers')}"
 
 
-def _as_torch(tensor: Any) -> torch.Tensor:
+def _to_torch(tensor: Any) -> torch.Tensor:
     data = torch.from_numpy(np.asarray(tensor.data))
     return data.view(torch.bfloat16) if tensor.tensor_type.name == "BF16" else data
 
 
 def _reader(path: Path) -> Any:
-    """The package's reader of the file, which leaves lists of the header (a vocabulary) unread.
+    """The package's reader of the file, without parsing lists of the header (a vocabulary).
 
     It would make four numpy arrays of every word: 700 MB and 10 s for 262 144 of them.
     """

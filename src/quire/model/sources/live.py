@@ -1,9 +1,8 @@
-"""The weights of a model that is in memory: every parameter once, by its first name, and every buffer that is saved.
+"""The weights of a model in memory: every parameter once, by its first name, and every persistent buffer.
 
-Weights that `accelerate` has packed come as what they stand for. There is no file: what they are now is all that
-is known of them.
+Packed weights of `accelerate` are unpacked. There is no file: their present values are their only source.
 
-Cost: the tensors themselves, no copies, except where one has to be unpacked.
+Cost: the tensors themselves, no copies, except for unpacked weights.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class LiveSource:
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield _stored(f"{prefix}.{name}", parameter)
+                    yield _checkpoint_tensor(f"{prefix}.{name}", parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield _stored(f"{prefix}.{name}", buffer)
+                    yield _checkpoint_tensor(f"{prefix}.{name}", buffer)
 
 
-def _stored(name: str, tensor: torch.Tensor) -> CheckpointTensor:
+def _checkpoint_tensor(name: str, tensor: torch.Tensor) -> CheckpointTensor:
     return CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, lambda: plain(tensor))

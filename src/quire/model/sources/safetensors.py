@@ -1,6 +1,6 @@
-"""The weights of a checkpoint in safetensors files, as transformers picks them from a folder or from the Hub's cache.
+"""The weights of a checkpoint in safetensors files, chosen as transformers does in a folder or in the Hub's cache.
 
-Cost: opening reads the files' headers; nothing is downloaded, unless that is asked for.
+Cost: opening reads the files' headers; nothing is downloaded unless requested.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class SafetensorsSource:
     @classmethod
     def of_checkpoint(
         cls,
-        where: str,
+        folder: str,
         revision: str | None = None,
         *,
         may_download: bool = False,
-        others: Sequence[str] = (),
+        other_names: Sequence[str] = (),
     ) -> SafetensorsSource | None:
-        """Of a folder, or of a Hub id in the local cache; None where its weights are no safetensors files.
+        """The source of a folder, or of a Hub id in the local cache; None if its weights are no safetensors files.
 
-        may_download: what of a Hub id is not in the local cache. others: names that its file or index may have, without
-        their ends, where it has none of transformers' names.
+        may_download: downloads files of a Hub id that are not in the cache. other_names: further names of its file or
+        index, without extension, if it has none of transformers' names.
 
         *raises:* LoadError: an index or a file is broken.
         """
-        found = partial(checkpoint_file, where, revision=revision, may_download=may_download)
+        find = partial(checkpoint_file, folder, revision=revision, may_download=may_download)
         names = [(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-        names += [(f"{name}.safetensors", f"{name}.safetensors.index.json") for name in others]
+        names += [(f"{name}.safetensors", f"{name}.safetensors.index.json") for name in other_names]
         for whole_name, index_name in names:
-            if (whole := found(whole_name)) is not None:
+            if (whole := find(whole_name)) is not None:
                 return cls((whole,))
-            if (index := found(index_name)) is not None:
-                paths = {name: found(name) for name in _files_of(index)}
+            if (index := find(index_name)) is not None:
+                paths = {name: find(name) for name in _files_of(index)}
                 missing = [name for name, path in paths.items() if path is None]
-                if missing and Path(where).is_dir():
-                    raise LoadError(f"expected {missing[0]}, which {index} names, {where} has no such file")
+                if missing and Path(folder).is_dir():
+                    raise LoadError(f"expected {missing[0]}, which {index} names, {folder} has no such file")
                 return cls(tuple(path for path in paths.values() if path is not None))
         return None
 
@@ -73,18 +73,18 @@ class SafetensorsSource:
 
 
 def checkpoint_file(
-    where: str, name: str, revision: str | None = None, *, may_download: bool = False
+    folder: str, name: str, revision: str | None = None, *, may_download: bool = False
 ) -> Path | None:
-    """A file of a folder, or of a Hub id in the local cache or where it `may_download`; None where it has none."""
-    found = cached_file(
-        where,
+    """A file of a folder, or of a Hub id in the local cache, downloaded if it `may_download`; None if absent."""
+    path = cached_file(
+        folder,
         name,
         revision=revision,
         local_files_only=not may_download,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 def _files_of(index: Path) -> list[str]:
@@ -101,9 +101,9 @@ def _tensors_of(path: Path) -> Iterator[CheckpointTensor]:
             for name in file.keys():  # noqa: SIM118  # no mapping
                 part: Any = file.get_slice(name)
                 kind: str = part.get_dtype()
-                stored = _TYPES.get(kind, kind)
+                saved_type = _TYPES.get(kind, kind)
                 read: Callable[[], torch.Tensor] = partial(_read, path, name)
-                yield CheckpointTensor(name, tuple(part.get_shape()), stored, read, path)
+                yield CheckpointTensor(name, tuple(part.get_shape()), saved_type, read, path)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"expected a safetensors file, {path} is broken or cut short: {error}") from error
 

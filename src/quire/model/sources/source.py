@@ -1,13 +1,13 @@
-"""`WeightSource`: named tensors as they are stored, one at a time, wherever they lie.
+"""`WeightSource`: named tensors in their saved form, one at a time, from any source.
 
     safetensors   files of a checkpoint: torch's types
     gguf          one GGUF file: torch's types, and codes with the name of their quantization
-    live          a model that is in memory already
+    live          a model in memory
 
-A reader of weights (`load_gguf`, `fingerprint`) sees nothing but this, so it never asks which of them it has.
-Not a model: nothing is renamed, widened or put anywhere. Names are the source's own.
+Readers of weights (`load_gguf`, `fingerprint`) use this protocol alone, so they do not depend on the kind of source.
+Not a model: nothing is renamed, converted or placed. Names are the source's own.
 
-Cost: opening reads headers; a tensor's bytes are touched when it is read, and belong to nobody afterwards.
+Cost: opening reads headers; a tensor's bytes are touched when it is read, and the caller owns them.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ class CheckpointTensor:
     """One tensor of a source.
 
     Args:
-        name: as the source calls it.
-        shape: of its values, as torch counts: [num_outputs, num_inputs] of a linear layer.
-        stored: torch's type, or the name of a quantization as GGUF has it, such as "Q4_K".
-        read: gives its bytes, not to be written to: a tensor of `stored` and `shape`; of a quantization uint8
-            [..., bytes of a row], the codes and scales as they stand in the file.
-        path: the file it is in; None where it is in memory.
+        name: its name in the source.
+        shape: of its values, in torch's order: [num_outputs, num_inputs] of a linear layer.
+        saved_type: torch's type, or GGUF's name of a quantization, such as "Q4_K".
+        read: returns its bytes, read-only: a tensor of `saved_type` and `shape`; for a quantization uint8
+            [..., bytes of a row], the file's codes and scales.
+        path: its file; None in memory.
         offset: of its first byte in that file.
     """
 
     name: str
     shape: tuple[int, ...]
-    stored: torch.dtype | str
+    saved_type: torch.dtype | str
     read: Callable[[], torch.Tensor]
     path: Path | None = None
     offset: int = 0
 
     @property
     def is_quantized(self) -> bool:
-        return isinstance(self.stored, str)
+        return isinstance(self.saved_type, str)
 
 
 class WeightSource(Protocol):
     """All tensors of a model, each once, in the source's order.
 
-    files: all that the tensors are read from, which decide them: equal files, equal tensors. Empty for a live model.
+    files: all files that the tensors are read from: equal files give equal tensors. Empty for a live model.
     """
 
     @property

@@ -1,8 +1,8 @@
 """State layers of transformers models, run on `quire.recurrence` over flattened rows: one adapter a mixer.
 
-`state_adapters` finds the mixers of a model, `prove_states` asks each whether it is what it looks like, and
-`install_states` has them serve the engine's calls. The engine's cache is a `StateSource`: it says the step
-(`RecurrenceStep`) and the states of a layer. `quire.spec.state_spec` tells the same fields from a config alone.
+`state_adapters` finds the mixers of a model, `prove_states` tests that each computes what its structure suggests, and
+`install_states` has them serve the engine's calls. The engine's cache is a `StateSource`: it has the step
+(`RecurrenceStep`) and the states of a layer. `quire.spec.state_spec` reads the same fields from a config alone.
 """
 
 from quire.model.state.adapter import StateAdapter

@@ -1,17 +1,17 @@
-"""What every kind of mixer has in common here: the fields it keeps, a forward over flattened rows, what it answers.
+"""The base of all kinds of mixers: the fields of their states, a forward over flattened rows, its output.
 
-A kind is a subclass in a file of its own. `match` knows a mixer by its structure: the names of its submodules and
-parameters must be exactly those that the kind understands, and the shapes must fit. A mixer with one more part is
-another mixer. Projections, norms and activations are the mixer's own submodules, called as modules, so that hooks and
-adapters on them are obeyed; the convolution and the recurrence are `quire.recurrence`'s.
+A kind is a subclass in a file of its own. `match` recognises a mixer by its structure: the names of its submodules and
+parameters must be exactly those of the kind, and the shapes must fit. A mixer with an additional part does not match.
+Projections, norms and activations are the mixer's own submodules, called as modules, so that hooks and adapters on them
+take effect; the convolution and the recurrence are `quire.recurrence`'s.
 
-All fields are float32, those of convolutions too: inputs in 16 bits are widened exactly, and one type a slot keeps
+All fields are float32, those of convolutions too: inputs in 16 bits are converted exactly, and one type a slot keeps
 slots, checkpoints and their bytes simple. A convolution's state is a hundredth of its layer's other state or, in short
 convolutions, some KiB.
 
 Invariants
     A1  the fields of an adapter are those that `quire.spec.state_spec` reads from the config.
-    A2  a row's result depends on the rows of its own sequence alone, as far as its submodules keep to that.
+    A2  a row's result depends on the rows of its own sequence alone, if that holds for the submodules.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from quire.step import RecurrenceStep
 __all__ = ["CONVOLUTION", "RECURRENT", "StateAdapter", "convolution_field", "has_parts", "is_silu"]
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"  # the names of the fields
-MOST_WIDTH = 8  # of a convolution, as quire.recurrence takes it
+MAX_WIDTH = 8  # largest width of a convolution in quire.recurrence
 
 
 class StateAdapter(ABC):
     """One mixer of a model, run over the rows of many sequences.
 
     Args:
-        module: the mixer; it is kept and called, not copied.
-        recurrence: what computes convolution and recurrence.
+        module: the mixer; it is called, not copied.
+        recurrence: the backend of convolution and recurrence.
     """
 
     kind: ClassVar[str]
-    fields: Mapping[str, tuple[int, ...]]  # of each state of one slot, its shape; all are float32
+    fields: Mapping[str, tuple[int, ...]]  # shape of each state of one slot; all are float32
 
     def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
         self.module: Any = module
@@ -56,27 +56,27 @@ class StateAdapter(ABC):
         """Whether `module` is a mixer of this kind."""
 
     @abstractmethod
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        """`forward` after its checks."""
+        """`forward` without its checks."""
 
     @torch.no_grad()
     def forward(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        """What the mixer answers for each row.
+        """The mixer's output for each row.
 
         Args:
             hidden: [num_rows, hidden_size], the rows of all sequences of the step.
-            states: of each field, float32 [num_slots, *shape]; the slots of the step are updated in place.
+            states: each field, float32 [num_slots, *shape]; the slots of the step are updated in place.
             step: rows, slots, checkpoints, positions.
 
         Returns:
             [num_rows, hidden_size], of hidden's type.
 
         Raises:
-            ArgumentError: other rows than the step's, or other states than the fields; nothing was changed.
+            ArgumentError: rows that are not the step's, or states that are not the fields; nothing was changed.
         """
         if hidden.dim() != 2 or hidden.shape[0] != step.num_rows:
             raise ArgumentError(
@@ -88,37 +88,37 @@ class StateAdapter(ABC):
             raise ArgumentError(
                 f"expected states [num_slots, ...] of {dict(self.fields)} for {type(self.module).__name__}, got {given}"
             )
-        return self.rows(hidden, states, step)
+        return self.compute_rows(hidden, states, step)
 
     @property
     def hidden_size(self) -> int:
-        """The width of a row that the mixer takes."""
+        """The width of the mixer's rows."""
         return self.first_projection.in_features
 
     @property
     @abstractmethod
     def first_projection(self) -> Any:
-        """A linear layer that the rows go through first."""
+        """A linear layer that takes the mixer's rows."""
 
     def parts(self) -> MixerParts | None:
-        """What one native call would need to run the mixer; None where it is of no such kind."""
+        """The parts that one native call needs to run the mixer; None if no kernel has its kind."""
         return None
 
-    def own(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the mixer's own forward answers to the rows of one text [num_rows, hidden_size], without a cache."""
+    def module_output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Output of the mixer's own forward for the rows of one text [num_rows, hidden_size], without a cache."""
         return self.module(hidden[None])[0]
 
     @property
     def text_lengths(self) -> tuple[int, ...]:
-        """Rows of the texts, the longest last, in which all shows that the mixer computes."""
+        """Numbers of rows, the largest last, at which everything that the mixer computes takes effect."""
         return 1, 8, 65
 
-    def widened(self) -> Self:
-        """The same of a copy of the mixer in float32."""
+    def float32_copy(self) -> Self:
+        """An adapter of a float32 copy of the mixer."""
         return type(self)(copy.deepcopy(self.module).float(), self.recurrence)
 
-    def answer(self, hidden: torch.Tensor) -> Any:
-        """What the mixer's own forward returns, made of its first result."""
+    def wrap_output(self, hidden: torch.Tensor) -> Any:
+        """The return value of the mixer's own forward, made from its first result."""
         return hidden
 
     def convolve(
@@ -139,21 +139,21 @@ class StateAdapter(ABC):
 def has_parts(module: nn.Module, children: frozenset[str], parameters: frozenset[str] = frozenset()) -> bool:
     """Whether the names of the module's children and own parameters are exactly these."""
     names = {name for name, _ in module.named_children()}
-    own = {name for name, parameter in module._parameters.items() if parameter is not None}
-    return names == children and own == parameters
+    own_parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
+    return names == children and own_parameters == parameters
 
 
 def is_silu(name: Any) -> bool:
-    """Whether `name` is what configs call SiLU."""
+    """Whether `name` is a config's name of SiLU."""
     return name in ("silu", "swish")
 
 
 def convolution_field(conv: Any) -> tuple[int, int] | None:
-    """(width - 1, channels) of a causal depthwise convolution; None if `conv` is another, or too wide."""
+    """(width - 1, channels) of a causal depthwise convolution; None if `conv` is not one, or too wide."""
     if not isinstance(conv, nn.Conv1d):
         return None
     width, channels = conv.kernel_size[0], conv.in_channels
-    is_plain = conv.stride == (1,) and conv.dilation == (1,) and conv.padding == (width - 1,)
-    if not is_plain or not conv.groups == channels == conv.out_channels or not 2 <= width <= MOST_WIDTH:
+    is_causal = conv.stride == (1,) and conv.dilation == (1,) and conv.padding == (width - 1,)
+    if not is_causal or not conv.groups == channels == conv.out_channels or not 2 <= width <= MAX_WIDTH:
         return None
     return width - 1, channels

@@ -1,6 +1,6 @@
-"""Mixers of a model made to run over the engine's rows, in place: only where they are given the engine's cache.
+"""Adapters installed on the mixers of a model: they serve only calls with the engine's cache.
 
-A call with any other cache, or with none, is the module's own.
+A call with any other cache, or without one, runs the module's own forward.
 
 Cost: some us a call.
 """
@@ -20,9 +20,9 @@ __all__ = ["install_states"]
 
 
 def install_states(adapters: Mapping[int, StateAdapter]) -> Callable[[], None]:
-    """Have each adapter serve for its module where the module is called with a `StateSource`; returns the undoing.
+    """Have each adapter serve its module's calls with a `StateSource`; returns a function that undoes it.
 
-    adapters: by layer, of `state_adapters`. The undoing may be called twice.
+    adapters: by layer, from `state_adapters`. The returned function may be called twice.
     """
     undo = [_install(adapter, layer) for layer, adapter in adapters.items()]
 
@@ -36,6 +36,7 @@ def install_states(adapters: Mapping[int, StateAdapter]) -> Callable[[], None]:
 def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
     original = below(adapter.module, "forward")
     keyword = cache_keyword(original) or "cache"  # a block that takes any keyword is given it by that name
+    keyword = cache_keyword(original) or "cache"  # the keyword for a block that accepts any
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = state_source(given_cache(keyword, kwargs) or kwargs.get("cache_params"))
@@ -50,6 +51,6 @@ def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
                 f"expected hidden states [1, num_rows, hidden_size] and a step that runs, for the mixer of layer "
                 f"{layer}, got {None if hidden is None else list(hidden.shape)} and {step}"
             )
-        return adapter.answer(adapter.forward(hidden[0], cache.state_of(layer), step)[None])
+        return adapter.wrap_output(adapter.forward(hidden[0], cache.state_of(layer), step)[None])
 
     return install(adapter.module, forward=forward)

@@ -1,8 +1,8 @@
 """Mamba 1: Mamba, Falcon Mamba and Jamba (norms on dt, B and C), and Zamba (several heads, each a scan of its own).
 
-Scans take and give float32, so that the gate multiplies what has not been rounded, as the models have it.
+Scans take and give float32, so that the gate multiplies a result that is not yet rounded, as in the models.
 
-Cost: beside the submodules, one convolution and a scan a head; -exp(A_log) is made anew at every call.
+Cost: one convolution and a scan a head in addition to the submodules; -exp(A_log) is computed at every call.
 """
 
 from __future__ import annotations
@@ -62,30 +62,32 @@ class Mamba1(_Scan):
     def first_projection(self) -> Any:
         return self.module.in_proj
 
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        own = self.module
-        x, gate = own.in_proj(hidden).chunk(2, dim=-1)
-        x = self.convolve(own.conv1d, x, states, step, silu=True)
-        dt, b, c = own.x_proj(x).split([own.time_step_rank, own.ssm_state_size, own.ssm_state_size], dim=-1)
-        if hasattr(own, "dt_layernorm"):
-            dt, b, c = own.dt_layernorm(dt), own.b_layernorm(b), own.c_layernorm(c)
-        # By its weight, as the model has it: in 16 bits the bias, which is larger, is added in float32.
-        dt = linear(dt, own.dt_proj.weight).float()
-        if own.dt_proj.bias is not None:
-            dt = dt + own.dt_proj.bias.float()
+        mixer = self.module
+        x, gate = mixer.in_proj(hidden).chunk(2, dim=-1)
+        x = self.convolve(mixer.conv1d, x, states, step, silu=True)
+        dt, b, c = mixer.x_proj(x).split(
+            [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], dim=-1
+        )
+        if hasattr(mixer, "dt_layernorm"):
+            dt, b, c = mixer.dt_layernorm(dt), mixer.b_layernorm(b), mixer.c_layernorm(c)
+        # The weight alone, as in the model: in 16 bits the bias, which is larger, is added in float32.
+        dt = linear(dt, mixer.dt_proj.weight).float()
+        if mixer.dt_proj.bias is not None:
+            dt = dt + mixer.dt_proj.bias.float()
         y = self.recurrence.mamba1(
             states[RECURRENT],
             x.float(),
             softplus(dt),
-            -torch.exp(own.A_log.float()),
+            -torch.exp(mixer.A_log.float()),
             b.float().contiguous(),
             c.float().contiguous(),
-            own.D.float(),
+            mixer.D.float(),
             step,
         )
-        return own.out_proj((y * silu(gate.float())).to(hidden.dtype))
+        return mixer.out_proj((y * silu(gate.float())).to(hidden.dtype))
 
 
 class ZambaHeads(_Scan):
@@ -110,30 +112,30 @@ class ZambaHeads(_Scan):
     def first_projection(self) -> Any:
         return self.module.in_proj
 
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        own, num_rows, size = self.module, hidden.shape[0], self.module.mamba_head_dim
+        mixer, num_rows, size = self.module, hidden.shape[0], self.module.mamba_head_dim
         # The projection gives x and gate of the first channel, then of the second, and so on.
-        x, gate = own.in_proj(hidden).view(num_rows, -1, 2).unbind(dim=-1)
-        x = self.convolve(own.conv1d, x, states, step, silu=True)
-        sizes = [own.time_step_rank, own.ssm_state_size, own.ssm_state_size]
+        x, gate = mixer.in_proj(hidden).view(num_rows, -1, 2).unbind(dim=-1)
+        x = self.convolve(mixer.conv1d, x, states, step, silu=True)
+        sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
         parts: list[torch.Tensor] = []
-        for head in range(own.n_mamba_heads):
+        for head in range(mixer.n_mamba_heads):
             channels = slice(head * size, (head + 1) * size)
-            one = x[:, channels].contiguous()
-            dt, b, c = linear(one, own.x_proj_weight[head]).split(sizes, dim=-1)
-            dt = linear(dt, own.dt_proj_weight[head]).float() + own.dt_proj_bias[head].float()
+            head_x = x[:, channels].contiguous()
+            dt, b, c = linear(head_x, mixer.x_proj_weight[head]).split(sizes, dim=-1)
+            dt = linear(dt, mixer.dt_proj_weight[head]).float() + mixer.dt_proj_bias[head].float()
             y = self.recurrence.mamba1(
                 states[RECURRENT][:, channels],
-                one.float(),
+                head_x.float(),
                 softplus(dt),
-                -torch.exp(own.A_log[head].float()),
+                -torch.exp(mixer.A_log[head].float()),
                 b.float().contiguous(),
                 c.float().contiguous(),
-                own.D[head].float(),
+                mixer.D[head].float(),
                 step,
             )
             parts.append(y)
         y = torch.cat(parts, dim=-1) * silu(gate.float())
-        return own.out_proj(y.to(hidden.dtype))
+        return mixer.out_proj(y.to(hidden.dtype))

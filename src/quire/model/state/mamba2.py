@@ -1,10 +1,10 @@
 """Mamba 2: Mamba 2, Bamba, Falcon H1 (multipliers, perhaps no norm), Granite hybrid, Nemotron H and Zamba 2.
 
-The scan takes and gives float32: the gated norm then has what was not rounded, as the models have it over a prompt.
-The limits of dt hold for every row. transformers forgets them where a single token follows a prompt, so where a limit
-bites (Nemotron H and Zamba 2 have a lowest dt) its own decode is another function than its own prefill.
+The scan takes and gives float32: the gated norm then gets unrounded numbers, as in the models over a prompt.
+The limits of dt hold for every row. transformers ignores them for a single token after a prompt: if a limit takes
+effect (Nemotron H and Zamba 2 have a lowest dt), its own decode is another function than its own prefill.
 
-Cost: beside the submodules, one convolution and one scan.
+Cost: one convolution and one scan in addition to the submodules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.model.state.adapter import (
     has_parts,
     is_silu,
 )
-from quire.model.state.parts import MixerParts, widths_in_turn
+from quire.model.state.parts import MixerParts, consecutive_columns
 from quire.recurrence import RecurrenceBackend
 from quire.step import RecurrenceStep
 
@@ -43,10 +43,13 @@ class Mamba2(StateAdapter):
 
     def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
         super().__init__(module, recurrence)
-        own = self.module
-        before = convolution_field(own.conv1d)
+        mixer = self.module
+        before = convolution_field(mixer.conv1d)
         assert before is not None  # match
-        self.fields = {CONVOLUTION: before, RECURRENT: (own.num_heads, own.head_dim, own.ssm_state_size)}
+        self.fields = {
+            CONVOLUTION: before,
+            RECURRENT: (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size),
+        }
 
     @classmethod
     def match(cls, module: nn.Module) -> bool:
@@ -71,51 +74,51 @@ class Mamba2(StateAdapter):
         return self.module.in_proj
 
     def parts(self) -> MixerParts | None:
-        own = self.module
-        if hasattr(own, "ssm_in_multiplier") or not getattr(own, "mamba_rms_norm", True):
+        mixer = self.module
+        if hasattr(mixer, "ssm_in_multiplier") or not getattr(mixer, "mamba_rms_norm", True):
             return None
-        width, states = own.intermediate_size, own.n_groups * own.ssm_state_size
-        gate, x, a = widths_in_turn(0, width, width + 2 * states, own.num_heads)
+        width, states = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+        gate, x, a = consecutive_columns(0, width, width + 2 * states, mixer.num_heads)
         return MixerParts(
             kind="scan",
-            inputs=(own.in_proj,),
+            inputs=(mixer.in_proj,),
             x=x,
             gate=gate,
             a=a,
             b=(),
-            conv=own.conv1d,
-            heads=(own.num_heads, own.head_dim, own.ssm_state_size, own.n_groups),
-            a_log=own.A_log,
-            dt_bias=own.dt_bias,
-            d=own.D,
-            norm=own.norm,
-            norm_width=getattr(own.norm, "group_size", width),
-            output=own.out_proj,
-            limits=(float(own.time_step_limit[0]), float(own.time_step_limit[1])),
+            conv=mixer.conv1d,
+            heads=(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups),
+            a_log=mixer.A_log,
+            dt_bias=mixer.dt_bias,
+            d=mixer.D,
+            norm=mixer.norm,
+            norm_width=getattr(mixer.norm, "group_size", width),
+            output=mixer.out_proj,
+            limits=(float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
         )
 
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        own, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size
-        if hasattr(own, "ssm_in_multiplier"):  # Falcon H1
-            projected = own.in_proj(hidden * own.ssm_in_multiplier) * own.mup_vector[0]
+        mixer, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size
+        if hasattr(mixer, "ssm_in_multiplier"):  # Falcon H1
+            projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector[0]
         else:
-            projected = own.in_proj(hidden)
-        groups_of_states = own.n_groups * own.ssm_state_size
-        gate, xbc, dt = projected.split([width, width + 2 * groups_of_states, own.num_heads], dim=-1)
-        xbc = self.convolve(own.conv1d, xbc, states, step, silu=True).float()
+            projected = mixer.in_proj(hidden)
+        groups_of_states = mixer.n_groups * mixer.ssm_state_size
+        gate, xbc, dt = projected.split([width, width + 2 * groups_of_states, mixer.num_heads], dim=-1)
+        xbc = self.convolve(mixer.conv1d, xbc, states, step, silu=True).float()
         x, b, c = xbc.split([width, groups_of_states, groups_of_states], dim=-1)
-        dt = on_whole_vectors(softplus, dt.float() + own.dt_bias.float()).clamp(*own.time_step_limit)
+        dt = on_whole_vectors(softplus, dt.float() + mixer.dt_bias.float()).clamp(*mixer.time_step_limit)
         y = self.recurrence.mamba2(
             states[RECURRENT],
-            x.reshape(num_rows, own.num_heads, own.head_dim),
+            x.reshape(num_rows, mixer.num_heads, mixer.head_dim),
             dt,
-            -on_whole_vectors(torch.exp, own.A_log.float()),
-            b.reshape(num_rows, own.n_groups, own.ssm_state_size),
-            c.reshape(num_rows, own.n_groups, own.ssm_state_size),
-            own.D.float(),
+            -on_whole_vectors(torch.exp, mixer.A_log.float()),
+            b.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
+            c.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
+            mixer.D.float(),
             step,
         ).view(num_rows, width)
-        y = own.norm(y, gate) if getattr(own, "mamba_rms_norm", True) else y * silu(gate.float())
-        return own.out_proj(y.to(hidden.dtype))
+        y = mixer.norm(y, gate) if getattr(mixer, "mamba_rms_norm", True) else y * silu(gate.float())
+        return mixer.out_proj(y.to(hidden.dtype))

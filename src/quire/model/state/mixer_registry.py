@@ -1,8 +1,8 @@
-"""Which kind of mixer a module is, and all mixers of a model by layer.
+"""The kinds of mixers, and all mixers of a model by layer.
 
 A new kind is one file with a subclass of `StateAdapter`, named in `KINDS`.
 
-Cost: a look at the names of every module's children, once.
+Cost: one pass over the names of every module's children.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ KINDS: tuple[type[StateAdapter], ...] = (
 
 
 def adapter_of(module: nn.Module, recurrence: RecurrenceBackend | None = None) -> StateAdapter | None:
-    """`module` as a mixer with states; None if it is none that is known.
+    """`module` as a mixer with states; None if no kind matches.
 
-    recurrence: what computes; `quire.recurrence.backend()` if not given.
+    recurrence: its backend; `quire.recurrence.backend()` by default.
     """
     for kind in KINDS:
         if kind.match(module):
@@ -40,14 +40,14 @@ def adapter_of(module: nn.Module, recurrence: RecurrenceBackend | None = None) -
 
 
 def state_adapters(model: nn.Module, recurrence: RecurrenceBackend | None = None) -> dict[int, StateAdapter]:
-    """Every mixer of `model` that is known, by the index of its layer.
+    """Every mixer of `model` whose kind is known, by the index of its layer.
 
     The index is the module's `layer_idx`, or the last number in its name ("model.layers.3.temporal_block").
 
     Raises:
-        UnsupportedModelError: two of them in one layer, or one of which nothing says the layer.
+        UnsupportedModelError: two mixers in one layer, or a mixer without a layer index.
     """
-    found: dict[int, StateAdapter] = {}
+    adapters: dict[int, StateAdapter] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         adapter = adapter_of(module, recurrence)
@@ -56,11 +56,11 @@ def state_adapters(model: nn.Module, recurrence: RecurrenceBackend | None = None
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         index = getattr(module, "layer_idx", None)
         layer = index if isinstance(index, int) else (numbers[-1] if numbers else None)
-        if layer is None or layer in found:
+        if layer is None or layer in adapters:
             before = "no layer" if layer is None else f"layer {layer}, which has {names[layer]}"
             raise UnsupportedModelError(
                 f"expected one mixer with states a layer, got {name or type(module).__name__} in {before}; "
                 "quire runs no model of that structure"
             )
-        found[layer], names[layer] = adapter, name
-    return found
+        adapters[layer], names[layer] = adapter, name
+    return adapters

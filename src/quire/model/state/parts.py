@@ -1,8 +1,8 @@
-"""What a mixer that one native call can run consists of: its own modules, and where in their answers lies what.
+"""The parts of a mixer that one native call can run: its own modules, and the layout of their outputs.
 
-Not the call (`quire.model.fused.mixer`): an adapter says this of its mixer, whose modules these are.
+Not the call (`quire.model.fused.mixer`): an adapter describes its mixer by it.
 
-Cost: none; it only names them.
+Cost: none; it only refers to them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Columns", "MixerParts", "widths_in_turn"]
+__all__ = ["Columns", "MixerParts", "consecutive_columns"]
 
 Columns = tuple[
     tuple[int, int, int], ...
-]  # (which of the inputs, its first column, how many), one behind another
+]  # (index of the input, its first column, number of columns), concatenated
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,12 @@ class MixerParts:
 
     Args:
         inputs: linear layers that all take the mixer's rows.
-        x: what passes the convolution and SiLU: q, k and v, or x, B and C; of a convolution alone x, times b, without.
-        gate: what the normed result is gated by; of a convolution alone a factor.
-        a: what the steps are made of, softplus(a + dt_bias); b: of delta, what beta is the sigmoid of.
+        x: input of the convolution and SiLU: q, k and v, or x, B and C; for a convolution alone x times b, no SiLU.
+        gate: gate of the normed result; for a convolution alone a factor.
+        a: the steps are softplus(a + dt_bias); b: for delta, beta is its sigmoid.
         conv: the depthwise nn.Conv1d.
-        heads: how many, the size of each, that of a key or a state, and how many heads of q and k (groups of B and C).
-        a_log, dt_bias, d: [heads]; d of scan alone. Of a convolution alone none of what follows but `output`.
+        heads: their number, the size of each, the size of a key or a state, the number of q and k heads (B, C groups).
+        a_log, dt_bias, d: [heads]; d for scan only. A convolution alone has none of the fields below but `output`.
         limits: of a step (scan). factor: of the sigmoid (delta).
         norm: RMS norm with a gate; norm_width: elements that are normed together.
         output: the last linear layer.
@@ -54,7 +54,7 @@ class MixerParts:
     factor: float = 1.0
 
 
-def widths_in_turn(which: int, *widths: int) -> list[Columns]:
-    """Columns of input `which`, one behind another, of these widths."""
+def consecutive_columns(input_index: int, *widths: int) -> list[Columns]:
+    """Columns of these widths in one input, one after another."""
     starts = [sum(widths[:index]) for index in range(len(widths))]
-    return [((which, start, width),) for start, width in zip(starts, widths, strict=True)]
+    return [((input_index, start, width),) for start, width in zip(starts, widths, strict=True)]

@@ -1,6 +1,6 @@
 """Griffin's recurrent block (Recurrent Gemma): a convolution and a real-gated linear recurrent unit.
 
-The first token of a text enters the state whole (`first`); the gates are products of blocks of channels.
+The first token of a text enters the state unscaled (`first`); the gates are products of blocks of channels.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class RecurrentBlock(StateAdapter):
     def first_projection(self) -> Any:
         return self.module.linear_x
 
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
-        own, unit = self.module, self.module.rg_lru
-        y_branch = own.act_fn(own.linear_y(hidden))
-        x = self.convolve(own.conv_1d, own.linear_x(hidden), states, step, silu=False)
+        mixer, unit = self.module, self.module.rg_lru
+        y_branch = mixer.act_fn(mixer.linear_y(hidden))
+        x = self.convolve(mixer.conv_1d, mixer.linear_x(hidden), states, step, silu=False)
         input_gate = _gate(x, unit.input_gate_weight, unit.input_gate_bias)
         recurrent_gate = _gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
         log_a = -8.0 * recurrent_gate.float() * softplus(unit.recurrent_param.float())
         h = self.recurrence.rg_lru(states[RECURRENT], x * input_gate, log_a, step, first=step.begins_text)
-        return own.linear_out(h * y_branch)
+        return mixer.linear_out(h * y_branch)
 
-    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+    def module_output(self, hidden: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         return self.module(hidden[None], position_ids=positions, attention_mask=None, use_cache=False)[0][0]
 
-    def answer(self, hidden: torch.Tensor) -> Any:
+    def wrap_output(self, hidden: torch.Tensor) -> Any:
         return hidden, None
 
 

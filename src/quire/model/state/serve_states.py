@@ -1,7 +1,7 @@
-"""The state layers of a loaded model made to serve an engine: found, held against the config, proved, installed.
+"""The state layers of a loaded model prepared for an engine: found, compared with the config, proved, installed.
 
-Cost: `prove_states`, of each kind of mixer a copy in float32 and a few forwards of it; nothing of it where an earlier
-proof of this very model is kept (`quire.model.saved_proof`).
+Cost: `prove_states`, for each kind of mixer a copy in float32 and a few forwards of it; nothing if the proof of this
+same model is saved (`quire.model.saved_proof`).
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from quire.spec import KVSpec
 __all__ = ["find_states", "serve_states"]
 
 
-def find_states(loaded: LoadedModel, spec: KVSpec, backend: Device) -> dict[int, StateAdapter]:
-    """What can serve for each state layer, by layer.
+def find_states(loaded: LoadedModel, spec: KVSpec, device: Device) -> dict[int, StateAdapter]:
+    """The adapters of all state layers, by layer.
 
-    *raises:* UnsupportedModelError: mixers that are not known, or not the config's; or a device whose memory the
-    recurrences cannot reach.
+    *raises:* UnsupportedModelError: unknown mixers, or mixers that differ from the config; or a device whose memory
+    the recurrences cannot reach.
     """
-    what = f"model type {loaded.model_type}"
-    if not backend.is_host:
+    subject = f"model type {loaded.model_type}"
+    if not device.is_host:
         raise UnsupportedModelError(
-            f"{what}: expected a back end of this machine's memory for state layers, got {backend.name!r}; use "
+            f"{subject}: expected a backend of this machine's memory for state layers, got {device.name!r}; use "
             "backend='native' or 'python'"
         )
-    adapters = state_adapters(loaded.model, recurrence.backend("native" if backend.is_native else "python"))
+    adapters = state_adapters(loaded.model, recurrence.backend("native" if device.is_native else "python"))
     expected = {state.layer: {field.name: field.shape for field in state.fields} for state in spec.states}
-    found = {
-        layer: {name: tuple(shape) for name, shape in one.fields.items()} for layer, one in adapters.items()
+    adapter_fields = {
+        layer: {name: tuple(shape) for name, shape in adapter.fields.items()}
+        for layer, adapter in adapters.items()
     }
-    if found != expected:
+    if adapter_fields != expected:
         layer = next(
-            layer for layer in sorted({*found, *expected}) if found.get(layer) != expected.get(layer)
+            layer
+            for layer in sorted({*adapter_fields, *expected})
+            if adapter_fields.get(layer) != expected.get(layer)
         )
         raise UnsupportedModelError(
-            f"{what}: expected a mixer in layer {layer} that keeps {expected.get(layer, 'nothing')}, as its config "
-            f"says, got {found.get(layer, 'none that is known')}"
+            f"{subject}: expected a mixer in layer {layer} with states {expected.get(layer, 'nothing')}, by its "
+            f"config, got {adapter_fields.get(layer, 'no known mixer')}"
         )
     return adapters
 
@@ -52,11 +55,11 @@ def find_states(loaded: LoadedModel, spec: KVSpec, backend: Device) -> dict[int,
 def serve_states(
     loaded: LoadedModel, adapters: Mapping[int, StateAdapter], *, are_proved: bool
 ) -> Callable[[], None]:
-    """Have every state layer run over the engine's rows; returns the undoing.
+    """Have every state layer run over the engine's rows; returns a function that undoes it.
 
-    are_proved: whether a kept proof of this very model says that they compute what its mixers do.
+    are_proved: whether a saved proof of this same model covers its mixers.
 
-    *raises:* UnsupportedModelError: mixers that compute something else. The model is as it was then.
+    *raises:* UnsupportedModelError: a mixer computes something else; the model is unchanged.
     """
     if not are_proved:
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import CONVOLUTION, StateAdapter, convolution_field, has_parts
-from quire.model.state.parts import MixerParts, widths_in_turn
+from quire.model.state.parts import MixerParts, consecutive_columns
 from quire.recurrence import RecurrenceBackend
 from quire.step import RecurrenceStep
 
@@ -19,7 +19,7 @@ _PARTS = frozenset({"conv", "in_proj", "out_proj"})
 
 
 class ShortConvolution(StateAdapter):
-    """C * convolution(B * x), with B, C and x of one projection."""
+    """C * convolution(B * x), with B, C and x from one projection."""
 
     kind = "short_convolution"
 
@@ -38,21 +38,21 @@ class ShortConvolution(StateAdapter):
         return self.module.in_proj
 
     def parts(self) -> MixerParts:
-        own, width = self.module, self.module.conv.in_channels
-        b, gate, x = widths_in_turn(0, width, width, width)
+        mixer, width = self.module, self.module.conv.in_channels
+        b, gate, x = consecutive_columns(0, width, width, width)
         return MixerParts(
             kind="convolution",
-            inputs=(own.in_proj,),
+            inputs=(mixer.in_proj,),
             x=x,
             gate=gate,
             a=(),
             b=b,
-            conv=own.conv,
+            conv=mixer.conv,
             heads=(1, width, 1, 1),
-            output=own.out_proj,
+            output=mixer.out_proj,
         )
 
-    def rows(
+    def compute_rows(
         self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: RecurrenceStep
     ) -> torch.Tensor:
         b, c, x = self.module.in_proj(hidden).chunk(3, dim=-1)

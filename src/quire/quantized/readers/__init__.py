@@ -1,10 +1,15 @@
-"""Readers of quantized weights: what a checkpoint has stored, made into a `QuantizedWeight`; one file a format.
+"""Readers of quantized weights: they make a `QuantizedWeight` of checkpoint tensors; one file a format.
 
-gguf          blocks of a GGUF file; each tensor says its own type
-checkpoints   safetensors files with a quantization_config: which reader, which tensors
+gguf_codes          blocks of a GGUF file; each tensor has its own type
+checkpoint_methods  safetensors files with a quantization_config: the reader, and its tensors
 """
 
-from quire.quantized.readers.checkpoint_methods import METHODS, checkpoint_weights, codes_in, method_of
+from quire.quantized.readers.checkpoint_methods import (
+    METHODS,
+    checkpoint_weights,
+    first_quantized_tensor,
+    method_of,
+)
 from quire.quantized.readers.checkpoint_weights import (
     CheckpointModule,
     CheckpointWeight,
@@ -22,10 +27,10 @@ __all__ = [
     "CheckpointWeights",
     "TensorHeader",
     "checkpoint_weights",
-    "codes_in",
+    "first_quantized_tensor",
     "gguf_form",
     "method_of",
     "read_gguf",
 ]
 
-VERSION = 2  # raised when the same tensors become other codes, scales or values
+VERSION = 2  # raised when the same tensors give other codes, scales or values

@@ -1,7 +1,7 @@
 """AWQ's tensors, of its version "gemm": `qweight`, `qzeros` and `scales` of each quantized linear layer.
 
-    qweight   [K, N / 8] int32: 8 outputs of one input to a word, in the order 0, 2, 4, 6, 1, 3, 5, 7
-    qzeros    [groups, N / 8] int32, the same
+    qweight   [K, N / 8] int32: 8 outputs of one input in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7
+    qzeros    [groups, N / 8] int32, likewise
     scales    [groups, N]
 
 A value is (code - zero) * scale, of 4 bits. The versions "gemv" and "gemv_fast" have other layouts and are refused.
@@ -36,10 +36,10 @@ from quire.quantized.readers.quantization_config import (
     contradiction,
     flag,
     read_settings,
-    refused,
-    renamed,
+    refusal,
+    rename_fields,
     settings_by_pattern,
-    whole,
+    whole_number,
     word,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
@@ -51,19 +51,19 @@ _NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def _not_llm_awq(field: str, value: Any) -> Any:
-    """What a tool would run it with changes nothing; but this one says a layout."""
+    """The tool that runs the checkpoint does not matter, except this one, which has a layout of its own."""
     if value == "llm-awq":
-        raise refused(field, "codes in the version gemm", value)
+        raise refusal(field, "codes in the version gemm", value)
     return value
 
 
 _GEMM = word("gemm", instead="take the checkpoint in the version gemm, or the model in 16 bits")
 
-# zero_point and sym say what the zeros say themselves.
+# zero_point and sym repeat what the zeros show.
 CHANGES_NOTHING = (TOOLS_CHANGE_NOTHING | AUTO_ROUND_CHANGES_NOTHING) - {"backend"}
 READS: dict[str, Check] = {
-    "bits": whole(4),
-    "group_size": whole(-1, at_least=1),
+    "bits": whole_number(4),
+    "group_size": whole_number(-1, at_least=1),
     "version": _GEMM,
     "format": _GEMM,
     "checkpoint_format": _GEMM,
@@ -74,17 +74,17 @@ READS: dict[str, Check] = {
     "desc_act": flag(False),
     "pack_dtype": word("int32"),
     "data_type": word("int"),
-    "extra_config": settings_by_pattern({"bits": whole(4, 16, 32)}, CHANGES_NOTHING | {"data_type"}),
+    "extra_config": settings_by_pattern({"bits": whole_number(4, 16, 32)}, CHANGES_NOTHING | {"data_type"}),
 }
 _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def awq(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in an AWQ checkpoint.
+    """The quantized weights of an AWQ checkpoint.
 
-    *raises:* LoadError: another version, a field that is not understood, or shapes that do not fit each other.
+    *raises:* LoadError: another version, an unknown field, or shapes that do not fit each other.
     """
-    config = read_settings(renamed(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
+    config = read_settings(rename_fields(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
     headers = checkpoint.headers
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
@@ -102,10 +102,8 @@ def awq(checkpoint: CheckpointReader) -> CheckpointWeights:
         group_size = config.get("group_size", 128)
         group_size = inputs if group_size < 0 else group_size
         if -(-inputs // group_size) != groups:
-            stored = (
-                f"scales of {groups} groups in {inputs} inputs, where it makes {-(-inputs // group_size)}"
-            )
-            raise contradiction(name, "group_size", group_size, stored)
+            saved = f"scales of {groups} groups in {inputs} inputs, while the config gives {-(-inputs // group_size)}"
+            raise contradiction(name, "group_size", group_size, saved)
         unpack_it = partial(_unpack, group_size=group_size)
         form = partial(_form, scales=parts["scales"], inputs=inputs, group_size=group_size, headers=headers)
         weights.append(CheckpointWeight(name, (outputs, inputs), parts, form, unpack_it))

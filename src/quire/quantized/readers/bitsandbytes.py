@@ -6,9 +6,9 @@
              weight.quant_state.bitsandbytes__nf4: JSON with shape, block sizes and the nested scales' offset
     8 bits   weight int8 [N, K], SCB [N]: a value is weight * SCB / 127
 
-Of 4 bits, values have the bits of the package's own dequantization before it rounds to 16 bits. Of 8 bits they may
-differ in the last place, since bitsandbytes multiplies by SCB and by 1/127 one after the other and here the two are
-one factor. That int8 splits off outliers of activations is no matter of the weights.
+At 4 bits, values have the bits of the package's own dequantization before it rounds to 16 bits. At 8 bits they may
+differ in the last place: bitsandbytes multiplies by SCB and then by 1/127, here the two are one factor. Its separate
+product for outliers of activations does not concern the weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from quire.quantized.readers.quantization_config import (
     contradiction,
     flag,
     read_settings,
-    refused,
-    whole,
+    refusal,
+    whole_number,
     word,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
@@ -51,7 +51,7 @@ __all__ = ["CHANGES_NOTHING", "READS", "bitsandbytes"]
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-# The types of 4 bits and of their scales are in each weight's own quant_state, and its bytes say how they are stored.
+# Each weight's own quant_state has the types of its 4-bit codes and scales; its bytes show how they are saved.
 CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | {
     "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
     "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage",
@@ -63,7 +63,7 @@ READS: dict[str, Check] = dict.fromkeys(
 
 def _offset(field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise refused(field, "a number", value)
+        raise refusal(field, "a number", value)
     return float(value)
 
 
@@ -71,26 +71,26 @@ def _shape(field: str, value: Any) -> tuple[int, int]:
     if (
         not isinstance(value, list)
         or len(value) != 2
-        or not all(type(one) is int and one > 0 for one in value)
+        or not all(type(size) is int and size > 0 for size in value)
     ):
-        raise refused(field, "two whole numbers above 0", value)
+        raise refusal(field, "two whole numbers above 0", value)
     return value[0], value[1]
 
 
 _STATE_READS: dict[str, Check] = {
     "shape": _shape,
-    "blocksize": whole(at_least=1),
-    "nested_blocksize": whole(at_least=1),
+    "blocksize": whole_number(at_least=1),
+    "nested_blocksize": whole_number(at_least=1),
     "nested_offset": _offset,
     "quant_type": word("nf4", "fp4"),
 }
-_STATE_CHANGES_NOTHING = ("dtype", "nested_dtype")  # of what the package would widen to
+_STATE_CHANGES_NOTHING = ("dtype", "nested_dtype")  # types that the package dequantizes to
 
 
 def bitsandbytes(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in a checkpoint of bitsandbytes.
+    """The quantized weights of a bitsandbytes checkpoint.
 
-    *raises:* LoadError: tensors that are missing or do not fit each other, or a field that is not understood.
+    *raises:* LoadError: tensors that are missing or do not fit each other, or an unknown field.
     """
     config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
     weights = []
@@ -108,8 +108,8 @@ def bitsandbytes(checkpoint: CheckpointReader) -> CheckpointWeights:
         require_type(
             name, name, headers, torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32
         )
-        of_scales = torch.uint8 if "nested_blocksize" in state else torch.float32
-        require_type(name, parts["absmax"], headers, of_scales)
+        scales_type = torch.uint8 if "nested_blocksize" in state else torch.float32
+        require_type(name, parts["absmax"], headers, scales_type)
         for key in parts.keys() - {"absmax", "weight"}:
             require_type(name, parts[key], headers, torch.float32)
         if tuple(headers[parts["quant_map"]].shape) != (16,):
@@ -135,26 +135,28 @@ def bitsandbytes(checkpoint: CheckpointReader) -> CheckpointWeights:
         if math.prod(headers[parts["SCB"]].shape) != outputs:
             raise mismatch(name, "SCB of", [outputs], list(headers[parts["SCB"]].shape))
         form = CodeForm("int8", 8, inputs, FactorForm(torch.float32))
-        weights.append(CheckpointWeight(name, (outputs, inputs), parts, partial(_given, form), _unpack_int8))
+        weights.append(
+            CheckpointWeight(name, (outputs, inputs), parts, partial(_known_form, form), _unpack_int8)
+        )
         dropped |= {prefix + "weight_format"} & set(headers)
     return CheckpointWeights(tuple(weights), frozenset(dropped))
 
 
 def _require_bits(name: str, config: Mapping[str, Any], bits: int) -> None:
-    """*raises:* LoadError: the config says that weights have other bits."""
-    for of_field in (4, 8):
-        for key in (f"load_in_{of_field}bit", f"_load_in_{of_field}bit"):
-            if config.get(key, of_field == bits) != (of_field == bits):
+    """*raises:* LoadError: the config gives the weights other bits."""
+    for field_bits in (4, 8):
+        for key in (f"load_in_{field_bits}bit", f"_load_in_{field_bits}bit"):
+            if config.get(key, field_bits == bits) != (field_bits == bits):
                 raise contradiction(name, key, config[key], f"codes of {bits} bits")
 
 
 def _read_state(name: str, checkpoint: CheckpointReader) -> dict[str, Any]:
     require_type(name, name, checkpoint.headers, torch.uint8)
     try:
-        said = json.loads(bytes(checkpoint.tensor(name).flatten().tolist()))
+        saved = json.loads(bytes(checkpoint.tensor(name).flatten().tolist()))
     except ValueError as error:
         raise mismatch(name, "JSON,", "", error) from error
-    state = read_settings(said, _STATE_READS, _STATE_CHANGES_NOTHING, name)
+    state = read_settings(saved, _STATE_READS, _STATE_CHANGES_NOTHING, name)
     needed = ["shape", "blocksize"] + ["nested_offset"] * ("nested_blocksize" in state)
     for key in needed:
         if key not in state:
@@ -162,7 +164,7 @@ def _read_state(name: str, checkpoint: CheckpointReader) -> dict[str, Any]:
     return state
 
 
-def _given(form: CodeForm, tensor: Callable[[str], torch.Tensor]) -> CodeForm:
+def _known_form(form: CodeForm, tensor: Callable[[str], torch.Tensor]) -> CodeForm:
     return form
 
 
@@ -175,7 +177,7 @@ def _form_4bit(
     absmax: str,
     headers: Headers,
 ) -> CodeForm:
-    """Nested scales are products, which two bytes do not hold."""
+    """The form of a 4-bit weight. Nested scales are products, which need four bytes."""
     nested = "nested_blocksize" in state
     scales = FactorForm(torch.float32) if nested else scales_form(absmax, headers, tensor)
     return CodeForm(kind, 4, math.gcd(inputs, int(state["blocksize"])), scales, has_table=True)
@@ -198,13 +200,13 @@ def _unpack_4bit(
     codes = torch.cat([packed >> 4, packed & 15], dim=1).view(outputs, inputs)
     scales = parts["absmax"].flatten()
     if "nested_blocksize" in state:
-        of_block = torch.arange(num_blocks) // int(state["nested_blocksize"])
+        nested_block = torch.arange(num_blocks) // int(state["nested_blocksize"])
         table, largest = parts["nested_quant_map"], parts["nested_absmax"]
-        expected, got = [(256,), (int(of_block[-1]) + 1,)], [tuple(table.shape), tuple(largest.shape)]
+        expected, got = [(256,), (int(nested_block[-1]) + 1,)], [tuple(table.shape), tuple(largest.shape)]
         if got != expected:
             raise mismatch(name, "nested values and scales of", expected, got)
-        scales = table[scales.long()] * largest[of_block] + state["nested_offset"]
-    # Blocks count along the flattened weight, so one may begin within a row.
+        scales = table[scales.long()] * largest[nested_block] + state["nested_offset"]
+    # Blocks run along the flattened weight, so a block may begin within a row.
     group = math.gcd(inputs, block)
     block_of = torch.arange(0, outputs * inputs, group) // block
     scales = Factor(scales.float()[block_of].view(outputs, -1))

@@ -1,8 +1,8 @@
-"""Which reader understands a checkpoint: by what its config.json says, with no tensor left unexplained.
+"""The reader of a checkpoint, chosen by its config.json; every quantized tensor must be explained.
 
-What is quantized is what is stored so. Lists of modules that are left out (`modules_to_not_convert`) only say in the
-config what the tensors say already; a tensor of codes that no reader takes is refused by its name, and so is a field of
-the config that its reader does not know (`settings`).
+The tensors decide which weights are quantized. Lists of other modules (`modules_to_not_convert`) only repeat in the
+config what the tensors show; a tensor of codes that no reader takes is refused by its name, and so is a field of the
+config that its reader does not know (`quantization_config`).
 
     add a format: one file with a `Reader`, and its line in `METHODS`
 
@@ -31,7 +31,7 @@ from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8
 from quire.quantized.readers.gptq import gptq
 from quire.quantized.readers.mxfp4 import mxfp4
 
-__all__ = ["METHODS", "checkpoint_weights", "codes_in", "method_of"]
+__all__ = ["METHODS", "checkpoint_weights", "first_quantized_tensor", "method_of"]
 
 METHODS: dict[str, Reader] = {
     "gptq": gptq,
@@ -44,13 +44,13 @@ METHODS: dict[str, Reader] = {
 }
 """By the `quant_method` of a quantization_config."""
 
-# Ends of names of tensors that hold codes or belong to some, whatever their type.
+# Endings of names of tensors with codes or parts of them, of any type.
 _CODES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
 
 
-def codes_in(headers: Headers) -> str | None:
-    """The first tensor that is a part of a quantized weight, by its name alone: what a config that says nothing of
-    quantized weights leaves unexplained. 8-bit floats and bytes may be plain."""
+def first_quantized_tensor(headers: Headers) -> str | None:
+    """The first tensor that is a part of a quantized weight by its name alone, for a config without quantization.
+    8-bit floats and bytes may be dense."""
     ends = (*_CODES, "SCB", "absmax")
     integers = (torch.int8, torch.uint8)
     return next(
@@ -58,7 +58,7 @@ def codes_in(headers: Headers) -> str | None:
             name
             for name in sorted(headers)
             if (end := name.rpartition(".")[2]) in ends
-            or (end.endswith(("weight", "_blocks")) and headers[name].stored in integers)
+            or (end.endswith(("weight", "_blocks")) and headers[name].saved_type in integers)
         ),
         None,
     )
@@ -68,15 +68,15 @@ _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round": "gptq", "auto_round:gptqmodel": "gptq",
     "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
 }  # fmt: skip
-_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")  # zeros are stored as they are
+_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")  # they save zeros without an offset
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """The quant_method of a quantization_config, as this module's registry has it; "" where there is none."""
+    """The quant_method of a quantization_config, by its name in `METHODS`; "" without one."""
     method = str(config.get("quant_method") or "")
     method = str(getattr(config.get("quant_method"), "value", method))
     if method in ("auto-round", "intel/auto-round"):
-        # AutoRound writes other tools' layouts and says whose.
+        # AutoRound writes other tools' layouts and names the tool.
         packing = str(config.get("packing_format") or "")
         return _AUTO_ROUND.get(packing, f"{method} with packing_format {packing}")
     if not method and (config.get("load_in_4bit") or config.get("load_in_8bit")):
@@ -92,10 +92,10 @@ def checkpoint_weights(
 ) -> CheckpointWeights:
     """The quantized weights of a checkpoint.
 
-    config: the quantization_config of its config.json. headers: of all its tensors, by name. tensor: gives one.
-    module_of: the model's module that a module's weights become, by its name in the checkpoint.
+    config: the quantization_config of its config.json. headers: of all its tensors, by name. tensor: reads one.
+    module_of: the model's module for a module's name in the checkpoint.
 
-    *raises:* LoadError: a method, a layout, a field or a tensor that is not understood; says which, and what would run.
+    *raises:* LoadError: an unknown method, layout, field or tensor; with its name, and what would run.
     """
     method = method_of(config)
     if (reader := METHODS.get(method)) is None:
@@ -105,15 +105,15 @@ def checkpoint_weights(
         )
     if config.get("packing_format") in _AUTO_ROUND_V2 and method == "gptq":
         config = {"checkpoint_format": "gptq_v2", **config}
-    found = reader(CheckpointReader(config, headers, tensor, module_of))
-    taken = found.names
+    weights = reader(CheckpointReader(config, headers, tensor, module_of))
+    tensor_names = weights.names
     for name in sorted(headers):
-        stored, end = headers[name].stored, name.rpartition(".")[2]
-        is_codes = isinstance(stored, str) or stored in (torch.int8, torch.uint8, *FLOATS_OF_8)
-        if name not in taken and (is_codes or end in _CODES):
-            kind = stored if isinstance(stored, str) else str(stored).removeprefix("torch.")
+        saved, end = headers[name].saved_type, name.rpartition(".")[2]
+        is_codes = isinstance(saved, str) or saved in (torch.int8, torch.uint8, *FLOATS_OF_8)
+        if name not in tensor_names and (is_codes or end in _CODES):
+            kind = saved if isinstance(saved, str) else str(saved).removeprefix("torch.")
             raise LoadError(
                 f"expected tensors that {method} is known to have, got {name} of {kind} {list(headers[name].shape)}; "
                 "take the model in 16 bits, or as a GGUF file"
             )
-    return found
+    return weights

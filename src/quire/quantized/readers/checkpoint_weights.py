@@ -1,11 +1,11 @@
-"""What a reader says of a checkpoint before a byte of its weights is read: which tensors together are which weight.
+"""Description of a checkpoint's quantized weights before a byte of them is read: the tensors of each weight.
 
-A plain checkpoint has one tensor for each weight. A quantized one has several (codes, scales, zeros), under names of
-its own, and most often for its linear layers alone. A reader goes over the names, shapes and types of all tensors and
-says which it takes; what it does not name is plain.
+A dense checkpoint has one tensor for each weight. A quantized one has several (codes, scales, zeros), under names of
+its own, usually for its linear layers alone. A reader selects its tensors by the names, shapes and types of all; the
+others are dense.
 
-Cost: nothing is read but headers. `CheckpointWeight.form` looks at some thousand scales of a tensor of float32;
-`CheckpointWeight.read` reads its tensors and unpacks them, once a call.
+Cost: headers only. `CheckpointWeight.form` reads some thousand scales of a float32 tensor; `CheckpointWeight.read`
+reads and unpacks its tensors at each call.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = [
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of scales
 
-_LOOKED_AT = 4096  # scales
+_NUM_CHECKED = 4096  # scales
 
 
 class TensorHeader(Protocol):
-    """A tensor of a checkpoint: what its header says. `CheckpointTensor` of `quire.model.sources` is one."""
+    """The header of a checkpoint tensor. `CheckpointTensor` of `quire.model.sources` implements it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def stored(self) -> torch.dtype | str: ...
+    def saved_type(self) -> torch.dtype | str: ...
 
 
 Headers = Mapping[str, TensorHeader]
@@ -57,15 +57,15 @@ Headers = Mapping[str, TensorHeader]
 
 @dataclass(frozen=True)
 class CheckpointWeight:
-    """One weight of a checkpoint, in the tensors that hold it.
+    """One quantized weight of a checkpoint, with its tensors.
 
-    name: of the tensor that a plain checkpoint has in their place, as "model.layers.0.mlp.up_proj.weight".
+    name: of the tensor in a dense checkpoint, such as "model.layers.0.mlp.up_proj.weight".
     shape: [N, K] of a linear layer, [E, N, K] of experts.
-    parts: the names of its tensors by what they are to the reader.
-    form: what the weight, or each expert, will be, told by headers. tensor: gives the tensor of a name, to look into.
-    unpack: makes the weight of its tensors by the same keys: one for each expert, where `shape` has three sizes; each
-        of its tensors has the experts first then.
-    transposed: a plain checkpoint has experts as [E, K, N].
+    parts: the names of its tensors by the reader's keys.
+    form: gives the form of the weight, or of each expert, from headers; its argument reads a tensor by name.
+    unpack: makes the weight from its tensors by the same keys: one for each expert if `shape` has three sizes; then
+        the first dimension of each tensor is the expert.
+    transposed: a dense checkpoint has the experts as [E, K, N].
     """
 
     name: str
@@ -76,37 +76,37 @@ class CheckpointWeight:
     transposed: bool = False
 
     def read(self, tensor: Callable[[str], torch.Tensor]) -> Sequence[QuantizedWeight]:
-        """The weight, or its experts. tensor: gives the tensor of a name.
+        """The weight, or its experts. tensor: reads the tensor of a name.
 
         *raises:* LoadError: the tensors do not fit each other.
         """
         return self.unpack({key: tensor(name) for key, name in self.parts.items()})
 
     def read_expert(self, tensor: Callable[[str], torch.Tensor], expert: int) -> QuantizedWeight:
-        """One of the experts alone. *raises:* LoadError: as `read`."""
+        """One expert alone. *raises:* LoadError: as `read`."""
         of_expert = slice(expert, expert + 1)
         (weight,) = self.unpack({key: tensor(name)[of_expert] for key, name in self.parts.items()})
         return weight
 
-    def widened(self, tensor: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The plain tensor in `dtype`, each value rounded once from float32."""
+    def dequantize(self, tensor: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The dense tensor in `dtype`, each value rounded once from float32."""
         if len(self.shape) == 2:
             return self.read(tensor)[0].dequantize().to(dtype)
         experts, outputs, inputs = self.shape
-        plain = torch.empty(
+        dense = torch.empty(
             experts, *((inputs, outputs) if self.transposed else (outputs, inputs)), dtype=dtype
         )
         for expert in range(experts):
             values = self.read_expert(tensor, expert).dequantize()
-            plain[expert] = values.T if self.transposed else values
-        return plain
+            dense[expert] = values.T if self.transposed else values
+        return dense
 
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """What a reader takes of a checkpoint.
+    """The selection of a reader from a checkpoint.
 
-    weights: each once. dropped: tensors that are of no use here, as the scales of activations.
+    weights: each once. dropped: unused tensors, such as the scales of activations.
     """
 
     weights: tuple[CheckpointWeight, ...]
@@ -114,14 +114,14 @@ class CheckpointWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors that are not plain."""
+        """The names of all tensors that are not dense."""
         return self.dropped | {part for weight in self.weights for part in weight.parts.values()}
 
 
 @dataclass(frozen=True)
 class CheckpointModule:
-    """The module of a model that a tensor is of. name: the model's own. classes: the names of its class and of those
-    that it is derived from."""
+    """The module of a model that a tensor belongs to. name: in the model. classes: the names of its class and of its
+    base classes."""
 
     name: str
     classes: tuple[str, ...] = ("Linear",)
@@ -129,11 +129,10 @@ class CheckpointModule:
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """What a reader is given.
+    """The input of a reader.
 
-    config: the quantization_config of its config.json. headers: of all tensors, by name. tensor: gives one; only the
-    few small ones that say shapes are asked for. module_of: the module that has the weights of a name, by its name in
-    the checkpoint.
+    config: the quantization_config of its config.json. headers: of all tensors, by name. tensor: reads one; only for
+    small tensors that give shapes. module_of: the module of a weight, by its name in the checkpoint.
     """
 
     config: Mapping[str, Any]
@@ -146,12 +145,12 @@ Reader = Callable[[CheckpointReader], CheckpointWeights]
 
 
 def prefixes_of(headers: Iterable[str], suffix: str) -> list[str]:
-    """Names of modules (with the last dot) that have a tensor called `suffix`."""
+    """Names of modules (with the last dot) that have a tensor named `suffix`."""
     return sorted(name.removesuffix(suffix) for name in headers if name.endswith("." + suffix))
 
 
 def require_parts(name: str, parts: Iterable[str], headers: Headers) -> None:
-    """*raises:* LoadError: one of the tensors that make the weight `name` is not in the checkpoint."""
+    """*raises:* LoadError: the checkpoint lacks one of the tensors of the weight `name`."""
     if missing := [part for part in parts if part not in headers]:
         raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {missing[0]}")
 
@@ -159,7 +158,7 @@ def require_parts(name: str, parts: Iterable[str], headers: Headers) -> None:
 def matrix(name: str, part: str, headers: Headers, *types: torch.dtype) -> tuple[int, int]:
     """The two sizes of the tensor `part` of the weight `name`.
 
-    *raises:* LoadError: it has another number of them, none of `types`, or no values.
+    *raises:* LoadError: it has another number of sizes, another type than `types`, or no values.
     """
     require_type(name, part, headers, *types)
     shape = tuple(headers[part].shape)
@@ -169,22 +168,22 @@ def matrix(name: str, part: str, headers: Headers, *types: torch.dtype) -> tuple
 
 
 def require_type(name: str, part: str, headers: Headers, *types: torch.dtype) -> None:
-    """*raises:* LoadError: the tensor `part` of the weight `name` is of none of these."""
-    if headers[part].stored not in types:
-        expected = " or ".join(str(one).removeprefix("torch.") for one in types)
-        raise mismatch(name, f"{part} of", expected, str(headers[part].stored).removeprefix("torch."))
+    """*raises:* LoadError: the tensor `part` of the weight `name` has another type."""
+    if headers[part].saved_type not in types:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
+        raise mismatch(name, f"{part} of", expected, str(headers[part].saved_type).removeprefix("torch."))
 
 
 def scales_form(name: str, headers: Headers, tensor: Callable[[str], torch.Tensor]) -> FactorForm:
-    """How the scales of the tensor `name` will be held. Bytes are exponents. Whether two bytes hold numbers of float32
-    the first ones tell."""
-    stored = headers[name].stored
-    if stored == torch.uint8:
+    """The packed form of the scales in the tensor `name`. Bytes are exponents. The first scales decide whether two
+    bytes suffice for float32."""
+    saved = headers[name].saved_type
+    if saved == torch.uint8:
         return FactorForm(torch.bfloat16)
-    if stored == torch.float32:
-        return FactorForm(packed_dtype(tensor(name).flatten()[:_LOOKED_AT]))
-    return FactorForm(stored if isinstance(stored, torch.dtype) else torch.float32)
+    if saved == torch.float32:
+        return FactorForm(packed_dtype(tensor(name).flatten()[:_NUM_CHECKED]))
+    return FactorForm(saved if isinstance(saved, torch.dtype) else torch.float32)
 
 
-def mismatch(name: str, what: str, expected: object, got: object) -> LoadError:
-    return LoadError(f"cannot read the weight {name}: expected {what} {expected}, got {got}")
+def mismatch(name: str, subject: str, expected: object, got: object) -> LoadError:
+    return LoadError(f"cannot read the weight {name}: expected {subject} {expected}, got {got}")

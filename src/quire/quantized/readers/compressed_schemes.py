@@ -1,9 +1,8 @@
-"""compressed-tensors' schemes: what a quantization_config says of each module, and whether its tensors bear it out.
+"""compressed-tensors' schemes: a quantization_config's settings for each module, compared with its tensors.
 
-A scheme is a module's by the target that fits it: its name, else a pattern ("re:..."), else the name of its class or of
-one that this is derived from; of several patterns, or classes, the first by their text, as in compressed-tensors. A
-weight in codes that `ignore` names or no target fits is refused, and so is one whose tensors are not what its scheme
-says.
+A module's scheme is that of the target that fits it: its name, else a pattern ("re:..."), else the name of its class or
+of a base class; of several patterns, or classes, the first in alphabetical order, as in compressed-tensors. A quantized
+weight that `ignore` names or no target fits is refused, and so is one whose tensors differ from its scheme.
 
 Refused by name: NVFP4, 2:4 sparsity, and transforms, which would need rotations of activations.
 """
@@ -25,8 +24,8 @@ from quire.quantized.readers.quantization_config import (
     flag,
     names,
     read_settings,
-    refused,
-    whole,
+    refusal,
+    whole_number,
     word,
 )
 
@@ -59,25 +58,25 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _weights(field: str, value: Any) -> dict[str, Any]:
-    return read_settings(value, OF_WEIGHTS, WEIGHTS_CHANGE_NOTHING, field)
+    return read_settings(value, WEIGHTS_READS, WEIGHTS_CHANGE_NOTHING, field)
 
 
 def _group(field: str, value: Any) -> dict[str, Any]:
-    """A scheme, written out or as a preset's name with its targets."""
+    """A scheme, written in full or as a preset's name with its targets."""
     if not isinstance(value, (list, tuple)):
-        return read_settings(value, OF_GROUPS, GROUPS_CHANGE_NOTHING, field)
+        return read_settings(value, GROUPS_READS, GROUPS_CHANGE_NOTHING, field)
     preset = field.rpartition(".")[2].upper()
     weights = _PRESETS.get(preset)
-    if weights is None and (of_integers := _PRESET_OF_INTEGERS.fullmatch(preset)):
-        weights = {"num_bits": int(of_integers[1]), "type": "int", "symmetric": not of_integers[2]}
+    if weights is None and (integer_preset := _PRESET_OF_INTEGERS.fullmatch(preset)):
+        weights = {"num_bits": int(integer_preset[1]), "type": "int", "symmetric": not integer_preset[2]}
     if weights is None:
-        raise refused(field, "a scheme, or the name of a preset that is read", preset, _INSTEAD)
+        raise refusal(field, "a scheme, or the name of a preset that is read", preset, _INSTEAD)
     return {"targets": names(field, value), "weights": weights or None}
 
 
 def _groups(field: str, value: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(value, Mapping):
-        raise refused(field, "an object of schemes", value)
+        raise refusal(field, "an object of schemes", value)
     return {name: _group(f"{field}.{name}", group) for name, group in value.items()}
 
 
@@ -96,27 +95,27 @@ def _sparsity(field: str, value: Any) -> None:
 def _transforms(field: str, value: Any) -> None:
     def none(group: str, transforms: Any) -> None:
         if transforms:
-            raise refused(group, "no transforms of activations", transforms, _INSTEAD)
+            raise refusal(group, "no transforms of activations", transforms, _INSTEAD)
 
     read_settings(value, {"config_groups": none}, (), field)
 
 
 _FORMAT = word(*_FORMATS, instead=_INSTEAD)
-# How scales were found, and the types of tensors, which say theirs.
+# The method that found the scales, and the types of tensors, which the headers give.
 WEIGHTS_CHANGE_NOTHING = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-OF_WEIGHTS: dict[str, Check] = {
-    "num_bits": whole(2, 3, 4, 5, 6, 7, 8),
+WEIGHTS_READS: dict[str, Check] = {
+    "num_bits": whole_number(2, 3, 4, 5, 6, 7, 8),
     "type": word("int", "float"),
     "symmetric": flag(),
     "strategy": word("tensor", "channel", "group", "block"),
-    "group_size": whole(-1, at_least=1),
+    "group_size": whole_number(-1, at_least=1),
     "block_structure": block,
     "dynamic": flag(False),
     "actorder": _actorder,
 }
 GROUPS_CHANGE_NOTHING = ("input_activations", "output_activations")  # not quantized here
-OF_GROUPS: dict[str, Check] = {"targets": names, "weights": _weights, "format": _FORMAT}
-# Keys and values have the engine's formats. The tensors say whether codes are there (quantization_status).
+GROUPS_READS: dict[str, Check] = {"targets": names, "weights": _weights, "format": _FORMAT}
+# Keys and values have the engine's formats. The tensors show whether there are codes (quantization_status).
 CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | {
     "quantization_status", "kv_cache_scheme", "global_compression_ratio", "version",
 }  # fmt: skip
@@ -132,9 +131,9 @@ READS: dict[str, Check] = {
 def scheme_of(
     config: Mapping[str, Any], module: str, module_of: Callable[[str], CheckpointModule]
 ) -> Mapping[str, Any]:
-    """How the weights of the module are quantized. A target of two schemes is the later one's.
+    """The quantization settings of the module's weights. A target of two schemes belongs to the later one.
 
-    *raises:* LoadError: no scheme fits, or the module is one of those that have none.
+    *raises:* LoadError: no scheme fits, or the module is ignored or has a scheme without weights.
     """
     field = f"cannot read the weight {module}.weight: expected"
     of_model = module_of(module)
@@ -146,7 +145,7 @@ def scheme_of(
     }
     for ignored in config.get("ignore", []):
         if ignored in of_model.classes or _is_name(ignored, known_as):
-            raise LoadError(f"{field} none in codes, which quantization_config.ignore names by {ignored!r}")
+            raise LoadError(f"{field} no codes, since quantization_config.ignore names it by {ignored!r}")
     targets = sorted(by_target, key=lambda target: ("re:" in target, target))
     fits = [target for target in targets if _is_name(target, known_as)]
     fits += [target for target in targets if target in of_model.classes]
@@ -154,7 +153,7 @@ def scheme_of(
         raise LoadError(f"{field} a scheme of config_groups that fits the module, got targets {targets}")
     if (weights := by_target[fits[0]].get("weights")) is None:
         raise LoadError(
-            f"{field} a scheme with weights in quantization_config.config_groups for a module in codes, "
+            f"{field} a scheme with weights in quantization_config.config_groups for a quantized module, "
             f"got none by the target {fits[0]!r}"
         )
     return weights
@@ -167,10 +166,10 @@ def _is_name(target: str, known_as: tuple[str, ...]) -> bool:
 
 
 def require_type_of_codes(name: str, scheme: Mapping[str, Any], kind: str, bits: int | None) -> None:
-    """*raises:* LoadError: the scheme says others than the tensors hold. bits: None: any."""
-    for key, stored in (("type", kind), ("num_bits", bits)):
-        if stored is not None and scheme.get(key, stored) != stored:
-            raise contradiction(name, f"config_groups: {key}", scheme[key], f"codes of {stored}")
+    """*raises:* LoadError: the scheme and the tensors differ in their codes. bits: None: any."""
+    for key, saved in (("type", kind), ("num_bits", bits)):
+        if saved is not None and scheme.get(key, saved) != saved:
+            raise contradiction(name, f"config_groups: {key}", scheme[key], f"codes of {saved}")
 
 
 def require_floats(name: str, scheme: Mapping[str, Any], bits: int, parts: Mapping[str, str]) -> None:
@@ -190,11 +189,11 @@ def require_groups(
     of_scales: tuple[int, ...],
     parts: Mapping[str, str],
     *,
-    even: bool = False,
+    has_even_groups: bool = False,
 ) -> None:
-    """even: all groups are of one size.
+    """even: all groups must have one size.
 
-    *raises:* LoadError: scales of another shape than `strategy`, `group_size` and `block_structure` say.
+    *raises:* LoadError: the scales' shape differs from `strategy`, `group_size` and `block_structure`.
     """
     outputs, inputs = shape
     size, of_block, strategy = (
@@ -208,7 +207,7 @@ def require_groups(
         expected["block_structure"] = (blocks_of(shape, of_block),)
     if size > 0:
         expected["group_size"] = ((outputs, -(-inputs // size)), *(per_output if size >= inputs else ()))
-        if even and size < inputs and inputs % size:
+        if has_even_groups and size < inputs and inputs % size:
             raise contradiction(
                 name, "config_groups: group_size", size, f"{inputs} inputs in groups of one size"
             )
@@ -218,12 +217,12 @@ def require_groups(
         expected["strategy"] = (*per_output, *(((1,), (1, 1), ()) if outputs == 1 else ()))
     for field, shapes in expected.items():
         if tuple(of_scales) not in shapes:
-            said = list(scheme[field]) if field == "block_structure" else scheme[field]
-            stored = f"scales of {list(of_scales)}, where it makes {list(shapes[0])}"
-            raise contradiction(name, f"config_groups: {field}", said, stored)
+            setting = list(scheme[field]) if field == "block_structure" else scheme[field]
+            saved = f"scales of {list(of_scales)}, while the config gives {list(shapes[0])}"
+            raise contradiction(name, f"config_groups: {field}", setting, saved)
     field = {"group": "group_size", "block": "block_structure"}.get(strategy or "")
     if field is not None and field not in expected:
-        raise contradiction(name, "config_groups: strategy", strategy, f"no {field} beside it")
+        raise contradiction(name, "config_groups: strategy", strategy, f"no {field} with it")
     is_ordered = scheme.get("actorder") in ("group", "dynamic") and of_scales[1:] not in ((), (1,))
     if is_ordered and "weight_g_idx" not in parts:
         raise contradiction(name, "config_groups: actorder", scheme["actorder"], "no weight_g_idx")

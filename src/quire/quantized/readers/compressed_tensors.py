@@ -2,13 +2,13 @@
 
     pack-quantized         weight_packed int32 [N, K * bits / 32], weight_scale [N, groups], weight_shape; asymmetric:
                            weight_zero_point int32 [N * bits / 32, groups]; by activation order: weight_g_idx [K]
-    int-quantized, naive   weight int8 [N, K], weight_scale, and weight_zero_point int8 where it is asymmetric
+    int-quantized, naive   weight int8 [N, K], weight_scale, and weight_zero_point int8 if asymmetric
     float-, mxfp8-quantized weight float8 [N, K], weight_scale for a block, a group, an output or all
     mxfp4-pack-quantized   weight_packed uint8 [N, K / 2], weight_scale uint8 [N, K / 32]
 
-Stored integers are signed; packed ones have 2**(bits - 1) added, and so has a code. A value is (code - zero) * scale.
-Schemes that quantize activations too (W8A8, FP8) are read as weights alone: activations stay as they are.
-Which scheme is whose: `compressed_schemes`.
+Saved integers are signed; packed ones have 2**(bits - 1) added, and so has a code. A value is (code - zero) * scale.
+Of schemes that quantize activations too (W8A8, FP8) only the weights are used; activations are not quantized.
+The scheme of each module: `compressed_schemes`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _DROPPED = (
 
 
 def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in a checkpoint of compressed-tensors.
+    """The quantized weights of a compressed-tensors checkpoint.
 
-    *raises:* LoadError: a format, a scheme or a field that is not read, or shapes that do not fit each other.
+    *raises:* LoadError: an unsupported format, scheme or field, or shapes that do not fit each other.
     """
     config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
     weights = []
@@ -77,9 +77,9 @@ def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
         if key not in parts:
             raise LoadError(f"cannot read the weight {name}: the checkpoint has {prefix}weight_scale alone")
         scheme = scheme_of(config, prefix.removesuffix("."), checkpoint.module_of)
-        stored = headers[parts[key]].stored
+        saved = headers[parts[key]].saved_type
         form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
-        if stored == torch.int32 and key == "weight_packed":
+        if saved == torch.int32 and key == "weight_packed":
             shape, bits = _packed_shape(name, prefix, scheme, checkpoint)
             group_size = _check_integers(name, scheme, shape, parts, headers)
             form = partial(
@@ -88,7 +88,7 @@ def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
             unpack_it = partial(
                 _unpack_packed, name=name, shape=shape, bits=bits, scheme=scheme, group_size=group_size
             )
-        elif stored == torch.int8:
+        elif saved == torch.int8:
             shape = matrix(name, parts[key], headers, torch.int8)
             require_type_of_codes(name, scheme, "int", None)
             group_size = _check_integers(name, scheme, shape, parts, headers)
@@ -96,26 +96,28 @@ def compressed_tensors(checkpoint: CheckpointReader) -> CheckpointWeights:
                 _form_of_integers, bits=8, shape=shape, group_size=group_size, parts=parts, headers=headers
             )
             unpack_it = partial(_unpack_int8, name=name, scheme=scheme, group_size=group_size)
-        elif stored in FLOATS_OF_8:
+        elif saved in FLOATS_OF_8:
             shape = matrix(name, parts[key], headers, *FLOATS_OF_8)
             require_floats(name, scheme, 8, parts)
             _require_scales_of_floats(name, parts["weight_scale"], shape, headers)
-            require_groups(name, scheme, shape, headers[parts["weight_scale"]].shape, parts, even=True)
+            require_groups(
+                name, scheme, shape, headers[parts["weight_scale"]].shape, parts, has_even_groups=True
+            )
             of_block = scheme.get("block_structure")
             form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=of_block, headers=headers)
             unpack_it = partial(_unpack_floats, name=name, block=of_block)
-        elif stored == torch.uint8 and headers[parts["weight_scale"]].stored == torch.uint8:
+        elif saved == torch.uint8 and headers[parts["weight_scale"]].saved_type == torch.uint8:
             rows, columns = matrix(name, parts[key], headers, torch.uint8)
             shape = (rows, columns * 2)
             require_floats(name, scheme, 4, parts)
             of_scales = tuple(headers[parts["weight_scale"]].shape)
             if of_scales != (rows, columns // 16) or columns % 16:
                 raise mismatch(name, "weight_scale of", [rows, columns // 16], list(of_scales))
-            require_groups(name, scheme, shape, of_scales, parts, even=True)
+            require_groups(name, scheme, shape, of_scales, parts, has_even_groups=True)
             form = _form_of_mxfp4
             unpack_it = partial(_unpack_mxfp4)
         else:
-            raise mismatch(name, "its codes as int32, int8, float8 or (MXFP4) uint8", "", stored)
+            raise mismatch(name, "its codes as int32, int8, float8 or (MXFP4) uint8", "", saved)
         weights.append(CheckpointWeight(name, shape, parts, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _DROPPED}
     return CheckpointWeights(tuple(weights), frozenset(dropped))
@@ -138,8 +140,8 @@ def _packed_shape(
     if not 2 <= bits <= 8 or words != -(-inputs * bits // 32):
         expected = [rows, -(-inputs * bits // 32)]
         if "num_bits" in scheme:
-            stored = f"words of {[rows, words]}, where it makes {expected}"
-            raise contradiction(name, "config_groups: num_bits", bits, stored)
+            saved = f"words of {[rows, words]}, while the config gives {expected}"
+            raise contradiction(name, "config_groups: num_bits", bits, saved)
         raise mismatch(name, f"words of {bits} bits a code", expected, [rows, words])
     return (rows, inputs), bits
 
@@ -147,9 +149,9 @@ def _packed_shape(
 def _check_integers(
     name: str, scheme: Mapping[str, Any], shape: tuple[int, int], parts: Mapping[str, str], headers: Headers
 ) -> int | None:
-    """The inputs of a group, where the scheme says them.
+    """The inputs of a group, if the scheme has them.
 
-    *raises:* LoadError: scales and zeros of other types and shapes than the scheme has them.
+    *raises:* LoadError: scales or zeros whose types or shapes differ from the scheme.
     """
     require_type(name, parts["weight_scale"], headers, *FLOATS)
     of_scales = tuple(headers[parts["weight_scale"]].shape)
@@ -168,10 +170,12 @@ def _check_integers(
 
 
 def _require_scales_of_floats(name: str, scale: str, shape: tuple[int, int], headers: Headers) -> None:
-    """Bytes are exponents, which MXFP8 has."""
+    """Accept floats, and bytes as exponents (MXFP8)."""
     require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
     expected = (shape[0], shape[1] // 32)
-    if headers[scale].stored == torch.uint8 and (tuple(headers[scale].shape) != expected or shape[1] % 32):
+    if headers[scale].saved_type == torch.uint8 and (
+        tuple(headers[scale].shape) != expected or shape[1] % 32
+    ):
         raise mismatch(name, "exponents of", list(expected), list(headers[scale].shape))
 
 
@@ -219,14 +223,14 @@ def _unpack_packed(
     codes = unpack(parts["weight_packed"], bits, inputs)
     scales = _scales_of(parts, outputs)
     zeros: torch.Tensor | float = float(1 << bits - 1)
-    if (stored := parts.get("weight_zero_point")) is not None:
-        if stored.dtype == torch.int32:
+    if (saved := parts.get("weight_zero_point")) is not None:
+        if saved.dtype == torch.int32:
             words = -(-outputs * bits // 32)
-            if stored.shape != (words, scales.shape[1]):
-                raise mismatch(name, "zero points", [words, scales.shape[1]], list(stored.shape))
-            zeros = unpack(stored.T, bits, outputs).T.contiguous()
+            if saved.shape != (words, scales.shape[1]):
+                raise mismatch(name, "zero points", [words, scales.shape[1]], list(saved.shape))
+            zeros = unpack(saved.T, bits, outputs).T.contiguous()
         else:
-            zeros = _zeros_of(name, stored, scales, 1 << bits - 1)
+            zeros = _zeros_of(name, saved, scales, 1 << bits - 1)
         _check_zeros(name, zeros, bits, scheme)
     return [_integers(name, codes, bits, scales, zeros, parts.get("weight_g_idx"), group_size)]
 
@@ -237,24 +241,24 @@ def _unpack_int8(
     codes = parts["weight"].view(torch.uint8) ^ 128
     scales = _scales_of(parts, codes.shape[0])
     zeros: torch.Tensor | float = 128.0
-    if (stored := parts.get("weight_zero_point")) is not None:
-        zeros = _zeros_of(name, stored, scales, 128)
+    if (saved := parts.get("weight_zero_point")) is not None:
+        zeros = _zeros_of(name, saved, scales, 128)
         _check_zeros(name, zeros, 8, scheme)
     return [_integers(name, codes, 8, scales, zeros, parts.get("weight_g_idx"), group_size)]
 
 
 def _scales_of(parts: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
-    """[N, groups]; one for all outputs becomes one for each."""
+    """[N, groups]; one scale for all outputs is repeated for each."""
     scales = parts["weight_scale"]
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     return scales.expand(outputs, -1).contiguous()
 
 
-def _zeros_of(name: str, stored: torch.Tensor, scales: torch.Tensor, middle: int) -> torch.Tensor:
-    """Signed zero points, which are not packed -> zeros of codes."""
-    zeros = stored.reshape(-1, 1) if stored.dim() < 2 else stored
+def _zeros_of(name: str, saved: torch.Tensor, scales: torch.Tensor, middle: int) -> torch.Tensor:
+    """Signed zero points that are not packed -> zeros of codes."""
+    zeros = saved.reshape(-1, 1) if saved.dim() < 2 else saved
     if zeros.dim() != 2 or zeros.shape not in (scales.shape, (1, scales.shape[1])):
-        raise mismatch(name, "zeros", list(scales.shape), list(stored.shape))
+        raise mismatch(name, "zeros", list(scales.shape), list(saved.shape))
     zeros = zeros.to(torch.int64) + middle
     if int(zeros.min()) < 0 or int(zeros.max()) >= 2 * middle:
         raise mismatch(name, "zero points from", [-middle, middle - 1], int(zeros.max()) - middle)
@@ -277,7 +281,7 @@ def _integers(
 ) -> QuantizedWeight:
     inputs, groups = codes.shape[1], scales.shape[1]
     order = None
-    # -1: the order was not changed.
+    # -1: the order is unchanged.
     if group_of is not None and not (group_of.shape == (inputs,) and bool((group_of == -1).all())):
         sizes, order = groups_by_index(name, group_of, inputs, groups)
         codes = codes if order is None else codes[:, order]

@@ -1,8 +1,8 @@
 """Weights of 8-bit floats: one scale for a block of 128 x 128 values, for a group, for an output, or for all.
 
     weight              [N, K] float8_e4m3fn or float8_e5m2
-    weight_scale_inv    [N / 128, K / 128], rounded up: DeepSeek's and Qwen's checkpoints, in spite of its name a factor
-    weight_scale        [N, groups], [N, 1], [N], [1] or one number: FBGEMM's, Mistral's, compressed-tensors'; of uint8
+    weight_scale_inv    [N / 128, K / 128], rounded up: in DeepSeek's and Qwen's checkpoints, a factor despite its name
+    weight_scale        [N, groups], [N, 1], [N], [1] or one number: FBGEMM's, Mistral's, compressed-tensors'; as uint8
                         it is an exponent plus 127 (MXFP8)
 
 A value is weight * scale. A code is the byte, its table the 256 floats. Scales of activations are dropped: activations
@@ -67,35 +67,35 @@ READS: dict[str, Check] = {
     "scale_fmt": word("float", "ue8m0"),
     "expert_dtype": word("fp8"),
 }
-_DEFAULT_BLOCK = (128, 128)  # transformers', of quant_method "fp8"
+_DEFAULT_BLOCK = (128, 128)  # transformers' default for quant_method "fp8"
 
 
 def fp8(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in a checkpoint of 8-bit floats.
+    """The quantized weights of a checkpoint in 8-bit floats.
 
-    *raises:* LoadError: a weight without scales, scales of another shape, or a field that is not understood.
+    *raises:* LoadError: a weight without scales, scales of another shape, or an unknown field.
     """
     config, headers = read_settings(checkpoint.config, READS, CHANGES_NOTHING), checkpoint.headers
-    said: tuple[int, int] | None = config.get("weight_block_size")
+    block_size: tuple[int, int] | None = config.get("weight_block_size")
     has_default = "weight_block_size" not in checkpoint.config
     has_default = has_default and checkpoint.config.get("quant_method") == "fp8"
-    block = _DEFAULT_BLOCK if has_default else said
+    block = _DEFAULT_BLOCK if has_default else block_size
     weights = []
     for prefix in prefixes_of(headers, "weight"):
         name = prefix + "weight"
-        if headers[name].stored not in FLOATS_OF_8:
+        if headers[name].saved_type not in FLOATS_OF_8:
             continue
         scale = next((name + end for end in ("_scale_inv", "_scale") if name + end in headers), None)
         if scale is None:
             raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {name}_scale_inv")
         shape = matrix(name, name, headers, *FLOATS_OF_8)
         require_type(name, scale, headers, *FLOATS, torch.float8_e8m0fnu)
-        if (kind := kind_of(headers[name].stored)) != config.get("fmt", kind):
+        if (kind := kind_of(headers[name].saved_type)) != config.get("fmt", kind):
             raise contradiction(name, "fmt", config["fmt"], kind)
         of_scale = tuple(headers[scale].shape)
-        if said is not None and of_scale != blocks_of(shape, said):
-            stored = f"scales of {list(of_scale)}, where it makes {list(blocks_of(shape, said))}"
-            raise contradiction(name, "weight_block_size", list(said), stored)
+        if block_size is not None and of_scale != blocks_of(shape, block_size):
+            saved = f"scales of {list(of_scale)}, while the config gives {list(blocks_of(shape, block_size))}"
+            raise contradiction(name, "weight_block_size", list(block_size), saved)
         form = partial(fp8_form, name=name, scale=scale, block=block, headers=headers)
         unpack_it = partial(_unpack, name=name, block=block)
         weights.append(CheckpointWeight(name, shape, {"weight": name, "scale": scale}, form, unpack_it))
@@ -104,7 +104,7 @@ def fp8(checkpoint: CheckpointReader) -> CheckpointWeights:
 
 
 def blocks_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a weight has, each way."""
+    """The number of blocks of a weight in each dimension."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
@@ -122,27 +122,27 @@ def fp8_form(
     block: tuple[int, int] | None,
     headers: Headers,
 ) -> CodeForm:
-    """Of the weight of the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
-    shape, stored = headers[name].shape, headers[name].stored
+    """The form of the weight in the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
+    shape, saved = headers[name].shape, headers[name].saved_type
     sizes, kind, _ = _scale_groups(name, (shape[0], shape[1]), tuple(headers[scale].shape), block)
     group, _ = even_groups(sizes)
     return CodeForm(
-        f"fp8 {kind_of(stored)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
+        f"fp8 {kind_of(saved)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
     )
 
 
-def kind_of(stored: object) -> str:
-    """The name of a type of 8-bit floats, as "e4m3"."""
-    return str(stored).rpartition("_")[2].removesuffix("fn")
+def kind_of(saved: object) -> str:
+    """The name of a type of 8-bit floats, such as "e4m3"."""
+    return str(saved).rpartition("_")[2].removesuffix("fn")
 
 
 def _scale_groups(
     name: str, shape: tuple[int, int], scale: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[list[int], str, int]:
-    """The inputs of each group of a weight [N, K] whose scales are of shape `scale`, what its label says of them, and
-    the outputs of each row of scales (0: all have one).
+    """The inputs of each group of a weight [N, K] whose scales have the shape `scale`, its part of the label, and the
+    number of outputs of each row of scales (0: all outputs share one).
 
-    *raises:* LoadError: `scale` is of no known shape.
+    *raises:* LoadError: `scale` has no known shape.
     """
     outputs, inputs = shape
     if block is not None and tuple(scale) == blocks_of((outputs, inputs), block):
@@ -160,9 +160,9 @@ def _scale_groups(
 def unpack_fp8(
     name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> QuantizedWeight:
-    """The weight of [N, K] 8-bit floats. block: outputs and inputs that share a scale, where `scale` has blocks.
+    """The weight from [N, K] 8-bit floats. block: outputs and inputs that share a scale, if `scale` has blocks.
 
-    *raises:* LoadError: `scale` is of no known shape.
+    *raises:* LoadError: `scale` has no known shape.
     """
     outputs = weight.shape[0]
     sizes, kind, of_row = _scale_groups(name, (weight.shape[0], weight.shape[1]), tuple(scale.shape), block)

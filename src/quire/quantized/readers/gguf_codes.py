@@ -1,13 +1,13 @@
 """Blocks of GGUF files as codes: 13 of their types, each by its layout of bits alone.
 
-A row is blocks of 32 or 256 values, each with its scales and its packed codes (ggml-quants.h of llama.cpp). F16, BF16
-and F32 are plain and never come here. The other types (IQ1 to IQ3, TQ, NVFP4) are not read as codes: `widen` of
-`quire.model.sources` makes floats of them.
+A row consists of blocks of 32 or 256 values, each with its scales and its packed codes (ggml-quants.h of llama.cpp).
+F16, BF16 and F32 are dense and not read here. The other types (IQ1 to IQ3, TQ, NVFP4) are not read as codes:
+`to_float32` of `quire.model.sources` converts them to floats.
 
 Invariant
     R1  `read_gguf(...).dequantize()` has the bits of `gguf.dequantize`, for every pattern of bytes.
 
-Cost: a byte for each value, and about as much again while it is made.
+Cost: a byte for each value, and about as much again temporarily.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NIBBLES, _QUARTERS, _BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
 
 
 def read_gguf(kind: str, data: torch.Tensor) -> QuantizedWeight:
-    """The weight whose rows are `data`, of the type that GGUF calls `kind`.
+    """The weight whose rows are `data`, of GGUF's type `kind`.
 
-    data: [N, bytes of a row] uint8, as the file has them.
+    data: [N, bytes of a row] uint8, from the file.
 
-    *raises:* LoadError: a type that is not in `GGUF_TYPES`, or rows that are no whole blocks.
+    *raises:* LoadError: a type that is not in `GGUF_TYPES`, or rows that are not whole blocks.
     """
     if (layout := GGUF_TYPES.get(kind)) is None:
         raise LoadError(f"expected a GGUF type of {', '.join(GGUF_TYPES)}, got {kind}")
@@ -46,7 +46,7 @@ def read_gguf(kind: str, data: torch.Tensor) -> QuantizedWeight:
 
 
 def gguf_form(kind: str, num_inputs: int) -> CodeForm:
-    """Of a weight of so many inputs of the type `kind`. *raises:* as `read_gguf`."""
+    """The form of a weight with so many inputs, of the type `kind`. *raises:* as `read_gguf`."""
     layout = GGUF_TYPES.get(kind)
     row = 0 if layout is None else num_inputs // layout.num_values * layout.num_bytes
     return form_of(read_gguf(kind, torch.zeros(1, row, dtype=torch.uint8)))
@@ -54,7 +54,7 @@ def gguf_form(kind: str, num_inputs: int) -> CodeForm:
 
 @dataclass(frozen=True)
 class _BlockLayout:
-    """A block: its values, its bytes, and what makes a weight of [N, blocks, num_bytes]."""
+    """A type of block: its values, its bytes, and the function that makes a weight of [N, blocks, num_bytes]."""
 
     num_values: int
     num_bytes: int
@@ -108,16 +108,16 @@ def _q3_k(kind: str, blocks: torch.Tensor) -> QuantizedWeight:
 def _q4_k(kind: str, blocks: torch.Tensor) -> QuantizedWeight:
     d, m, scales, packed = _split(blocks, 2, 2, 12, 128)
     codes = _planes(packed.unflatten(-1, (4, 32)), _NIBBLES, 15)
-    fine, least = _six_bits(scales)
-    return _weight(kind, 4, 32, codes, _factor(fine, _halves(d)), minimums=_factor(least, _halves(m)))
+    fine, minimums = _six_bits(scales)
+    return _weight(kind, 4, 32, codes, _factor(fine, _halves(d)), minimums=_factor(minimums, _halves(m)))
 
 
 def _q5_k(kind: str, blocks: torch.Tensor) -> QuantizedWeight:
     d, m, scales, high, packed = _split(blocks, 2, 2, 12, 32, 128)
     low = _planes(packed.unflatten(-1, (4, 32)), _NIBBLES, 15)
     codes = low.flatten(2) | _planes(high, _BITS, 1).flatten(2) << 4
-    fine, least = _six_bits(scales)
-    return _weight(kind, 5, 32, codes, _factor(fine, _halves(d)), minimums=_factor(least, _halves(m)))
+    fine, minimums = _six_bits(scales)
+    return _weight(kind, 5, 32, codes, _factor(fine, _halves(d)), minimums=_factor(minimums, _halves(m)))
 
 
 def _q6_k(kind: str, blocks: torch.Tensor) -> QuantizedWeight:
@@ -205,7 +205,7 @@ def _fields(packed: torch.Tensor, shifts: tuple[int, ...], mask: int) -> torch.T
     """[..., n] -> [..., n * shifts]: all fields of one byte, then the next."""
     every_byte = torch.arange(256, dtype=torch.uint8).unsqueeze(-1)
     fields = every_byte >> torch.tensor(shifts, dtype=torch.uint8) & mask
-    # One word for all fields of a byte: a table of words is looked up faster than one of rows.
+    # One word for all fields of a byte: a look-up of words is faster than one of rows.
     words = fields.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[len(shifts)]).squeeze(-1)
     return words[packed.int()].view(torch.uint8)
 
@@ -218,10 +218,10 @@ def _five_bits(high: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minimums of the 8 groups of a block of Q4_K and Q5_K: [N, blocks, 12] -> two of [N, blocks, 8].
 
-    The first four of each are the low 6 bits of bytes 0 to 3 and 4 to 7; of the others these hold the 2 high bits, and
-    bytes 8 to 11 the 4 low ones.
+    The first four of each are the low 6 bits of bytes 0 to 3 and 4 to 7. The others have their 2 high bits there, and
+    their 4 low bits in bytes 8 to 11.
     """
     first, second, rest = _split(packed, 4, 4, 4)
     fine = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=-1)
-    least = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1)
-    return fine, least
+    minimums = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1)
+    return fine, minimums

@@ -3,14 +3,14 @@
     qweight   [K * bits / 32, N] int32, packed along the inputs
     qzeros    [groups, N * bits / 32] int32, packed along the outputs
     scales    [groups, N]
-    g_idx     [K], the group of each input; not the order of the inputs where `desc_act` sorted them. May be absent
+    g_idx     [K], the group of each input; not their order if `desc_act` sorted the inputs. May be absent
 
-A value is (code - zero) * scale. `checkpoint_format` says how zeros are stored: "gptq" (v1) less one, "gptq_v2" as they
-are. GPTQModel 5 and later has written v2 zeros under "gptq". A symmetric weight tells for itself, since its zeros are
-all 2**(bits - 1): what is stored decides there, and the label only for others.
+A value is (code - zero) * scale. `checkpoint_format` gives the form of saved zeros: "gptq" (v1) minus one, "gptq_v2"
+unchanged. GPTQModel 5 and later wrote v2 zeros under "gptq". All zeros of a symmetric weight are 2**(bits - 1), so the
+saved zeros themselves decide there, and the label only for asymmetric ones.
 
-The config's bits and groups, those of single modules included (`dynamic`, AutoRound's `extra_config`), must be those of
-the shapes. `desc_act` and `sym` say what g_idx and the zeros say themselves.
+The config's bits and groups, with those of single modules (`dynamic`, AutoRound's `extra_config`), must match the
+shapes. `desc_act` and `sym` repeat what g_idx and the zeros show.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from quire.quantized.readers.quantization_config import (
     contradiction,
     flag,
     read_settings,
-    refused,
-    renamed,
+    refusal,
+    rename_fields,
     settings_by_pattern,
-    whole,
+    whole_number,
     word,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
@@ -57,18 +57,18 @@ __all__ = ["CHANGES_NOTHING", "READS", "gptq"]
 _BITS = (2, 3, 4, 8)
 _INDEX = (torch.int32, torch.int64)
 _INSTEAD = "take the checkpoint in gptq or gptq_v2, or in 16 bits"
-_BITS_OF_ANY = whole(*_BITS, 16, 32)  # a module in 16 or 32 bits has no codes
+_BITS_OF_ANY = whole_number(*_BITS, 16, 32)  # a module in 16 or 32 bits has no codes
 
 CHANGES_NOTHING = TOOLS_CHANGE_NOTHING | AUTO_ROUND_CHANGES_NOTHING
 _OF_MODULES: dict[str, Check] = {
     "bits": _BITS_OF_ANY,
-    "group_size": whole(-1, at_least=1),
+    "group_size": whole_number(-1, at_least=1),
     "sym": flag(),
     "desc_act": flag(),
 }
 READS: dict[str, Check] = {
     **_OF_MODULES,
-    "bits": whole(*_BITS),
+    "bits": whole_number(*_BITS),
     "checkpoint_format": word("gptq", "gptq_v2", instead=_INSTEAD),
     "format": word("gptq", "gptq_v2", instead=_INSTEAD),
     "method": word("gptq"),
@@ -82,15 +82,15 @@ _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def gptq(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in a GPTQ checkpoint.
+    """The quantized weights of a GPTQ checkpoint.
 
-    *raises:* LoadError: another layout, a field that is not understood, or shapes that do not fit each other.
+    *raises:* LoadError: another layout, an unknown field, or shapes that do not fit each other.
     """
-    config = read_settings(renamed(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
+    config = read_settings(rename_fields(checkpoint.config, _SYNONYMS), READS, CHANGES_NOTHING)
     headers = checkpoint.headers
-    stored_as = config.get("checkpoint_format", config.get("format", "gptq"))
-    if config.get("format", stored_as) != stored_as:
-        raise refused("quantization_config.format", f"{stored_as}, as checkpoint_format", config["format"])
+    zeros_format = config.get("checkpoint_format", config.get("format", "gptq"))
+    if config.get("format", zeros_format) != zeros_format:
+        raise refusal("quantization_config.format", f"{zeros_format}, as checkpoint_format", config["format"])
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
         name = prefix + "weight"
@@ -106,46 +106,44 @@ def gptq(checkpoint: CheckpointReader) -> CheckpointWeights:
         if of_scales != (groups, outputs):
             raise mismatch(name, "scales", [groups, outputs], list(of_scales))
         inputs = rows * 32 // bits
-        where, overrides = _overrides(config, prefix.removesuffix("."))
-        own = {**config, **overrides}
-        if own.get("bits", bits) != bits:
-            field = where * ("bits" in overrides) + "bits"
-            raise contradiction(name, field, own["bits"], f"codes of {bits} bits")
-        group_size = _group_size(own, inputs)
-        if -(-inputs // group_size) != groups and "group_size" in own:
+        path, overrides = _overrides(config, prefix.removesuffix("."))
+        settings = {**config, **overrides}
+        if settings.get("bits", bits) != bits:
+            field = path * ("bits" in overrides) + "bits"
+            raise contradiction(name, field, settings["bits"], f"codes of {bits} bits")
+        group_size = _group_size(settings, inputs)
+        if -(-inputs // group_size) != groups and "group_size" in settings:
             expected = -(-inputs // group_size)
-            stored = f"scales of {groups} groups in {inputs} inputs, where it makes {expected}"
-            field = where * ("group_size" in overrides) + "group_size"
-            raise contradiction(name, field, own["group_size"], stored)
+            saved = f"scales of {groups} groups in {inputs} inputs, while the config gives {expected}"
+            field = path * ("group_size" in overrides) + "group_size"
+            raise contradiction(name, field, settings["group_size"], saved)
         if prefix + "g_idx" in headers:
             parts["g_idx"] = prefix + "g_idx"
             require_type(name, parts["g_idx"], headers, *_INDEX)
-        elif groups > 1 and own.get("desc_act"):
-            raise contradiction(
-                name, "desc_act", True, f"no {prefix}g_idx, which says the group of each input"
-            )
+        elif groups > 1 and settings.get("desc_act"):
+            raise contradiction(name, "desc_act", True, f"no {prefix}g_idx, the group of each input")
         unpack_it = partial(
-            _unpack, name=name, bits=bits, group_size=group_size, symmetric=own.get("sym", True),
-            stored_as=stored_as,
+            _unpack, name=name, bits=bits, group_size=group_size, symmetric=settings.get("sym", True),
+            zeros_format=zeros_format,
         )  # fmt: skip
         form = partial(
-            _form, name=name, bits=bits, own=own, group_size=group_size, inputs=inputs, parts=parts,
+            _form, name=name, bits=bits, settings=settings, group_size=group_size, inputs=inputs, parts=parts,
             headers=headers,
         )  # fmt: skip
         weights.append(CheckpointWeight(name, (outputs, inputs), parts, form, unpack_it))
     return CheckpointWeights(tuple(weights))
 
 
-def _group_size(own: Mapping[str, Any], inputs: int) -> int:
-    """-1 and no size at all: one group."""
-    size = own.get("group_size", -1)
+def _group_size(settings: Mapping[str, Any], inputs: int) -> int:
+    """A size of -1, or none, means one group."""
+    size = settings.get("group_size", -1)
     return inputs if size < 0 else size
 
 
 def _overrides(config: Mapping[str, Any], module: str) -> tuple[str, Mapping[str, Any]]:
-    """Where the settings of the module alone are, and they. GPTQModel's `dynamic`: the first pattern that its name
-    begins with; "-:" before one leaves modules plain. AutoRound's `extra_config`: its name, else the first pattern
-    within it."""
+    """The path and the settings of the module alone. GPTQModel's `dynamic`: the first pattern that matches the start of
+    its name; "-:" before a pattern leaves modules dense. AutoRound's `extra_config`: its name, else the first pattern
+    found in it."""
     for pattern, settings in config.get("dynamic", {}).items():
         if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
             return f"dynamic.{pattern}.", settings
@@ -159,13 +157,13 @@ def _form(
     *,
     name: str,
     bits: int,
-    own: Mapping[str, Any],
+    settings: Mapping[str, Any],
     group_size: int,
     inputs: int,
     parts: Mapping[str, str],
     headers: Headers,
 ) -> CodeForm:
-    """own: the settings of this module. Zeros of a symmetric weight are one for all."""
+    """settings: of this module. A symmetric weight has one zero for all groups."""
     group_of = tensor(parts["g_idx"]) if "g_idx" in parts else None
     groups = headers[parts["scales"]].shape[0]
     sizes, order = _groups(name, group_of, inputs, groups, group_size)
@@ -175,7 +173,7 @@ def _form(
         bits,
         group,
         scales_form(parts["scales"], headers, tensor),
-        None if own.get("sym", True) else torch.uint8,
+        None if settings.get("sym", True) else torch.uint8,
         has_order=order is not None,
     )
 
@@ -191,14 +189,14 @@ def _unpack(
     bits: int,
     group_size: int,
     symmetric: bool,
-    stored_as: str,
+    zeros_format: str,
 ) -> list[QuantizedWeight]:
     scales = parts["scales"].T.contiguous()
     outputs, groups = scales.shape
     inputs = parts["qweight"].shape[0] * 32 // bits
     codes = unpack(parts["qweight"].T, bits, inputs)
-    stored = unpack(parts["qzeros"], bits, outputs).T
-    zeros = _zeros(stored, bits, symmetric, stored_as)
+    saved = unpack(parts["qzeros"], bits, outputs).T
+    zeros = _zeros(saved, bits, symmetric, zeros_format)
     sizes, order = _groups(name, parts.get("g_idx"), inputs, groups, group_size)
     if order is not None:
         codes = codes[:, order]
@@ -210,28 +208,28 @@ def _unpack(
     return [QuantizedWeight(codes, bits, group, Factor(scales), label, zeros=zeros, order=order)]
 
 
-def _zeros(stored: torch.Tensor, bits: int, symmetric: bool, stored_as: str) -> torch.Tensor | float:
-    """[N, groups] uint8 as stored -> zeros, one for all where they are equal."""
-    middle, first = 1 << bits - 1, int(stored[0, 0])
-    is_uniform = bool((stored == first).all())
-    plus_one = stored_as == "gptq"
+def _zeros(saved: torch.Tensor, bits: int, symmetric: bool, zeros_format: str) -> torch.Tensor | float:
+    """Saved zeros [N, groups] uint8 -> zeros of codes; one number if they are equal."""
+    middle, first = 1 << bits - 1, int(saved[0, 0])
+    is_uniform = bool((saved == first).all())
+    plus_one = zeros_format == "gptq"
     if symmetric and is_uniform and first in (middle, middle - 1):
         plus_one = first == middle - 1
     if is_uniform:
         return float(first + plus_one)
     if not plus_one:
-        return stored.contiguous()
-    above = stored.to(torch.int16) + 1
+        return saved.contiguous()
+    above = saved.to(torch.int16) + 1
     return above.to(torch.uint8 if int(above.max()) < 256 else torch.float32).contiguous()
 
 
 def _groups(
     name: str, group_of: torch.Tensor | None, inputs: int, groups: int, group_size: int
 ) -> tuple[list[int], torch.Tensor | None]:
-    """The size of each group, and the order of inputs that makes groups of neighbours; None where they are already."""
+    """The size of each group, and the order of inputs that makes groups adjacent; None if they are already."""
     if group_of is not None:
         return groups_by_index(name, group_of, inputs, groups)
-    if -(-inputs // group_size) != groups:  # the config says none
+    if -(-inputs // group_size) != groups:  # the config has no group size
         group_size = -(-inputs // groups)
     if -(-inputs // group_size) != groups:
         raise mismatch(name, f"groups of {group_size} in {inputs} inputs", -(-inputs // group_size), groups)

@@ -1,10 +1,10 @@
-"""MXFP4 experts as gpt-oss has them: 4-bit floats in blocks of 32 that share a power of two.
+"""gpt-oss's MXFP4 experts: 4-bit floats in blocks of 32 that share a power of two.
 
     NAME_blocks   [E, N, K / 32, 16] uint8, two values to a byte, the low nibble first
     NAME_scales   [E, N, K / 32] uint8, the exponent plus 127
 
-NAME is "...experts.gate_up_proj" or "...experts.down_proj"; a plain checkpoint has it as [E, K, N]. A value is
-float4 * 2**exponent. Values have the bits of transformers' own dequantization, but for its rounding to bfloat16.
+NAME is "...experts.gate_up_proj" or "...experts.down_proj"; a dense checkpoint has it as [E, K, N]. A value is
+float4 * 2**exponent. Values have the bits of transformers' own dequantization before it rounds to bfloat16.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ READS: dict[str, Check] = {}
 
 
 def mxfp4(checkpoint: CheckpointReader) -> CheckpointWeights:
-    """What is quantized in gpt-oss's checkpoint.
+    """The quantized weights of gpt-oss's checkpoint.
 
-    *raises:* LoadError: shapes that do not fit each other, or a field that is not understood.
+    *raises:* LoadError: shapes that do not fit each other, or an unknown field.
     """
     read_settings(checkpoint.config, READS, CHANGES_NOTHING)
     headers = checkpoint.headers
@@ -85,7 +85,7 @@ def low_nibble_first(packed: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes -> bfloat16, which holds each of them: 2**(byte - 127)."""
+    """E8M0 bytes -> bfloat16, which represents each of them: 2**(byte - 127)."""
     exponents = exponents.to(torch.int32)
     bits = torch.where(exponents == 0, 0x400000, exponents << 23)  # the smallest is below the normal numbers
     return bits.view(torch.float32).bfloat16()

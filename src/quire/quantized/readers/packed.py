@@ -1,9 +1,9 @@
-"""Codes of a few bits packed without gaps into words, and groups of inputs that are not all of one size.
+"""Codes of a few bits packed without gaps into words, and groups of inputs of unequal size.
 
-Packed: value i has the bits from i * bits on, the lowest first, across the ends of words; so GPTQ and
-compressed-tensors have them, for every number of bits.
+Packed: value i has the bits from i * bits on, the lowest first, across the ends of words. GPTQ and compressed-tensors
+use this layout for every number of bits.
 
-Cost: as many bytes as there are values, and for 3, 5, 6 and 7 bits a few times that while it runs.
+Cost: as many bytes as there are values, and for 3, 5, 6 and 7 bits a few times that temporarily.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return fields.to(torch.uint8).reshape(words.shape[0], -1)[:, :count].contiguous()
 
 
-def even_groups(sizes: list[int], *of_groups: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+def even_groups(sizes: list[int], *group_values: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
     """A size that divides every group's, and each tensor of [N, groups] repeated to groups of that size.
 
-    Formats whose groups do not divide a row have a smaller last one.
+    Formats whose groups do not divide a row have a smaller last group.
     """
     size = math.gcd(*sizes)
-    if all(each == size for each in sizes):
-        return size, list(of_groups)
+    if all(group_size == size for group_size in sizes):
+        return size, list(group_values)
     repeats = torch.tensor(sizes) // size
-    return size, [values.repeat_interleave(repeats, dim=1) for values in of_groups]
+    return size, [values.repeat_interleave(repeats, dim=1) for values in group_values]
 
 
 def sizes_of_groups(inputs: int, size: int) -> list[int]:
-    """Of groups of neighbours, the last one smaller where `size` does not divide the inputs."""
+    """Sizes of adjacent groups; the last is smaller if `size` does not divide the inputs."""
     return [min(size, inputs - start) for start in range(0, inputs, size)]
 
 
 def groups_by_index(
     name: str, group_of: torch.Tensor, inputs: int, groups: int
 ) -> tuple[list[int], torch.Tensor | None]:
-    """The size of each group, and the order of inputs that makes groups of neighbours; None where they are already.
+    """The size of each group, and the order of inputs that makes groups adjacent; None if they are already.
 
     group_of: the group of each input. name: of the weight, for messages.
 

@@ -1,10 +1,10 @@
-"""The fields of a `quantization_config`: each is read, or changes nothing, or is refused by its name.
+"""The fields of a `quantization_config`: each is read, or has no effect, or is refused by its name.
 
-A reader lists the fields that it reads, each with a check, and those that change nothing: how the codes were made, how
-a tool would run them, which modules were left out (the tensors say that). A field in neither list is refused, unless
-its value turns it off (null, false, "", [], {}). Null counts as a field that is not there.
+A reader lists the fields that it reads, each with a check, and those without effect: how the codes were made, how a
+tool would run them, which modules were left out (the tensors show that). A field in neither list is refused, unless its
+value turns it off (null, false, "", [], {}). Null counts as absent.
 
-Cost: a look at each field.
+Cost: one check of each field.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = [
     "flag",
     "names",
     "read_settings",
-    "refused",
-    "renamed",
+    "refusal",
+    "rename_fields",
     "settings_by_pattern",
-    "whole",
+    "whole_number",
     "word",
 ]
 
 Check = Callable[[str, Any], Any]
-"""(the field's name, its value) -> the value as the reader takes it. *raises:* LoadError: another type or value."""
+"""(the field's name, its value) -> the value for the reader. *raises:* LoadError: another type or value."""
 
 TOOLS_CHANGE_NOTHING = frozenset({
-    # which method and tool it is, and where the tool keeps notes
+    # the method and the tool, and the tool's notes
     "quant_method", "meta", "quantizer", "uri", "model_name_or_path", "model_file_base_name",
     # how the codes were found
     "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "act_group_aware", "hyb_act",
@@ -46,7 +46,7 @@ TOOLS_CHANGE_NOTHING = frozenset({
     # how a tool would run them
     "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length", "do_fuse",
     "fuse_max_seq_len", "modules_to_fuse", "dequantize", "run_compressed", "use_optimized_inference", "activation",
-    # which modules have codes: the tensors say that
+    # which modules have codes: the tensors show that
     "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "lm_head",
     "modules_to_not_convert", "modules_to_convert", "ignored_layers",
 })  # fmt: skip
@@ -62,39 +62,42 @@ AUTO_ROUND_CHANGES_NOTHING = frozenset({
     "static_kv_granularity", "static_attention_dtype", "static_attention_granularity",
 })  # fmt: skip
 
-_SHOWN = 80  # characters of a value
+_MAX_SHOWN = 80  # characters of a value
 
 
 def read_settings(
-    said: Any, reads: Mapping[str, Check], change_nothing: Collection[str], where: str = "quantization_config"
+    settings: Any,
+    reads: Mapping[str, Check],
+    change_nothing: Collection[str],
+    path: str = "quantization_config",
 ) -> dict[str, Any]:
-    """The fields that a reader takes, checked; those that are null are left out.
+    """The fields that a reader reads, checked; null fields are left out.
 
-    said: what the file has. where: its name in the file.
+    settings: from the file. path: their name in the file.
 
-    *raises:* LoadError: a field of another type or value, or one that is not understood.
+    *raises:* LoadError: a field of another type or value, or an unknown one.
     """
-    if not isinstance(said, Mapping):
-        raise refused(where, "an object of fields", said)
-    found: dict[str, Any] = {}
-    for key, value in said.items():
-        field = f"{where}.{key}"
+    if not isinstance(settings, Mapping):
+        raise refusal(path, "an object of fields", settings)
+    checked: dict[str, Any] = {}
+    for key, value in settings.items():
+        field = f"{path}.{key}"
         if value is None:
             continue
         if key in reads:
-            found[key] = reads[key](field, value)
+            checked[key] = reads[key](field, value)
         elif key not in change_nothing and not _is_off(value):
-            raise refused(field, "no such field: what it changes is not known", value)
-    return found
+            raise refusal(field, "no such field: its effect is not known", value)
+    return checked
 
 
-def renamed(said: Any, synonyms: Mapping[str, str]) -> Any:
-    """The fields under the names that a reader takes; both names of a field at once are left as they are."""
-    if not isinstance(said, Mapping):
-        return said
+def rename_fields(settings: Any, synonyms: Mapping[str, str]) -> Any:
+    """The fields under the names that a reader uses; if both names of a field occur, they stay."""
+    if not isinstance(settings, Mapping):
+        return settings
     return {
-        synonyms[key] if key in synonyms and synonyms[key] not in said else key: value
-        for key, value in said.items()
+        synonyms[key] if key in synonyms and synonyms[key] not in settings else key: value
+        for key, value in settings.items()
     }
 
 
@@ -102,37 +105,37 @@ def _is_off(value: Any) -> bool:
     return value is False or (isinstance(value, (str, list, tuple, Mapping)) and not value)
 
 
-def whole(*allowed: int, at_least: int | None = None) -> Check:
-    """A whole number: one of `allowed`, or from `at_least` on."""
-    words = [str(one) for one in allowed] + ([] if at_least is None else [f"at least {at_least}"])
+def whole_number(*allowed: int, at_least: int | None = None) -> Check:
+    """A whole number: a value of `allowed`, or from `at_least` on."""
+    words = [str(number) for number in allowed] + ([] if at_least is None else [f"at least {at_least}"])
     expected = "a whole number: " + " or ".join(words)
 
     def check(field: str, value: Any) -> int:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if not is_number or not (value in allowed or (at_least is not None and value >= at_least)):
-            raise refused(field, expected, value)
+            raise refusal(field, expected, value)
         return value
 
     return check
 
 
 def word(*allowed: str, instead: str = "") -> Check:
-    """One of these words, in capitals or not. instead: what to take in place of another."""
+    """A word of `allowed`, in any case. instead: what to do about another value."""
 
     def check(field: str, value: Any) -> str:
         if not isinstance(value, str) or value.lower() not in allowed:
-            raise refused(field, " or ".join(allowed), value, instead)
+            raise refusal(field, " or ".join(allowed), value, instead)
         return value.lower()
 
     return check
 
 
 def flag(*allowed: bool) -> Check:
-    """true or false, or only one of them."""
+    """true or false, or the allowed value alone."""
 
     def check(field: str, value: Any) -> bool:
         if not isinstance(value, bool) or value not in (allowed or (True, False)):
-            raise refused(field, " or ".join(str(one).lower() for one in allowed or (True, False)), value)
+            raise refusal(field, " or ".join(str(value).lower() for value in allowed or (True, False)), value)
         return value
 
     return check
@@ -140,11 +143,11 @@ def flag(*allowed: bool) -> Check:
 
 def names(field: str, value: Any) -> list[str]:
     """Names and patterns ("re:...") of modules."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise refused(field, "a list of names", value)
-    for one in value:
-        if one.startswith("re:"):
-            _compiled(field, one.removeprefix("re:"))
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise refusal(field, "a list of names", value)
+    for name in value:
+        if name.startswith("re:"):
+            _compile(field, name.removeprefix("re:"))
     return list(value)
 
 
@@ -156,7 +159,7 @@ def block(field: str, value: Any) -> tuple[int, int]:
         sizes = [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else None
     is_list = isinstance(sizes, (list, tuple)) and len(sizes) == 2
     if not is_list or not all(isinstance(size, int) and size > 0 and size is not True for size in sizes):
-        raise refused(field, "two whole numbers above 0, as [128, 128] or '128x128'", value)
+        raise refusal(field, "two whole numbers above 0, as [128, 128] or '128x128'", value)
     return sizes[0], sizes[1]
 
 
@@ -167,27 +170,27 @@ def settings_by_pattern(
 
     def check(field: str, value: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(value, Mapping):
-            raise refused(field, "an object of settings by pattern", value)
-        found = {}
+            raise refusal(field, "an object of settings by pattern", value)
+        checked = {}
         for pattern, settings in value.items():
-            _compiled(field, pattern.removeprefix("+:").removeprefix("-:"))
-            of_pattern = {} if settings is None else settings
-            found[pattern] = read_settings(of_pattern, reads, change_nothing, f"{field}.{pattern}")
-        return found
+            _compile(field, pattern.removeprefix("+:").removeprefix("-:"))
+            pattern_settings = {} if settings is None else settings
+            checked[pattern] = read_settings(pattern_settings, reads, change_nothing, f"{field}.{pattern}")
+        return checked
 
     return check
 
 
-def _compiled(field: str, pattern: str) -> re.Pattern[str]:
+def _compile(field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise refused(field, "patterns of names", pattern, str(error)) from error
+        raise refusal(field, "patterns of names", pattern, str(error)) from error
 
 
-def refused(field: str, expected: str, got: Any, instead: str = "") -> LoadError:
+def refusal(field: str, expected: str, got: Any, instead: str = "") -> LoadError:
     shown = repr(got)
-    shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+    shown = shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
     return LoadError(
         f"cannot read {field}: expected {expected}, got {shown}; "
         + (
@@ -197,9 +200,9 @@ def refused(field: str, expected: str, got: Any, instead: str = "") -> LoadError
     )
 
 
-def contradiction(name: str, field: str, said: Any, stored: str) -> LoadError:
-    """The config says of the weight `name` what its tensors do not bear out."""
+def contradiction(name: str, field: str, setting: Any, saved: str) -> LoadError:
+    """The error for a weight `name` whose tensors contradict the config."""
     return LoadError(
-        f"cannot read the weight {name}: expected what quantization_config.{field} says, {said}, got {stored}; "
+        f"cannot read the weight {name}: expected quantization_config.{field} = {setting}, got {saved}; "
         "the config and the tensors are not of one checkpoint"
     )
