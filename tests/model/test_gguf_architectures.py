@@ -22,7 +22,7 @@ from quire.errors import LoadError, QuireError
 from quire.model import load, rope
 from quire.model.gguf import ARCHITECTURES, NO_EFFECT, GGUFHeader
 from quire.model.load import config_of, without_weights
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 from quire.model.sources import GGUFSource
 
 LENGTHS = (5, 40, 200)
@@ -81,9 +81,9 @@ def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: P
     coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", widened=True).model
     for key, value in widened.state_dict().items():
         assert torch.equal(value, coded.state_dict()[key]), key
-    held = coded_weights(coded)
+    held = quantized_weights(coded)
     assert held
-    assert not coded_weights(widened)
+    assert not quantized_weights(widened)
     assert distance(coded, widened, 40) < 1e-4
     for place in without_weights(path).codes:
         assert place in held or place.removesuffix(".weight") in held, place

@@ -19,7 +19,7 @@ from quire.errors import LoadError
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
 from quire.model.load import without_weights
-from quire.model.quantized import coded_weights, quantize_model
+from quire.model.quantized import quantize_model, quantized_weights
 from quire.quantized import readers
 from quire.spec.weight_formats import parse_weights
 
@@ -53,12 +53,12 @@ def test_codes_outlive_loading_unless_they_are_to_be_widened(tmp_path: Path) -> 
     expected = saved(tmp_path, "w4a16")
     linears = {name for name, module in expected.named_modules() if name.endswith("_proj")}
     loaded = load(tmp_path, dtype="bfloat16")
-    assert {name: packed.label for name, packed in coded_weights(loaded.model).items()} == dict.fromkeys(
+    assert {name: packed.label for name, packed in quantized_weights(loaded.model).items()} == dict.fromkeys(
         linears, "int4:32"
     )
     same_weights(loaded.model, expected, torch.bfloat16)
     loaded = load(tmp_path, dtype="bfloat16", widened=True)
-    assert not coded_weights(loaded.model)
+    assert not quantized_weights(loaded.model)
     same_weights(loaded.model, expected, torch.bfloat16)
 
 
@@ -114,7 +114,7 @@ def test_schemes_of_classes_patterns_and_names(targets: list[str], tmp_path: Pat
         {"model.embed_tokens.weight": packed(8, 64), f"{QUERY}.weight": packed(8, 64)},
     )
     loaded = load(tmp_path)
-    labels = {name: coded.label for name, coded in coded_weights(loaded.model).items()}
+    labels = {name: coded.label for name, coded in quantized_weights(loaded.model).items()}
     assert (labels[QUERY], labels["model.embed_tokens"]) == ("int8:64", "int8:64")
     assert labels["model.layers.1.self_attn.q_proj"] == "int4:32"
     same_weights(loaded.model, expected, torch.float32)
@@ -144,7 +144,7 @@ def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
 
     expected = quantized_checkpoints.save(tmp_path, plain, {**config, "group_size": 8}, pack)
     loaded = load(tmp_path)
-    assert not coded_weights(loaded.model)
+    assert not quantized_weights(loaded.model)
     same_weights(loaded.model, expected, torch.float32)
 
 
@@ -162,7 +162,7 @@ def test_weights_that_lie_transposed(widened: bool, tmp_path: Path) -> None:
         plain.get_parameter(name).data.copy_(torch.from_numpy(values.T))
     quantized_checkpoints.write(tmp_path, [state], config)
     loaded = load(tmp_path, widened=widened)
-    assert len(coded_weights(loaded.model)) == (0 if widened else 8)
+    assert len(quantized_weights(loaded.model)) == (0 if widened else 8)
     same_weights(loaded.model, plain, torch.float32)
 
 
@@ -185,7 +185,7 @@ def same_tokens(expected: PreTrainedModel, checkpoint: Path) -> None:
 
 
 def expert_labels(model: PreTrainedModel) -> dict[str, str]:
-    return {name: coded.label for name, coded in coded_weights(model).items() if "experts" in name}
+    return {name: coded.label for name, coded in quantized_weights(model).items() if "experts" in name}
 
 
 PROJECTIONS = [
@@ -211,7 +211,7 @@ def test_experts_saved_one_by_one_keep_their_codes(name: str, label: str, tmp_pa
     assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, label)
     same_weights(loaded.model, expected, torch.float32)
     widened = load(tmp_path, widened=True)
-    assert not coded_weights(widened.model)
+    assert not quantized_weights(widened.model)
     same_weights(widened.model, expected, torch.float32)
 
 
@@ -256,7 +256,7 @@ def test_experts_are_rounded_anew(name: str, tmp_path: Path) -> None:
     anew = load(tmp_path, weights=parse_weights("int4:32")).model
     assert expert_labels(anew) == dict.fromkeys(PROJECTIONS, "int4:32")
     same_weights(anew, widened, torch.float32)
-    assert not coded_weights(load(tmp_path, weights=parse_weights("bf16")).model)
+    assert not quantized_weights(load(tmp_path, weights=parse_weights("bf16")).model)
 
 
 def test_gpt_oss(tmp_path: Path) -> None:

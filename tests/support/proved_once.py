@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from quire.backends import extension
 from quire.model import PreparedModel
-from quire.model.module_patch import own_class
+from quire.model.module_patch import original_class
 from quire.model.packed_parameter import PackedParameter, bytes_of
 from quire.model.prove.hooks import hooked
 from quire.model.prove.model_record import behaviour, facts
@@ -84,11 +84,11 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
     proof: Any = self._proof
     if not isinstance(proof, ProvedOnce):
         _prove(self, model)
-    elif proof.found is None:
+    elif proof.findings is None:
         before = facts(model)
         _prove(self, model)
         if not self.backend.is_native:
-            proof.keep({})  # torch's own operators serve: there is nothing to install
+            proof.save({})  # torch's own operators serve: there is nothing to install
         if facts(model) != before:
             proof.forget()
         elif self._adapters:
@@ -114,7 +114,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     for _, tensor in tensors:
         digest.update(bytes_of(tensor))
     native = extension(prepared.backend.name)
-    classes = tuple((own_class(module), type(module).forward) for module in model.modules())
+    classes = tuple((original_class(module), type(module).forward) for module in model.modules())
     return (
         classes,
         behaviour(model),

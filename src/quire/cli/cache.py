@@ -280,7 +280,7 @@ def weights(
     """Lists the packed weights kept for later starts, the one used last first; --clear removes them."""
     from quire.saved_folder import SavedFolder, sources_of
 
-    kept = SavedFolder.there(folder)
+    kept = SavedFolder.existing(folder)
     files = sorted(kept.files(), key=lambda file: -file.used_at)
     found = [(file, *sources_of(file.path)) for file in files if file.is_whole]
     if clear:

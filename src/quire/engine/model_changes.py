@@ -49,8 +49,8 @@ class ModelChanges:
         self._storage, self._cache = opened.storage, opened.cache
         self._backend = backend
         self._opened: LoadedModel = prepared.loaded
-        self._stamp = prepared.stamp
-        self._hooks = prepared.stamp.look().hooks
+        self._stamp = prepared.model_record
+        self._hooks = prepared.model_record.look().hooks
         self._failure: QuireError | None = None  # why the model as it is cannot be run
 
     def refuse_autocast(self) -> None:
@@ -93,7 +93,7 @@ class ModelChanges:
             self._stamp = ModelRecord(self._opened.model)
             self._hooks = self._stamp.look().hooks
             raise
-        self._failure, self._stamp = None, self._prepared.stamp
+        self._failure, self._stamp = None, self._prepared.model_record
         self._hooks = self._stamp.look().hooks
 
     def _check(self, loaded: LoadedModel, reason: str) -> None:

@@ -113,7 +113,7 @@ class QuantizedPanels:
         self.is_kept = True
 
     @property
-    def told(self) -> Any:
+    def metadata(self) -> Any:
         """JSON: what is needed beside panels and shape to read them again."""
         assert self._like is not None
         return told(self._like)

@@ -255,7 +255,7 @@ class SnapshotFiles:
     def _put(self, record: SnapshotRecord, path: Path) -> None:
         """Under the lock."""
         # One name for all: the lock lets one write, and what a killed process left there is written over.
-        with AtomicFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
+        with AtomicFile(path, temporary=self.folder / _WRITING, calls=self._files) as file:
             file.write(_encoded(record))
 
     def _aside(self, name: str, namespace: bytes) -> Path:

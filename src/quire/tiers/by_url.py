@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.registry import Registry
-from quire.secret_text import named
+from quire.secret_text import resolve_secret
 from quire.tiers.tier import Tier
 
 __all__ = ["register", "tier_of", "unregister"]
@@ -38,6 +38,6 @@ def register(scheme: str, make: Callable[[str], Tier]) -> None:
 
 def tier_of(url: str) -> Tier:
     """Of a URL, or of `env:NAME`, whose value is one. *raises:* ArgumentError: a URL that no tier is for."""
-    url = named(url, "remote_cache")
+    url = resolve_secret(url, "remote_cache")
     scheme = url[: max(0, url.find("://"))]  # a URL without one may hold a password, which no error shows
     return _MAKERS[scheme](url)

@@ -102,7 +102,7 @@ class StateProof:
             source = _Fresh(adapter)
             source.begin(slice(0, given.shape[1]))
             try:
-                with self._prepared.eagerly(), self._in(module, given):
+                with self._prepared.eager_attention(), self._in(module, given):
                     answer = module.forward(hidden_states=given, **keywords, **{keyword: source})
             except Exception:  # it reads more than its arguments
                 return None

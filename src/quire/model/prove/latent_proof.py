@@ -67,7 +67,7 @@ def _is_proved(prepared: ModelToProve, module: nn.Module, call: Call) -> bool:
 
 def _own(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor | None:
     wide = nullcontext() if dtype is prepared.loaded.dtype else upcast_to(module, dtype)
-    with prepared.eagerly(), wide:
+    with prepared.eager_attention(), wide:
         return own(module, call.of(dtype))
 
 
@@ -82,7 +82,7 @@ def _paged(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.d
     assert call.cache_keyword is not None
     num_rows, rows = call.hidden.shape[1], []
     pages = PagedCall(call, prepared.spec.layers[call.layer], dtype, call.layer, native)
-    with prepared.from_pages(), wide, pages:
+    with prepared.paged_attention(), wide, pages:
         for part in pages.steps():
             keywords = {name: _rows_of(value, part, num_rows) for name, value in call.keywords.items()}
             keywords |= {call.cache_keyword: pages.cache, "attention_mask": None}

@@ -26,7 +26,7 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.model.module_patch import OUR_NAMES, own_class
+from quire.model.module_patch import QUIRE_NAMES, original_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.model.prove.hooks import hooks_on, hooks_on_all
 
@@ -36,7 +36,7 @@ _HASHED_WHOLE = 64 << 10  # bytes
 _NUM_SAMPLES = 4096
 
 # Entries of a module's __dict__ that are told apart from its attributes, or that say nothing about what it computes.
-_TORCHS = frozenset(nn.Module().__dict__) | OUR_NAMES | {
+_TORCHS = frozenset(nn.Module().__dict__) | QUIRE_NAMES | {
     "_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued", "generation_config",
     "_quire_hold", "_compiled_call_impl", "name_or_path",
 }  # fmt: skip
@@ -100,7 +100,7 @@ class ModelRecord:
         small: list[Any] = []
         for _, tensor in _tensors(model):
             if isinstance(tensor, PackedParameter):
-                self._held.append(tensor.held)
+                self._held.append(tensor.lazy_weight)
             elif tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
                 self._dense.append((tensor, tensor.data_ptr()))
                 small.append(_bytes(tensor))
@@ -142,7 +142,7 @@ class ModelRecord:
 
     def _counted(self) -> list[Any]:
         for held in self._held:
-            if held.dense is not None or held._kept is not None:
+            if held.dense is not None or held._copy is not None:
                 held.settle()
         return [
             *[held.num_writes for held in self._held],
@@ -157,7 +157,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         place = f"{name}." if name else ""
-        own = own_class(module)
+        own = original_class(module)
         found[f"the class of {name or 'the model'}"] = (own, getattr(own, "forward", None))
         for attribute, value in module.__dict__.items():
             if attribute not in _TORCHS and (simple := _simple(value)) is not None:
@@ -176,7 +176,7 @@ def behaviour(model: nn.Module) -> str:
     """The simple attributes of the modules and their classes, as text that is the same in every process."""
     lines = []
     for name, module in model.named_modules():
-        own = own_class(module)
+        own = original_class(module)
         lines.append(f"{name} {own.__module__}.{own.__qualname__}")
         for one in [
             *hooks_on(module),
@@ -224,7 +224,7 @@ def _computes_otherwise(module: nn.Module) -> bool:
     mode, and what is random in them is a dropout of torch's."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    where = own_class(module).__module__
+    where = original_class(module).__module__
     if where.startswith("torch."):
         return isinstance(module, nn.modules.batchnorm._NormBase | nn.RReLU | nn.RNNBase)
     return not where.startswith("peft.")
@@ -238,8 +238,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensor_fact(tensor: torch.Tensor) -> tuple[Any, ...]:
     about = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
     if isinstance(tensor, PackedParameter):
-        tensor.held.settle()
-        return (*about, id(tensor.held), tensor.held.num_writes)
+        tensor.lazy_weight.settle()
+        return (*about, id(tensor.lazy_weight), tensor.lazy_weight.num_writes)
     if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return (*about, type(tensor), id(tensor), _version(tensor))
     view = _bytes(tensor)

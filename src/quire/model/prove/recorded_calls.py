@@ -27,8 +27,7 @@ from quire.attention import AttentionPlan
 from quire.attention import backend as attention_backend
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
-from quire.model.own_cache import own_cache, own_cache_class
-from quire.model.paged_cache import PagedCache, rows_to_store
+from quire.model.paged_cache import PagedCache, empty_model_cache, model_cache_class, rows_to_store
 from quire.model.prove.error_bounds import NUM_ROWS, parts_of
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
@@ -160,13 +159,13 @@ def record(
     layers: of those that store K and V, whose.
     """
     wanted = list(modules)
-    if not wanted or own_cache_class(prepared.loaded.model) is not DynamicCache:
+    if not wanted or model_cache_class(prepared.loaded.model) is not DynamicCache:
         return {}, {}  # a cache of the model's own cannot be drawn: nothing is fused then
     longest, spec = prepared.loaded.max_model_len, prepared.spec.layers
     tokens = text_tokens(prepared, min(NUM_TOKENS, longest))
     before = max(0, tokens.numel() - NUM_ROWS)
     rows = tokens[before:]
-    cache = own_cache(prepared.loaded.model)
+    cache = empty_model_cache(prepared.loaded.model)
     if before:
         _forward(prepared, tokens[:before], 0, cache, _CallRecorder(wanted, layers, spec, None))
     near = _CallRecorder(wanted, layers, spec, before)
@@ -252,7 +251,7 @@ class _CallRecorder:
 def _forward(prepared: ModelToProve, ids: torch.Tensor, start: int, cache: Any, until: _CallRecorder) -> None:
     positions = torch.arange(start, start + ids.numel())
     with until:
-        prepared.own_logits(ids, positions, cache, eager=True)
+        prepared.model_logits(ids, positions, cache, eager=True)
 
 
 def _stored(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
