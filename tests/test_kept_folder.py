@@ -127,7 +127,7 @@ def test_a_file_system_that_takes_nothing_costs_a_start_one_line(
     with LLM(kv_memory="1MiB", weights=formats, head="bf16") as llm:
         llm.generate([[1, 2, 3]])
     [said] = [record.message for record in caplog.records]
-    assert f"not kept in {home} (Read-only file system)" in said
+    assert f"not saved in {home} (Read-only file system)" in said
     assert _names(home) == []
 
 
@@ -141,9 +141,9 @@ def test_the_folder_of_another_user_is_one_line_by_default_and_refused_by_name(
     with caplog.at_level(logging.WARNING, logger="quire"), LLM(kv_memory="1MiB"):
         pass
     [said] = [record.message for record in caplog.records]
-    assert f"not kept in {home} (it belongs to user {own}, and this is user {own + 1})" in said
+    assert f"not saved in {home} (it belongs to user {own}, and this is user {own + 1})" in said
     assert _names(home) == []
-    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `saved_weights`"):
+    with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `packed_weights`"):
         LLM(packed_weights=tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_a_user_without_a_home_keeps_nothing_which_is_said(
     monkeypatch.setattr(Path, "home", home)
     assert SavedFolder.from_option("auto") is None
     assert [record.message for record in caplog.records] == [
-        "packed weights are not kept: Could not determine home directory."
+        "packed weights are not saved: Could not determine home directory."
     ]
 
 
@@ -217,7 +217,7 @@ def test_root_leaves_nothing_in_the_cache_of_the_user_whose_home_it_was_given(
 
 @pytest.mark.parametrize("value", [None, 5, "", " ", True])
 def test_what_is_no_folder_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `saved_weights`"):
+    with pytest.raises(ArgumentError, match=r"expected auto, off or a folder, got .* - in `packed_weights`"):
         EngineConfig(packed_weights=value)
 
 
@@ -232,7 +232,7 @@ def test_an_engine_keeps_to_the_size_that_it_is_given(home: Path, caplog: pytest
     with LLM(kv_memory="1MiB", packed_weights_size="2MiB"):
         pass
     assert _names(home) == []
-    [said] = [record.message for record in caplog.records if "not kept" in record.message]
+    [said] = [record.message for record in caplog.records if "not saved" in record.message]
     assert "is more than the 2MiB that it may take" in said
 
 
@@ -250,7 +250,7 @@ def test_what_was_used_longest_ago_goes_first_and_what_this_start_uses_stays(tmp
     os.utime(tmp_path / _name(0), (1, 1))
     folder.make_room(30 * _KIB)
     assert _names(tmp_path) == [_name(0), "mine.packed"]
-    with pytest.raises(OSError, match=r"31KiB beside 10KiB in use is more than the 40KiB"):
+    with pytest.raises(OSError, match=r"31KiB and 10KiB in use is more than the 40KiB"):
         folder.make_room(31 * _KIB)
     SavedFolder(tmp_path, 40 * _KIB).make_room(31 * _KIB)  # another start
     assert _names(tmp_path) == ["mine.packed"]

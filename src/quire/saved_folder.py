@@ -81,7 +81,7 @@ class SavedFolder:
 
         *raises:* ArgumentError: a named folder that is another user's, or that neither exists nor can be created.
         """
-        where = "`saved_weights`"
+        where = "`packed_weights`"
         if option == "auto" and os.environ.get(VARIABLE, "auto") not in ("auto", ""):
             option, where = os.environ[VARIABLE], f"${VARIABLE}"
         max_bytes = DEFAULT_MAX_BYTES if max_bytes is None else max_bytes

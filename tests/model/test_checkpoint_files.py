@@ -107,7 +107,7 @@ def test_codes_that_nothing_explains_are_refused(settings: str | None, message: 
 
 def test_modelopt_is_named(tmp_path: Path) -> None:
     early(tmp_path, "gptq", "hf_quant_config.json", "model.safetensors")
-    with pytest.raises(LoadError, match=r"hf_quant_config\.json tells of it in ModelOpt's way"):
+    with pytest.raises(LoadError, match=r"hf_quant_config\.json describes it in ModelOpt's format"):
         load(tmp_path)
 
 

@@ -78,7 +78,7 @@ def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
 def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = gguf_writer.write(tmp_path / "m.gguf", source_of(name), case.header, coded="Q8_0")
-    coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", widened=True).model
+    coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", is_dense=True).model
     for key, value in widened.state_dict().items():
         assert torch.equal(value, coded.state_dict()[key]), key
     held = quantized_weights(coded)

@@ -72,8 +72,8 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
     }
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert {name: form.label for name, form in without_weights(file).codes.items()} == held
-    assert not without_weights(file, widened=True).codes
-    widened = load(file, widened=True)
+    assert not without_weights(file, is_dense=True).codes
+    widened = load(file, is_dense=True)
     assert not quantized_weights(widened.model)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name]), name
@@ -91,7 +91,7 @@ def test_experts_keep_their_codes(down: str, tmp_path: Path) -> None:
         quantized=lambda name: down if "down_proj" in name else "Q5_0",
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
-    loaded, widened = load(file, dtype="float32"), load(file, dtype="float32", widened=True)
+    loaded, widened = load(file, dtype="float32"), load(file, dtype="float32", is_dense=True)
     held = {
         name: packed.label for name, packed in quantized_weights(loaded.model).items() if "experts" in name
     }

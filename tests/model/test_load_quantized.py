@@ -57,7 +57,7 @@ def test_codes_outlive_loading_unless_they_are_to_be_widened(tmp_path: Path) -> 
         linears, "int4:32"
     )
     same_weights(loaded.model, expected, torch.bfloat16)
-    loaded = load(tmp_path, dtype="bfloat16", widened=True)
+    loaded = load(tmp_path, dtype="bfloat16", is_dense=True)
     assert not quantized_weights(loaded.model)
     same_weights(loaded.model, expected, torch.bfloat16)
 
@@ -128,10 +128,10 @@ def test_other_readers_are_another_world(
 ) -> None:
     """Keys and values kept by an older reading are never taken for those of a newer one."""
     saved(tmp_path, "w4a16")
-    first = engine_fingerprint(load(tmp_path, widened=widened))
-    assert engine_fingerprint(load(tmp_path, widened=widened)) == first
+    first = engine_fingerprint(load(tmp_path, is_dense=widened))
+    assert engine_fingerprint(load(tmp_path, is_dense=widened)) == first
     monkeypatch.setattr(readers, "VERSION", readers.VERSION + 1)
-    assert engine_fingerprint(load(tmp_path, widened=widened)) != first
+    assert engine_fingerprint(load(tmp_path, is_dense=widened)) != first
 
 
 def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_weights_that_lie_transposed(widened: bool, tmp_path: Path) -> None:
         state |= {name.removesuffix("weight") + key: tensor.clone() for key, tensor in tensors.items()}
         plain.get_parameter(name).data.copy_(torch.from_numpy(values.T))
     quantized_checkpoints.write(tmp_path, [state], config)
-    loaded = load(tmp_path, widened=widened)
+    loaded = load(tmp_path, is_dense=widened)
     assert len(quantized_weights(loaded.model)) == (0 if widened else 8)
     same_weights(loaded.model, plain, torch.float32)
 
@@ -210,7 +210,7 @@ def test_experts_saved_one_by_one_keep_their_codes(name: str, label: str, tmp_pa
     loaded = load(tmp_path)
     assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, label)
     same_weights(loaded.model, expected, torch.float32)
-    widened = load(tmp_path, widened=True)
+    widened = load(tmp_path, is_dense=True)
     assert not quantized_weights(widened.model)
     same_weights(widened.model, expected, torch.float32)
 
@@ -242,7 +242,7 @@ def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
     labels = expert_labels(loaded.model)
     assert 0 < len(labels) < 4
     assert (
-        "quantized weights are widened to float32, the first model.layers.0.mlp.experts.gate_up_proj"
+        "quantized weights are dequantized to float32, the first model.layers.0.mlp.experts.gate_up_proj"
         in caplog.text
     )
     assert "coded in one way" in caplog.text
@@ -251,7 +251,7 @@ def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])
 def test_experts_are_rounded_anew(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name, "qwen3_moe")
-    widened = load(tmp_path, widened=True).model
+    widened = load(tmp_path, is_dense=True).model
     quantize_model(widened, parse_weights("int4:32"))
     anew = load(tmp_path, weights=parse_weights("int4:32")).model
     assert expert_labels(anew) == dict.fromkeys(PROJECTIONS, "int4:32")

@@ -235,7 +235,7 @@ def test_weights_that_were_cast_are_rounded_at_each_start_which_is_said(
     total = len(quantized_weights(loaded.model))
     assert _files(kept) == []
     [said] = [record.message for record in caplog.records if "made at each start" in record.message]
-    assert said.startswith(f"{total} of {total} weights of codes are not kept in {kept}")
+    assert said.startswith(f"{total} of {total} quantized weights are not saved in {kept}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ def test_perplexity_from_codes(checkpoint: Path) -> None:
     if not quantized_weights(loaded.model):
         pytest.skip("a checkpoint without codes")
     tokens = tokens_of(loaded.tokenizer, library_text(), NUM_TOKENS)
-    own = perplexity(tokens, model_logprobs(load(checkpoint, dtype="float32", widened=True).model))
+    own = perplexity(tokens, model_logprobs(load(checkpoint, dtype="float32", is_dense=True).model))
     prepared = PreparedModel(loaded)
     try:
         found = perplexity(tokens, paged_logprobs(prepared))

@@ -264,9 +264,8 @@ class DenseExperts:
         if self._dense is not None:
             return self._dense[expert].to(self._dtype)
         packed = cast(Any, self._packed)[int(expert)]
-        is_quantized = isinstance(
-            packed, QuantizedPanels
-        )  # which unpacks without rounding to the model's dtype first
+        # Panels unpack without rounding to the model's dtype first.
+        is_quantized = isinstance(packed, QuantizedPanels)
         weight = packed.unpack(self._dtype) if is_quantized else packed.unpack().to(self._dtype)
         return weight.t() if self._transposed else weight
 

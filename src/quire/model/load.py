@@ -193,11 +193,11 @@ def load(
         config = AutoConfig.from_pretrained(where, **options)
         if not local:
             refuse_adapter(where, revision, may_download=True)
-        stored = open_weights(config, where, None if local else revision, may_download=not local)
-        observer().begin_phase("reading weights", _num_bytes(stored))
+        checkpoint = open_weights(config, where, None if local else revision, may_download=not local)
+        observer().begin_phase("reading weights", _num_bytes(checkpoint))
         # Before the weights: building a tokenizer takes a multiple of the vocabulary's memory.
         tokenizer = _load_tokenizer(where, local, options, source)
-        read = _from_pretrained(where, config, stored, is_dense, weights, saved_folder, backend)
+        read = _from_pretrained(where, config, checkpoint, is_dense, weights, saved_folder, backend)
         loading = {"dtype": kv_format.torch_dtype if kv_format else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -216,16 +216,16 @@ def load(
             f"cannot load the model {_source_text(source, where)}: {broken}{_one_line(error)}"
         ) from error
     _refuse_missing(model, report, _source_text(source, where))
-    mapped = MappedFiles()
+    file_ranges = MappedFiles()
     if weights is not None:
         if weights.rounds:
             observer().begin_phase("rounding weights")
-        saved_weights = (*saved_weights, *quantize_saved(model, weights, mapped, saved_folder, backend))
+        saved_weights = (*saved_weights, *quantize_saved(model, weights, file_ranges, saved_folder, backend))
     loaded_model = _describe(model, tokenizer, name, kv_format, has_rules)
     return replace(
         loaded_model,
-        source=stored or loaded_model.source,
-        file_ranges=mapped,
+        source=checkpoint or loaded_model.source,
+        file_ranges=file_ranges,
         saved_weights=saved_weights,
         reader_versions="" if quantization_of(config) is None else _readers(),
     )

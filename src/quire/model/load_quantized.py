@@ -259,13 +259,13 @@ class _CheckpointReader:
         yield self.weight(weight)
 
     def expert(self, weight: CheckpointWeight, expert: int) -> QuantizedWeight:
-        """The quantized weight of one of the experts that are stored together."""
+        """The quantized weight of one of the experts that share a checkpoint tensor."""
         read = weight.read_expert(self.tensor, expert)
         for name in weight.parts.values():
             self._mapped.release(self.tensor(name)[expert])
         return read
 
-    def plain(self, name: str) -> torch.Tensor:
+    def dense(self, name: str) -> torch.Tensor:
         """A copy of a dense tensor. Releases its pages."""
         copy = self.tensor(name).clone()
         self.release({"weight": name})
@@ -331,7 +331,7 @@ def _experts(
     """
     parts = {
         name: ExpertPart(
-            sizes[0], partial(reading.plain, name), None, partial(reading.origins, {"weight": name})
+            sizes[0], partial(reading.dense, name), None, partial(reading.origins, {"weight": name})
         )
         for name, sizes in dense_shapes.items()
         if len(sizes) == 2
@@ -365,7 +365,7 @@ def _experts(
 
 def _places(names: CheckpointNames, weights: Iterable[CheckpointWeight]) -> dict[str, str]:
     """The parameters that may stay quantized, by the names of their weights in the checkpoint: of modules, and of
-    experts that are stored together; without those that transformers merges or splits."""
+    experts that share a checkpoint tensor; without those that transformers merges or splits."""
     places: dict[str, str] = {}
     for weight in weights:
         place, pattern = names.place_of(weight.name)

@@ -178,9 +178,8 @@ class PackedParameter(torch.Tensor):
         ordinary.grad = self.grad
         if not _swap(self, ordinary):
             gc.collect()
-            _swap(
-                self, ordinary
-            )  # if a graph still references it, it stays a PackedParameter on dense memory
+            # If a graph still references the object, it stays a PackedParameter on dense memory.
+            _swap(self, ordinary)
         lazy_weight.packed = lazy_weight._unpack = None
 
     @classmethod

@@ -94,12 +94,9 @@ class PreparedModel:
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is restored.
     """
 
-    by_own_forward = (
-        False  # whether the model's own attention runs, a sequence at a time (`sequential_model`)
-    )
-    needs = frozenset(
-        {"input_ids", "position_ids"}
-    )  # required arguments of its forward, in addition to a cache
+    # Whether the model's own attention runs, a sequence at a time (`sequential_model`).
+    by_own_forward = False
+    needs = frozenset({"input_ids", "position_ids"})  # arguments of its forward, in addition to a cache
 
     def __init__(
         self,
@@ -544,13 +541,13 @@ def _pack_linears(
 
     Returns the undo, and the saved weights if there may be some.
     """
-    mapped = loaded.file_ranges
-    if mapped is None:
+    file_ranges = loaded.file_ranges
+    if file_ranges is None:
         return pack_linears(loaded.model), None
     if folder is None or choose_packing(loaded.dtype) != "native":
-        return pack_linears(loaded.model, release=mapped.release), None
-    with SavedLinears(folder, mapped, weights_to_pack(loaded.model)) as saved:
-        undo = pack_linears(loaded.model, release=mapped.release, pack=saved.pack)
+        return pack_linears(loaded.model, release=file_ranges.release), None
+    with SavedLinears(folder, file_ranges, weights_to_pack(loaded.model)) as saved:
+        undo = pack_linears(loaded.model, release=file_ranges.release, pack=saved.pack)
     return undo, saved
 
 

@@ -24,7 +24,13 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.memory.heap import give_back_freed
-from quire.model.experts import expert_panels, has_equal_outputs, projections_of, switch_to_packed
+from quire.model.experts import (
+    expert_panels,
+    has_equal_outputs,
+    projections_of,
+    switch_to_packed,
+    unpack_experts,
+)
 from quire.model.module_patch import restore_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.model.prove.equal_modules import kind_of

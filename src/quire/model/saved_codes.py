@@ -94,7 +94,7 @@ class SavedCodes(SavedWeights):
 def quantize_saved(
     model: PreTrainedModel,
     formats: WeightFormats,
-    mapped: FileRanges,
+    file_ranges: FileRanges,
     folder: SavedFolder | None,
     backend: str | None = None,
 ) -> tuple[SavedWeights, ...]:
@@ -104,10 +104,10 @@ def quantize_saved(
     """
     if folder is None or not formats.rounds or not can_save(folder, backend):
         quantize_model(
-            model, formats, mapped.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
+            model, formats, file_ranges.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
         )
         return ()
-    saved = SavedCodes(folder, _codes_to_save(model, formats, mapped), rounded_by())
+    saved = SavedCodes(folder, _codes_to_save(model, formats, file_ranges), rounded_by())
 
     def pack(weight: torch.Tensor, rounding: Rounding) -> QuantizedPanels:
         num_outputs, num_inputs = weight.shape
@@ -119,13 +119,15 @@ def quantize_saved(
         )
 
     with saved:
-        quantize_model(model, formats, mapped.release, pack)
+        quantize_model(model, formats, file_ranges.release, pack)
     return (saved,)
 
 
-def _codes_to_save(model: PreTrainedModel, formats: WeightFormats, mapped: FileRanges) -> list[CodesToSave]:
+def _codes_to_save(
+    model: PreTrainedModel, formats: WeightFormats, file_ranges: FileRanges
+) -> list[CodesToSave]:
     entries, to_save = weights_to_round(model, formats), []
-    for entry, origin in zip(entries, mapped.origins([entry.weight for entry in entries]), strict=True):
+    for entry, origin in zip(entries, file_ranges.origins([entry.weight for entry in entries]), strict=True):
         weight, rounding = entry.weight, entry.rounding
         num_outputs, num_inputs = weight.shape
         num_bytes = rounded_form(num_inputs, rounding).panel_bytes(num_outputs, num_inputs)

@@ -26,10 +26,10 @@ class SavedLinears(SavedWeights):
     """The saved panels of `weights`, each [num_outputs, num_inputs], as `weights_to_pack` returns them. `pack` is an
     argument of `pack_linears`."""
 
-    def __init__(self, folder: SavedFolder, mapped: FileRanges, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, folder: SavedFolder, file_ranges: FileRanges, weights: Sequence[torch.Tensor]) -> None:
         native = cast(Any, native_module())
         to_save = []
-        for weight, origin in zip(weights, mapped.origins(weights), strict=True):
+        for weight, origin in zip(weights, file_ranges.origins(weights), strict=True):
             dtype = DTYPE_NAMES[weight.dtype]
             settings = (*weight.shape, *weight.stride())
             num_bytes = native.packed_num_bytes(*weight.shape, dtype)

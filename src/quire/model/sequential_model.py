@@ -49,10 +49,8 @@ HOW_IT_RUNS_BY_TOKEN = (
     "one sequence and one token at a time, prompts too: much slower, tokens exact in float32, bits equal however a "
     "prompt is cut"
 )
-_GATHERED, _WHOLE = (
-    4,
-    16,
-)  # block sizes of the probe's memory: for sequences of several blocks, and of a single block
+# Block sizes of the probe's memory: for sequences of several blocks, and of a single block.
+_GATHERED, _WHOLE = 4, 16
 
 
 class SequentialModel(PreparedModel):

@@ -27,7 +27,7 @@ __all__ = [
     "GGUF",
     "PROVED",
     "REFUSED",
-    "WIDENED_NOTE",
+    "DEQUANTIZED_NOTE",
     "WORKS",
     "Form",
     "Support",
@@ -101,7 +101,7 @@ FORMS = {
     ),
 }
 """By a plan's name of the weights: the dtype of a dense checkpoint, a quant_method, a GGUF type, a rounding."""
-WIDENED_NOTE = "dequantized by the package gguf at load"
+DEQUANTIZED_NOTE = "dequantized by the package gguf at load"
 """For GGUF types that are not read as codes."""
 
 
@@ -115,7 +115,7 @@ def weight_support(name: str) -> Support:
     """The support of a form of weights; int4 stands for int4:64 too."""
     form = FORMS.get(name) or FORMS.get(name.partition(":")[0])
     if form is None:
-        return Support("weights", name, EXPERIMENTAL, WIDENED_NOTE * name.startswith(GGUF))
+        return Support("weights", name, EXPERIMENTAL, DEQUANTIZED_NOTE * name.startswith(GGUF))
     return Support("weights", name, form.level, form.note)
 
 

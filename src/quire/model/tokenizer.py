@@ -72,7 +72,7 @@ class Vocabulary:
     of_gguf: bool = False
 
     @property
-    def held_bytes(self) -> int:
+    def table_bytes(self) -> int:
         """The bytes of the library's tables and texts."""
         slots = _num_slots(self.num_words)
         num_bytes = slots * _WORD_SLOT + 2 * self.num_words * _TEXT
@@ -87,7 +87,7 @@ class Vocabulary:
         """The bytes of the process once the tokenizer is loaded."""
         left = _LEFT_A_WORD_OF_GGUF if self.of_gguf else _LEFT_A_WORD
         left_bytes = self.num_words * left + self.num_merges * _LEFT_A_MERGE
-        return self.held_bytes + self.num_added * _ADDED + left_bytes
+        return self.table_bytes + self.num_added * _ADDED + left_bytes
 
     @property
     def label(self) -> str:
