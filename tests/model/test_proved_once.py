@@ -47,7 +47,7 @@ def test_a_known_model_answers_as_one_that_was_proved(prepare: Callable[..., Any
     assert (None if again.fused is None else again.fused.counts) == (
         None if first.fused is None else first.fused.counts
     )
-    assert again.stamp.look().changed is None
+    assert again.model_record.look().changed is None
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

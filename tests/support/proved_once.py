@@ -49,10 +49,10 @@ class ProvedOnce:
 
     def __init__(self, key: Any) -> None:
         self.key = key
-        self.found: Any = self._found.get(key)
+        self.findings: Any = self._found.get(key)
 
-    def keep(self, found: Any) -> None:
-        self._found[self.key] = found
+    def save(self, findings: Any) -> None:
+        self._found[self.key] = findings
 
     def forget(self) -> None:
         self._found.pop(self.key, None)
@@ -93,7 +93,7 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
             proof.forget()
         elif self._adapters:
             content, _ = proof.key
-            ProvedOnce(content).keep({})
+            ProvedOnce(content).save({})
     elif self.backend.is_native:
         _prove(self, model)  # takes what is kept
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from quire.quantized.readers import GGUF_TYPES
 
 __all__ = [
+    "DEQUANTIZED_NOTE",
     "EXPERIMENTAL",
     "FAMILIES",
     "FORMS",
     "GGUF",
     "PROVED",
     "REFUSED",
-    "DEQUANTIZED_NOTE",
     "WORKS",
     "Form",
     "Support",
