@@ -31,7 +31,6 @@ class ByteCounter:
     def value(self) -> int:
         with self._lock:
             while self._changes:
-                # Popped in a statement of its own: a finalizer may append during the pop.
                 num_bytes = self._changes.popleft()
                 self._sum += num_bytes
             return self._sum

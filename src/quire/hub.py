@@ -45,17 +45,21 @@ def offline_folder(name: str, revision: str | None = None) -> Path | None:
 
     endpoint = constants.ENDPOINT
     is_offline = constants.HF_HUB_OFFLINE
-    why_not = "is not asked, as HF_HUB_OFFLINE is set" if is_offline else _why_not(endpoint, name, revision)
-    if not why_not:
+    reason = (
+        "is not asked, as HF_HUB_OFFLINE is set"
+        if is_offline
+        else _unreachable_reason(endpoint, name, revision)
+    )
+    if not reason:
         return None
-    folder = cached_folder(name, revision, f"{endpoint} {why_not}")
+    folder = cached_folder(name, revision, f"{endpoint} {reason}")
     if not is_offline:
-        _log.warning("%s is taken from the local cache: %s %s", name, endpoint, why_not)
+        _log.warning("%s is taken from the local cache: %s %s", name, endpoint, reason)
     return folder
 
 
-def cached_folder(name: str, revision: str | None = None, why: str = "nothing is fetched here") -> Path:
-    """The folder of a model in the local cache. why: the reason why the Hub is not asked.
+def cached_folder(name: str, revision: str | None = None, reason: str = "nothing is fetched here") -> Path:
+    """The folder of a model in the local cache. reason: why the Hub is not asked.
 
     *raises:* LoadError: the cache has no such model.
     """
@@ -67,12 +71,12 @@ def cached_folder(name: str, revision: str | None = None, why: str = "nothing is
     of_revision = f" of revision {revision!r}" if revision else ""
     raise LoadError(
         f"cannot load the model {name!r}: there is no such folder, the local cache ({constants.HF_HUB_CACHE}) has no "
-        f"such model{of_revision}, and {why}; fetch it where there is a network (hf download {name} --local-dir DIR) "
+        f"such model{of_revision}, and {reason}; fetch it where there is a network (hf download {name} --local-dir DIR) "
         "and name DIR, or copy the cache and set HF_HUB_OFFLINE=1"
     )
 
 
-def _why_not(endpoint: str, name: str, revision: str | None) -> str:
+def _unreachable_reason(endpoint: str, name: str, revision: str | None) -> str:
     """The reason why the Hub cannot be asked; "" if it responds, with any answer."""
     at, answer = _answers.get(endpoint, (0.0, ""))
     if not at or time.monotonic() - at > _HOLDS_S:

@@ -107,8 +107,8 @@ class CheckpointExpert:
         """Its values [num_outputs, num_inputs], in float32 or in the dtype of the checkpoint."""
         parts = [part.read() for part in self.parts]
         dense = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts]
-        whole = dense[0] if len(dense) == 1 else torch.cat(dense)
-        return whole if self.order is None else whole[self.order]
+        values = dense[0] if len(dense) == 1 else torch.cat(dense)
+        return values if self.order is None else values[self.order]
 
 
 def projection_shape(model: nn.Module, place: str) -> tuple[int, int, int, bool] | None:

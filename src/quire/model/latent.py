@@ -56,8 +56,8 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
 
     *raises:* UnsupportedModelError: a module that would no longer be called has hooks or an adapter.
     """
-    found = [(name, module) for name, module in model.named_modules() if is_latent(module)]
-    for name, module in found:
+    latents = [(name, module) for name, module in model.named_modules() if is_latent(module)]
+    for name, module in latents:
         expanding: Any = module.kv_b_proj
         if (
             original_class(expanding) is not nn.Linear
@@ -72,7 +72,7 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
                 f"{name}.kv_b_proj, which is multiplied into queries and results, got {type(expanding).__name__} with "
                 "a bias, a hook or an adapter; remove it, or merge it into the weight"
             )
-    undos = [patch_methods(module, expand_kv=_paged_expand_kv(module)) for _, module in found]
+    undos = [patch_methods(module, expand_kv=_paged_expand_kv(module)) for _, module in latents]
 
     def undo() -> None:
         while undos:

@@ -413,7 +413,7 @@ class PreparedModel:
         latents = {module: layer for module, (layer, _) in attended.items() if self.spec.layers[layer].latent}
         if latents:
             prove_latents(self, latents)
-            attended = {module: found for module, found in attended.items() if module not in latents}
+            attended = {module: call for module, call in attended.items() if module not in latents}
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
@@ -430,15 +430,15 @@ class PreparedModel:
                 "decoder": self.decoder is not None,
             })  # fmt: skip
 
-    def _apply_findings(self, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    def _apply_findings(self, model: PreTrainedModel, findings: dict[str, Any]) -> None:
         """Serve with the findings of an earlier proof of this very model."""
         from quire.model.fused import fuse_again, match_decoder
 
-        self.fused = fuse_again(model, self.loaded.dtype, found["fused"], self._adapters)
+        self.fused = fuse_again(model, self.loaded.dtype, findings["fused"], self._adapters)
         self._undo.append(self.fused.restore)
-        if replaced := [model.get_submodule(name) for name in found["replaced"]]:
+        if replaced := [model.get_submodule(name) for name in findings["replaced"]]:
             self._undo.append(row_invariant.replace(model, replaced))
-        if found["decoder"]:
+        if findings["decoder"]:
             self.decoder = match_decoder(model, self.fused)
 
     def _probe(self, model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -461,9 +461,9 @@ class PreparedModel:
         probe.require(logits)
         check_generate(self.loaded, probe)
         if modules:
-            own = {module: current_method(module, "forward") for module in first_of_each(modules)}
+            module_forwards = {module: current_method(module, "forward") for module in first_of_each(modules)}
             self._undo.append(row_invariant.replace(model, modules))
-            if (module := unproved(self, own)) is not None:
+            if (module := unproved(self, module_forwards)) is not None:
                 raise UnsupportedModelError(
                     f"model type {self.loaded.model_type}: expected {type(module).__name__} to compute the same with "
                     "operators whose bits do not depend on the other rows, got other results; backend='python' runs it"

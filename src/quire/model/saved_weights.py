@@ -156,10 +156,6 @@ class SavedWeights:
         """Whether every weight that was returned, if any was, is read from the file."""
         return self._num_in_memory == 0
 
-    def can_save(self, key: Hashable) -> bool:
-        """Whether it is certain from which files the weight follows."""
-        return key in self._offsets
-
     def load_or_make(
         self, key: Hashable, make: Callable[[], _AnyPacked], at: Callable[[np.ndarray, Any], _AnyPacked]
     ) -> _AnyPacked:
