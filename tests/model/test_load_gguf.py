@@ -180,7 +180,7 @@ def test_its_world_is_that_of_the_file(file: Path, tmp_path: Path, monkeypatch: 
     worlds = {engine_fingerprint(load(path, dtype=d)) for path in (file, other) for d in ("auto", "float32")}
     assert len(worlds) == 4
     assert engine_fingerprint(load(file)) in worlds
-    monkeypatch.setattr(fingerprint_module, "_LEAST_KEPT", 1)
+    monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
     engine_fingerprint(load(other))
     hashed: list[Path] = []
     digest = fingerprint_module._sha256

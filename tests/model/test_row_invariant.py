@@ -234,12 +234,12 @@ def test_no_architecture_calls_an_operator_nobody_looked_at(
     """Nothing is fused here, so that the modules call all that they ever may; nor is anything proved."""
     called: set[str] = set()
 
-    class Noting(row_invariant._Noting):
+    class Noting(row_invariant._RecordingMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             called.add(func.overloadpacket.__name__)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    monkeypatch.setattr(row_invariant, "_Noting", Noting)
+    monkeypatch.setattr(row_invariant, "_RecordingMode", Noting)
     monkeypatch.setattr("quire.model.fused.fuse", lambda *_: Fused())
     monkeypatch.setattr(sys.modules["quire.model.prepare"], "Probe", Unasked)
     monkeypatch.setattr(sys.modules["quire.model.prepare"], "check_generate", lambda *_: None)

@@ -203,8 +203,8 @@ def _renormalised(patch: _Patch) -> None:
 
 def _product(patch: _Patch) -> None:
     """What stands for a product whose bits depend on the other rows."""
-    own = row_invariant._Exact._product
-    patch.setattr(row_invariant._Exact, "_product", lambda *arguments: own(*arguments) * 1.01)
+    own = row_invariant._ExactMode._product
+    patch.setattr(row_invariant._ExactMode, "_product", lambda *arguments: own(*arguments) * 1.01)
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
