@@ -215,5 +215,5 @@ def test_codes_beside_dense_weights_are_not_fused(tmp_path: Any) -> None:
 
 
 def test_a_loaded_model_is_not_rounded() -> None:
-    with pytest.raises(ArgumentError, match=r"expected a checkpoint .* - in `weights`"):
+    with pytest.raises(ArgumentError, match=r"expected a checkpoint, .* - in `weights`"):
         LLM((tiny(), None), weights="int8")

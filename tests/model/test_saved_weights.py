@@ -278,7 +278,7 @@ def test_the_folder_is_made_and_a_file_in_its_place_is_refused(tmp_path: Path) -
             llm.generate([[1, 2, 3]])
     assert len(_files(tmp_path / "a" / "b")) == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentError, match="`saved_weights`"):
+    with pytest.raises(ArgumentError, match="`packed_weights`"):
         LLM(model, packed_weights=tmp_path / "file")
 
 
