@@ -71,8 +71,8 @@ def cached_folder(name: str, revision: str | None = None, reason: str = "nothing
     of_revision = f" of revision {revision!r}" if revision else ""
     raise LoadError(
         f"cannot load the model {name!r}: there is no such folder, the local cache ({constants.HF_HUB_CACHE}) has no "
-        f"such model{of_revision}, and {reason}; fetch it where there is a network (hf download {name} --local-dir DIR) "
-        "and name DIR, or copy the cache and set HF_HUB_OFFLINE=1"
+        f"such model{of_revision}, and {reason}; fetch it where there is a network (hf download {name} --local-dir "
+        "DIR) and name DIR, or copy the cache and set HF_HUB_OFFLINE=1"
     )
 
 
