@@ -48,7 +48,7 @@ def test_what_fails_leaves_the_old_file_or_the_new_one(tmp_path: Path, name: str
     before = os.listdir("/proc/self/fd")
 
     def save() -> None:
-        with AtomicFile(path, beside=tmp_path / beside if beside else None, calls=calls) as file:
+        with AtomicFile(path, temporary=tmp_path / beside if beside else None, calls=calls) as file:
             file.write(b"new")
             if name == "our own":
                 fail()

@@ -117,7 +117,7 @@ def test_a_hub_without_a_connection_is_not_waited_for(
     monkeypatch.setattr(hub, "_CONNECT_S", 0.1)
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: threading.Event().wait())
     with pytest.raises(LoadError, match=r"cannot be reached within 0.1 s; .*" + WHAT_TO_DO):
-        hub.folder_instead("org/name")
+        hub.offline_folder("org/name")
 
 
 def test_a_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_slow_hub_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://{}:{}".format(*server.server_address[:2]))
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 60)
     monkeypatch.setattr(hub.threading, "Event", Slow)
-    assert hub.folder_instead("org/name") is None
+    assert hub.offline_folder("org/name") is None
     server.shutdown()
 
 
@@ -143,7 +143,7 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         port = closed.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     with pytest.raises(LoadError, match=r"cannot be reached \(.*refused\); .*" + WHAT_TO_DO):
-        hub.folder_instead("org/name")
+        hub.offline_folder("org/name")
 
 
 @pytest.mark.parametrize(("status", "is_asked"), [(200, True), (404, True), (401, True), (503, False)])
@@ -155,10 +155,10 @@ def test_any_answer_is_one_but_that_of_a_server_that_is_down(
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     try:
         if is_asked:
-            assert hub.folder_instead("org/name") is None
+            assert hub.offline_folder("org/name") is None
         else:
             with pytest.raises(LoadError, match="answers with status 503"):
-                hub.folder_instead("org/name")
+                hub.offline_folder("org/name")
     finally:
         server.shutdown()
         server.server_close()
@@ -168,9 +168,9 @@ def test_offline_nothing_is_asked(silent: Silent, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(constants, "ENDPOINT", silent.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(LoadError, match="is not asked, as HF_HUB_OFFLINE is set"):
-        hub.folder_instead("org/name")
+        hub.offline_folder("org/name")
     cache_model(Path(constants.HF_HUB_CACHE))
-    assert hub.folder_instead("org/name") == cached_as(Path(constants.HF_HUB_CACHE))
+    assert hub.offline_folder("org/name") == cached_as(Path(constants.HF_HUB_CACHE))
     assert silent.num_asked == 0
 
 
@@ -180,10 +180,10 @@ def test_what_the_cache_has_is_taken_from_it(
     monkeypatch.setattr(constants, "ENDPOINT", silent.url)
     cache_model(Path(constants.HF_HUB_CACHE))
     with caplog.at_level(logging.WARNING, "quire"):
-        assert hub.folder_instead("org/name") == cached_as(Path(constants.HF_HUB_CACHE))
+        assert hub.offline_folder("org/name") == cached_as(Path(constants.HF_HUB_CACHE))
     assert "org/name is taken from the local cache" in caplog.text
     with pytest.raises(LoadError, match="no such model of revision 'v2', and"):
-        hub.folder_instead("org/name", "v2")
+        hub.offline_folder("org/name", "v2")
 
 
 def test_names_of_the_hub_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_file_system_that_takes_nothing_costs_a_start_one_line(
     with LLM(kv_memory="1MiB", weights=formats, head="bf16") as llm:
         llm.generate([[1, 2, 3]])
     [said] = [record.message for record in caplog.records]
-    assert f"not kept in {home} (Read-only file system)" in said
+    assert f"not saved in {home} (Read-only file system)" in said
     assert _names(home) == []
 
 
@@ -141,7 +141,7 @@ def test_the_folder_of_another_user_is_one_line_by_default_and_refused_by_name(
     with caplog.at_level(logging.WARNING, logger="quire"), LLM(kv_memory="1MiB"):
         pass
     [said] = [record.message for record in caplog.records]
-    assert f"not kept in {home} (it belongs to user {own}, and this is user {own + 1})" in said
+    assert f"not saved in {home} (it belongs to user {own}, and this is user {own + 1})" in said
     assert _names(home) == []
     with pytest.raises(ArgumentError, match=rf"belongs to user {own}, .* - in `packed_weights`"):
         LLM(packed_weights=tmp_path)
@@ -158,13 +158,17 @@ def test_a_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_small_file_is_not_worth_a_place_in_the_users_cache_but_beside_a_large_one(home: Path) -> None:
-    by_default, named = SavedFolder.of("auto"), SavedFolder.of(str(home))
+    by_default, named = SavedFolder.from_option("auto"), SavedFolder.from_option(str(home))
     assert by_default is not None
     assert named is not None
-    assert (by_default.path, by_default.keeps(_KIB), by_default.keeps(1 << 20)) == (home, False, True)
-    assert named.keeps(1)
+    assert (by_default.path, by_default.is_worth_saving(_KIB), by_default.is_worth_saving(1 << 20)) == (
+        home,
+        False,
+        True,
+    )
+    assert named.is_worth_saving(1)
     by_default.open(_write(home, 1, 10, 5)).close()
-    assert by_default.keeps(1)
+    assert by_default.is_worth_saving(1)
 
 
 def test_the_users_cache_is_where_the_desktop_says() -> None:
@@ -183,9 +187,9 @@ def test_a_user_without_a_home_keeps_nothing_which_is_said(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
-    assert SavedFolder.of("auto") is None
+    assert SavedFolder.from_option("auto") is None
     assert [record.message for record in caplog.records] == [
-        "packed weights are not kept: Could not determine home directory."
+        "packed weights are not saved: Could not determine home directory."
     ]
 
 
@@ -204,7 +208,7 @@ def test_root_leaves_nothing_in_the_cache_of_the_user_whose_home_it_was_given(
             "stat",
             lambda path, **how: other if path == home.parents[1] else real(path, **how),
         )
-        folder = SavedFolder.of("auto")
+        folder = SavedFolder.from_option("auto")
         assert folder is not None
         with pytest.raises(PermissionError, match="belongs to user 1000"):
             folder.make_room(10)
@@ -228,7 +232,7 @@ def test_an_engine_keeps_to_the_size_that_it_is_given(home: Path, caplog: pytest
     with LLM(kv_memory="1MiB", packed_weights_size="2MiB"):
         pass
     assert _names(home) == []
-    [said] = [record.message for record in caplog.records if "not kept" in record.message]
+    [said] = [record.message for record in caplog.records if "not saved" in record.message]
     assert "is more than the 2MiB that it may take" in said
 
 
@@ -246,7 +250,7 @@ def test_what_was_used_longest_ago_goes_first_and_what_this_start_uses_stays(tmp
     os.utime(tmp_path / _name(0), (1, 1))
     folder.make_room(30 * _KIB)
     assert _names(tmp_path) == [_name(0), "mine.packed"]
-    with pytest.raises(OSError, match=r"31KiB beside 10KiB in use is more than the 40KiB"):
+    with pytest.raises(OSError, match=r"31KiB and 10KiB in use is more than the 40KiB"):
         folder.make_room(31 * _KIB)
     SavedFolder(tmp_path, 40 * _KIB).make_room(31 * _KIB)  # another start
     assert _names(tmp_path) == ["mine.packed"]
@@ -288,7 +292,7 @@ def test_what_others_are_writing_counts_and_stays(tmp_path: Path) -> None:
     folder.make_room(10 * _KIB)
     assert _names(tmp_path) == [partial.name]
     _write(tmp_path, 2, 20 * _KIB, 6)  # another process has been as quick
-    folder.written(_write(tmp_path, 3, 10 * _KIB, 4))
+    folder.add_saved(_write(tmp_path, 3, 10 * _KIB, 4))
     assert _names(tmp_path) == [partial.name, _name(3)]
     writer.close()  # its process ended before it was whole
     folder.make_room(10 * _KIB)

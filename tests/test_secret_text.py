@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ArgumentError
-from quire.secret_text import check_key, key_lines, key_of_environment, named
+from quire.secret_text import check_key, key_lines, key_of_environment, resolve_secret
 from quire.server.api_keys import ANYBODY
 from quire.server.settings import load_config
 
@@ -61,18 +61,18 @@ def test_what_no_client_could_send(tmp_path: Path, data: bytes, said: str) -> No
 @pytest.mark.parametrize("around", ["", "\r\n", "\n", " ", "\ufeff"])
 def test_of_the_environment(monkeypatch: pytest.MonkeyPatch, around: str) -> None:
     monkeypatch.setenv("QUIRE_TEST_KEY", f"{around}a-key{around}")
-    assert named("env:QUIRE_TEST_KEY", "a test") == "a-key"
+    assert resolve_secret("env:QUIRE_TEST_KEY", "a test") == "a-key"
     assert key_of_environment("QUIRE_TEST_KEY") == "a-key"
     monkeypatch.setenv("QUIRE_TEST_KEY", around)
     assert key_of_environment("QUIRE_TEST_KEY") is None
     with pytest.raises(ArgumentError, match="QUIRE_TEST_KEY, got none - in a test"):
-        named("env:QUIRE_TEST_KEY", "a test")
+        resolve_secret("env:QUIRE_TEST_KEY", "a test")
 
 
 def test_of_an_environment_that_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_TEST_KEY", "a-key\udcff")
     with pytest.raises(ArgumentError, match="text in the environment variable QUIRE_TEST_KEY"):
-        named("env:QUIRE_TEST_KEY", "a test")
+        resolve_secret("env:QUIRE_TEST_KEY", "a test")
     with pytest.raises(ArgumentError, match="U\\+DCFF - in the environment variable QUIRE_TEST_KEY"):
         key_of_environment("QUIRE_TEST_KEY")
 

@@ -177,5 +177,5 @@ def test_what_is_not_known_is_experimental() -> None:
     assert family_support("moshi").level == "refused"
     assert family_support("dbrx").level == "experimental"
     assert weight_support("GGUF IQ2_XXS").level == "experimental"
-    assert "widened" in weight_support("GGUF IQ2_XXS").note
+    assert "dequantized" in weight_support("GGUF IQ2_XXS").note
     assert weight_support("half").level == "experimental"

@@ -1,10 +1,10 @@
-"""A file that appears under its name whole: written beside it, synced, renamed, and the folder synced.
+"""A file that appears under its name complete: written to a temporary file, synced, renamed, and the folder synced.
 
-`FileCalls` is what that asks of the operating system: one seam, so that tests can make each call fail.
+`FileCalls` has the system calls: one seam, so that tests can make each call fail.
 
 Invariants
-    F1  under the name is what was there before, or the whole new file, wherever a call fails or the process ends.
-    F2  a call that fails leaves nothing beside it; a process that is killed may leave the unfinished file.
+    F1  the name has the previous content or the whole new file, wherever a call fails or the process ends.
+    F2  a call that fails leaves no temporary file; a process that is killed may leave the unfinished file.
 
 Cost: two syncs.
 """
@@ -20,21 +20,21 @@ from typing import Any
 __all__ = ["MAX_BUFFERS", "UNFINISHED", "AtomicFile", "FileCalls"]
 
 MAX_BUFFERS = 512  # of one read or write; the system takes 1024
-UNFINISHED = ".partial"  # what names of unfinished files end in
+UNFINISHED = ".partial"  # suffix of unfinished files
 
 
 class FileCalls:
-    """The calls as they are. *raises:* OSError, as each callee does."""
+    """The real system calls. *raises:* OSError, as each callee does."""
 
     def open(self, path: Path, *, create: bool = False) -> int:
-        """For reading and writing; with `create`, made where it is not, and empty."""
+        """Open for reading and writing; with `create`, create it if needed, and truncate it."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0), 0o600)
 
     def write(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(descriptor, parts, offset)
 
     def write_all(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
-        """Writes the parts one after the other, in as many calls as it takes; where the last one ends."""
+        """Writes the parts one after the other, in as many calls as it takes; returns the end offset."""
         rest = [part.cast("B") for part in parts if part.nbytes]
         while rest:
             count = self.write(descriptor, rest[:MAX_BUFFERS], offset)
@@ -65,27 +65,27 @@ class FileCalls:
 
 
 class AtomicFile:
-    """The next file at `path`. A context: it is published at the end, or abandoned where that is an exception.
+    """The next content of `path`. A context: it publishes the file at its end, or abandons it after an exception.
 
-    beside: where it is written, of which nobody else may make use meanwhile; without it a name of its own.
-    *raises:* OSError.
+    temporary: the path to write to, used by no other writer; default: a unique name in the same folder. *raises:*
+    OSError.
     """
 
-    def __init__(self, path: Path, *, beside: Path | None = None, calls: FileCalls | None = None) -> None:
+    def __init__(self, path: Path, *, temporary: Path | None = None, calls: FileCalls | None = None) -> None:
         self._path, self._calls = path, calls or FileCalls()
-        self._beside = beside or path.with_name(f".{path.name}.{os.urandom(8).hex()}{UNFINISHED}")
-        self.descriptor = self._calls.open(self._beside, create=True)
+        self._temporary = temporary or path.with_name(f".{path.name}.{os.urandom(8).hex()}{UNFINISHED}")
+        self.descriptor = self._calls.open(self._temporary, create=True)
         self._end = 0
 
     def write(self, data: bytes | memoryview, offset: int | None = None) -> None:
-        """Without an offset behind what was written last."""
+        """Write at `offset`; default: after the previous write."""
         begin = self._end if offset is None else offset
         self._end = self._calls.write_all(self.descriptor, [memoryview(data)], begin)
 
     def publish(self) -> None:
         try:
             self._calls.sync(self.descriptor)
-            self._calls.rename(self._beside, self._path)
+            self._calls.rename(self._temporary, self._path)
         except BaseException:
             self.abandon()
             raise
@@ -94,7 +94,7 @@ class AtomicFile:
 
     def abandon(self) -> None:
         with suppress(OSError):
-            self._calls.remove(self._beside)
+            self._calls.remove(self._temporary)
         os.close(self.descriptor)
 
     def __enter__(self) -> AtomicFile:

@@ -37,7 +37,7 @@ from pydantic_core import ArgsKwargs
 
 from quire.errors import ArgumentError
 from quire.registry import Registry
-from quire.secret_text import named
+from quire.secret_text import resolve_secret
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.kv_dtype import kv_dtype_text
 from quire.spec.kv_formats import element_formats
@@ -169,7 +169,7 @@ def _auto_off_or_folder(value: Any) -> Any:
 
 def _url(name: str, value: Any) -> None:
     if isinstance(value, str):
-        named(value, f"`{name}`")
+        resolve_secret(value, f"`{name}`")
 
 
 def parse_growth(growth: str) -> tuple[str, int | None]:

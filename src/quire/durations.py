@@ -1,4 +1,4 @@
-"""`Durations`: lengths of time, added up as they come: how many, their mean and most, and how many below some bounds.
+"""`Durations`: statistics of lengths of time: their number, mean and maximum, and the number below each of some bounds.
 
 Cost: under 1 us for each, or for many of one length.
 """
@@ -18,19 +18,19 @@ class Durations:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.count = 0
         self.sum_s = 0.0
-        self.most_s = 0.0
+        self.max_s = 0.0
         self._bounds = tuple(bounds)
-        self._between = [0] * (len(bounds) + 1)  # the last: above all bounds
+        self._between = [0] * (len(bounds) + 1)  # the last count: above all bounds
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """count: of that length."""
+        """Add `count` durations of this length."""
         self.count += count
         self.sum_s += seconds * count
-        self.most_s = max(self.most_s, seconds)
+        self.max_s = max(self.max_s, seconds)
         self._between[bisect_right(self._bounds, seconds)] += count
 
-    def below(self) -> dict[float, int]:
-        """How many were below each bound: those below a lower one among them."""
+    def counts_below(self) -> dict[float, int]:
+        """The number below each bound, cumulative."""
         return dict(zip(self._bounds, accumulate(self._between[:-1]), strict=True))
 
     @property

@@ -1,19 +1,19 @@
 """Every exception Quire raises on purpose.
 
     QuireError
-    ├── ArgumentError (also ValueError)   what the caller gave is wrong; nothing was changed
+    ├── ArgumentError (also ValueError)   an argument is wrong; nothing was changed
     │   ├── ConfigError                   a model's config cannot be understood
     │   ├── PromptError                   an empty prompt, a token id out of range, too long a prompt
     │   └── SequenceClosedError           a sequence was used after it was closed
     ├── CapacityError                     the request can never fit in this cache, with the numbers
     ├── UnsupportedModelError             the model cannot be run exactly, with its type and the reason
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
-    ├── BackendError                      the native extension is asked for and is not there, or the like
+    ├── BackendError                      the native extension is requested and not available, or the like
     ├── CancelledError                    the request was aborted by its owner
-    ├── OtherProcessError                 a child of os.fork used what belongs to the process that made it
+    ├── OtherProcessError                 a child of os.fork used an object of its parent process
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
 
-Messages have one grammar: what was expected, what was given, where, and what to do, with numbers.
+Messages have one grammar: expected, got, where, what to do, with numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ArgumentError(QuireError, ValueError):
 
 
 class ConfigError(ArgumentError):
-    """A model's config is missing a field or holds one Quire cannot interpret."""
+    """A model's config lacks a field or has one that Quire cannot interpret."""
 
 
 class PromptError(ArgumentError):
@@ -55,7 +55,7 @@ class PromptError(ArgumentError):
 
 
 class PromptTooLongError(PromptError):
-    """A prompt of more tokens than the longest sequence holds; the message holds both."""
+    """A prompt with more tokens than the longest sequence; the message has both numbers."""
 
 
 class SequenceClosedError(ArgumentError):
@@ -63,7 +63,7 @@ class SequenceClosedError(ArgumentError):
 
 
 class CapacityError(QuireError):
-    """A request that can never fit, however long it waits; the message holds the numbers."""
+    """A request that can never fit, however long it waits; the message has the numbers."""
 
 
 class UnsupportedModelError(QuireError):
@@ -83,7 +83,7 @@ class CancelledError(QuireError):
 
 
 class OtherProcessError(QuireError):
-    """Something was used in a process that was forked from the one that made it, and cannot be used there."""
+    """An object was used in a fork of the process that made it, where it cannot be used."""
 
 
 class InvariantError(QuireError):

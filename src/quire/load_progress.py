@@ -1,10 +1,11 @@
-"""The observer of a model's load gets the phase it is in, and the bytes of weights it has read.
+"""The observer of a model's load gets its phase, and the bytes of weights that have been read.
 
     with progress_to(observer):
         llm = LLM(...)
 
-Without an observer each call costs next to nothing. A context of Python's (`contextvars`) has the
-observer, so that loads in other threads are not told of; what reads weights in threads of its own asks for it before.
+Without an observer each call costs next to nothing. A context of Python's (`contextvars`) has the observer, so that it
+does not see loads in other threads; code that reads weights in threads of its own gets the observer before it starts
+them.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ __all__ = ["LoadObserver", "observer", "progress_to"]
 
 
 class LoadObserver(Protocol):
-    """Its methods come from any thread of the load, and are quick."""
+    """Receives the progress. Its methods are called from any thread of the load, and must be quick."""
 
-    def begins(self, phase: str, num_bytes: int = 0) -> None:
-        """num_bytes: of weights that the whole load reads, where this is known now."""
+    def begin_phase(self, phase: str, num_bytes: int = 0) -> None:
+        """A phase begins. num_bytes: of weights that the whole load reads, if known; else 0."""
         ...
 
-    def has_read(self, num_bytes: int) -> None:
-        """So many bytes of them more."""
+    def add_read(self, num_bytes: int) -> None:
+        """`num_bytes` more of them have been read."""
         ...
 
 
 class _NoObserver:
-    def begins(self, phase: str, num_bytes: int = 0) -> None:
+    def begin_phase(self, phase: str, num_bytes: int = 0) -> None:
         pass
 
-    def has_read(self, num_bytes: int) -> None:
+    def add_read(self, num_bytes: int) -> None:
         pass
 
 
@@ -47,9 +48,9 @@ def observer() -> LoadObserver:
 
 
 @contextmanager
-def progress_to(one: LoadObserver) -> Iterator[None]:
-    """Loads within it, in this context, are told to `one`."""
-    token = _observer.set(one)
+def progress_to(load_observer: LoadObserver) -> Iterator[None]:
+    """Reports loads within it, in this context, to `load_observer`."""
+    token = _observer.set(load_observer)
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Which process something belongs to, and locks that a child of `os.fork` can take.
+"""Guards objects that belong to one process, and locks that a child of `os.fork` can take.
 
-`os.fork` gives a child the shape of everything: threads that do not run there, locks that nobody will open, addresses
-with nothing behind them. `OwnProcess.check` refuses what cannot be used there. What can, ordinary memory, which the
-operating system copies for it, is guarded by a `ForkSafeLock`.
+`os.fork` gives a child a copy of everything: of threads that do not run there, of locked locks, of addresses without
+memory. `ProcessGuard.check` refuses objects that cannot be used there. Ordinary memory, which the operating system
+copies for the child, is guarded by a `ForkSafeLock`.
 
 Cost: `check` a system call, 0.1 us; the lock 0.3 us.
 """
@@ -16,32 +16,33 @@ from typing import Any
 
 from quire.errors import OtherProcessError
 
-__all__ = ["ForkSafeLock", "OwnProcess"]
+__all__ = ["ForkSafeLock", "ProcessGuard"]
 
 
-class OwnProcess:
-    """The process that makes this. what: what belongs to it, and why to no other; instead: what to do in a child."""
+class ProcessGuard:
+    """Remembers the process that creates it. owned: the guarded object, with the reason, for errors; remedy: what to do
+    in a child."""
 
-    def __init__(self, what: str, instead: str) -> None:
+    def __init__(self, owned: str, remedy: str) -> None:
         self._id = os.getpid()
-        self._what, self._instead = what, instead
+        self._owned, self._remedy = owned, remedy
 
     @property
     def is_here(self) -> bool:
-        """Whether this is still that process, and not one that was forked from it."""
+        """Whether the caller runs in that process, not in a fork of it."""
         return os.getpid() == self._id
 
     def check(self) -> None:
-        """*raises:* OtherProcessError in another process; nothing was changed."""
+        """*raises:* OtherProcessError: in another process; nothing was changed."""
         if os.getpid() != self._id:
             raise OtherProcessError(
-                f"expected {self._what} to be used in the process that made it, {self._id}, got process "
-                f"{os.getpid()}, forked from it; {self._instead}"
+                f"expected {self._owned} to be used in the process that made it, {self._id}, got process "
+                f"{os.getpid()}, forked from it; {self._remedy}"
             )
 
 
 class ForkSafeLock:
-    """A lock that its holder may take again, open in a child where another thread of the parent held it."""
+    """A reentrant lock that is free in a forked child if another thread of the parent had it."""
 
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
@@ -65,7 +66,7 @@ _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 
 def _open_locks() -> None:
     for lock in list(_locks):
-        if not lock._lock._is_owned():  # by the thread that forked, which goes on in the child
+        if not lock._lock._is_owned():  # by the thread that forked, which continues in the child
             lock._lock = threading.RLock()
 
 

@@ -1,6 +1,7 @@
-"""What a name stands for: the built-in values of one kind, and those that somebody registered.
+"""Maps names to values of one kind: built-in values, and registered ones.
 
-A dict, changed by `register` and `unregister`: a name has one value, the same again is accepted, built-in ones stay.
+A dict, changed by `register` and `unregister`: a name has one value, registering an equal value again is accepted,
+built-in values stay.
 
 Cost: a look-up in a dict.
 """
@@ -18,32 +19,35 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """what: one of the values, and option: where people give its name, as errors say it. built_in: those that stay."""
+    """kind: noun phrase for a value, and option: the option that takes its name, both for errors. built_in: permanent
+    values."""
 
-    def __init__(self, what: str, option: str, built_in: Mapping[str, T]) -> None:
+    def __init__(self, kind: str, option: str, built_in: Mapping[str, T]) -> None:
         super().__init__(built_in)
-        self._what, self._option = what, option
+        self._kind, self._option = kind, option
         self._built_in = frozenset(built_in)
 
     def register(self, name: str, value: T) -> None:
-        """The same again changes nothing. *raises:* ArgumentError: the name is taken by another."""
+        """Give `name` a value; an equal value again changes nothing. *raises:* ArgumentError: the name has another
+        value."""
         if self.setdefault(name, value) != value:
             raise ArgumentError(
-                f"expected a new name for {self._what}, got {name!r}, which is taken; take another "
+                f"expected a new name for {self._kind}, got {name!r}, which is taken; take another "
                 f"than {sorted(self)}"
             )
 
     def unregister(self, name: str) -> None:
-        """Undo `register`; who uses the value goes on. *raises:* ArgumentError: built in, or not there."""
+        """Undo `register`; users of the value are unaffected. *raises:* ArgumentError: the name is built in or
+        unknown."""
         if name in self._built_in or name not in self:
             raise ArgumentError(
-                f"expected {self._what} that was registered, one of {sorted(self.keys() - self._built_in)}, "
+                f"expected {self._kind} that was registered, one of {sorted(self.keys() - self._built_in)}, "
                 f"got {name!r}"
             )
         del self[name]
 
     def __missing__(self, name: str) -> NoReturn:
         raise ArgumentError(
-            f"expected {self._what}, one of {sorted(self)}, got {name!r} - in `{self._option}`; take one of these, or "
+            f"expected {self._kind}, one of {sorted(self)}, got {name!r} - in `{self._option}`; take one of these, or "
             "register yours first"
         )

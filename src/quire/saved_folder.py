@@ -1,18 +1,18 @@
-"""The folder that keeps packed weights from one start to the next: whose it is, how much it takes, what goes first.
+"""The folder that saves packed weights from one start to the next: its owner, its size limit, the order of deletion.
 
     packed_weights   "auto": `default_folder`, weights/ in the user's cache; "off": none; or a folder
-    a file           as `quire.model.saved_weights` and `quire.model.saved_proof` write it, of the name
-                     <32 hex digits>.packed or .proof; nothing else in the folder is counted or removed
+    a file           written by `quire.model.saved_weights` or `quire.model.saved_proof`, with a name of
+                     <32 hex digits>.packed or .proof; other files in the folder are neither counted nor removed
 
-Not here: what a file holds, and when it may be used.
+Not here: the content of a file, and when it may be used.
 
 Invariants
-    D1  a file is read only if it is the user's own, and written only into a folder that is.
-    D2  before a file is written those used longest ago go, until all take at most `max_bytes` and the disk has as much
-        free beyond the new file as that takes. Where that cannot be, nothing goes and nothing is written. What this
-        object has opened stays; a process that has a removed file mapped keeps its pages.
-    D3  the folder of "auto" is made when a file is written into it. One that cannot be used is one warning, whatever
-        is wrong with it; of a folder that was named it is an ArgumentError.
+    D1  a file is read only if it is the user's own, and written only into a folder of the user's own.
+    D2  before a file is written the least recently used files are removed, until all take at most `max_bytes` and the
+        disk has as much free beyond the new file as the new file takes. If that is impossible, no file is removed or
+        written. Files that this object has opened stay; a process that maps a removed file keeps its pages.
+    D3  the folder of "auto" is created when a file is written into it. If it cannot be used, for whatever reason, that
+        is one warning; for a named folder it is an ArgumentError.
 
 Cost: a listing of the folder for each file that is written, and one after it.
 """
@@ -39,10 +39,10 @@ from quire.sizes import format_size
 
 __all__ = ["DEFAULT_MAX_BYTES", "VARIABLE", "SavedFile", "SavedFolder", "default_folder", "sources_of"]
 
-VARIABLE = "QUIRE_PACKED_WEIGHTS"  # of the environment: what "auto" means, "off" or a folder
+VARIABLE = "QUIRE_PACKED_WEIGHTS"  # of the environment: the meaning of "auto", "off" or a folder
 DEFAULT_MAX_BYTES = 32 << 30
-_LEAST_BYTES = 1 << 20  # of a file in the folder of "auto": a smaller one saves a start next to nothing
-_UNLOCKED_S = 60  # a file that is being written is locked by then
+_MIN_BYTES = 1 << 20  # of a file in the folder of "auto": a smaller one saves a start almost no time
+_UNLOCKED_S = 60  # after this time a file that is being written is locked
 _NAME = re.compile(r"[0-9a-f]{32}\.(packed|proof)")
 _WRITTEN = re.compile(rf"\.[0-9a-f]{{32}}\.(packed|proof)\.[0-9a-f]+{re.escape(UNFINISHED)}")
 
@@ -51,7 +51,7 @@ _log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class SavedFile:
-    """used_at: seconds since 1970, when a start wrote or mapped it last."""
+    """used_at: seconds since 1970 of the last write or mapping by a start. is_whole: whether it is finished."""
 
     path: Path
     num_bytes: int
@@ -67,45 +67,45 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class SavedFolder:
-    """max_bytes: of all files in it. least_bytes: smaller files are not kept. For one start."""
+    """max_bytes: of all files in it. min_bytes: smaller files are not saved. For one start."""
 
-    def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES, *, least_bytes: int = 0) -> None:
+    def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES, *, min_bytes: int = 0) -> None:
         self.path = path
-        self._max_bytes, self._least_bytes = max_bytes, least_bytes
+        self._max_bytes, self._min_bytes = max_bytes, min_bytes
         self._opened: set[str] = set()  # names
         self._failed = False
 
     @classmethod
-    def of(cls, option: str | os.PathLike[str], max_bytes: int | None = None) -> SavedFolder | None:
-        """What the engine's option `saved_weights` says; None where nothing is kept.
+    def from_option(cls, option: str | os.PathLike[str], max_bytes: int | None = None) -> SavedFolder | None:
+        """The folder of the engine's option `packed_weights`; None for "off".
 
-        *raises:* ArgumentError: a named folder that is another user's, or neither is there nor can be made.
+        *raises:* ArgumentError: a named folder that is another user's, or that neither exists nor can be created.
         """
-        where = "`saved_weights`"
+        where = "`packed_weights`"
         if option == "auto" and os.environ.get(VARIABLE, "auto") not in ("auto", ""):
             option, where = os.environ[VARIABLE], f"${VARIABLE}"
-        most = DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
+        max_bytes = DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
         if option == "off":
             return None
         if option == "auto":
             try:
-                return cls(default_folder(), most, least_bytes=_LEAST_BYTES)
+                return cls(default_folder(), max_bytes, min_bytes=_MIN_BYTES)
             except RuntimeError as error:
-                _log.warning("packed weights are not kept: %s", error)
+                _log.warning("packed weights are not saved: %s", error)
                 return None
-        folder = cls(Path(option).expanduser(), most)
+        folder = cls(Path(option).expanduser(), max_bytes)
         try:
             folder._make()
         except OSError as error:
             raise ArgumentError(
-                f"expected a folder that is there or can be made, got {str(option)!r} ({error.strerror}) - in {where}"
+                f"expected a folder that exists or can be created, got {str(option)!r} ({error.strerror}) - in {where}"
             ) from error
         return folder
 
     @classmethod
-    def there(cls, option: str = "auto") -> SavedFolder:
-        """The one that `of` would use, which makes nothing. *raises:* ArgumentError: a named one that is not there, or
-        another user's."""
+    def existing(cls, option: str = "auto") -> SavedFolder:
+        """The folder that `from_option` would use; creates nothing. *raises:* ArgumentError: a named folder that does
+        not exist, or is another user's."""
         if option == "auto":
             option = os.environ.get(VARIABLE) or "auto"
         is_named = option not in ("auto", "off")
@@ -117,16 +117,17 @@ class SavedFolder:
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ArgumentError(
-                f"expected a folder of kept weights, got none ({why}) - in {option}"
+                f"expected a folder of saved weights, got none ({why}) - in {option}"
             ) from error
         return folder
 
-    def keeps(self, num_bytes: int) -> bool:
-        """Whether a file of that size is worth keeping here: a small one is beside a large one of the same start."""
-        return num_bytes >= self._least_bytes or bool(self._opened)
+    def is_worth_saving(self, num_bytes: int) -> bool:
+        """Whether a file of that size is worth saving: a small one only next to a large one of the same start."""
+        return num_bytes >= self._min_bytes or bool(self._opened)
 
     def open(self, path: Path) -> BinaryIO:
-        """A file of this folder, to read; it counts as used now. *raises:* OSError: none, or another user's."""
+        """Open a file of this folder for reading; it counts as used now. *raises:* OSError: it does not exist, or is
+        another user's."""
         file = path.open("rb")
         try:
             _require_own(os.fstat(file.fileno()), path)
@@ -134,28 +135,28 @@ class SavedFolder:
             file.close()
             raise
         self._opened.add(path.name)
-        with suppress(OSError):  # a file system that takes no writes
+        with suppress(OSError):  # a read-only file system
             os.utime(file.fileno())
         return file
 
     def make_room(self, num_bytes: int) -> None:
-        """Have the folder be there, with room for a file of that size.
+        """Create the folder if needed, and make room for a file of that size.
 
-        *raises:* OSError: it cannot be made, is another user's, or has no room; nothing was removed then.
+        *raises:* OSError: it cannot be created, is another user's, or has no room; no file was removed then.
         """
         self._make()
         self._remove_abandoned()
         files = self.files()
         taken, free = sum(file.num_bytes for file in files) + num_bytes, self._free_bytes() - num_bytes
-        gone: list[SavedFile] = []
+        to_remove: list[SavedFile] = []
         for file in sorted(files, key=lambda file: file.used_at):
             if taken <= self._max_bytes and free >= num_bytes:
                 break
             if file.is_whole and file.path.name not in self._opened:
-                gone.append(file)
+                to_remove.append(file)
                 taken, free = taken - file.num_bytes, free + file.num_bytes
         if taken > self._max_bytes:
-            others = f" beside {format_size(taken - num_bytes)} in use" if taken > num_bytes else ""
+            others = f" and {format_size(taken - num_bytes)} in use" if taken > num_bytes else ""
             raise OSError(
                 errno.ENOSPC,
                 f"{format_size(num_bytes)}{others} is more than the {format_size(self._max_bytes)} that it may take",
@@ -165,66 +166,66 @@ class SavedFolder:
                 errno.ENOSPC,
                 f"{format_size(num_bytes)} would leave less than that free of the disk",
             )
-        for file in gone:
-            with suppress(FileNotFoundError):  # another process was quicker
+        for file in to_remove:
+            with suppress(FileNotFoundError):  # another process has removed it
                 file.path.unlink()
 
-    def settle(self) -> None:
-        """Keep to `max_bytes` where several processes have written at once."""
+    def limit_size(self) -> None:
+        """Keep to `max_bytes` after several processes have written at once."""
         with suppress(OSError):
             self.make_room(0)
 
-    def written(self, path: Path) -> None:
-        """Have it known that this start has the file `path` there."""
+    def add_saved(self, path: Path) -> None:
+        """Record that this start has written the file `path`."""
         self._opened.add(path.name)
-        self.settle()
+        self.limit_size()
 
-    def tell(self, what: str, error: OSError) -> None:
-        """One warning of the first failure; `what` is not kept."""
+    def warn_not_saved(self, data: str, error: OSError) -> None:
+        """Warn at the first failure that `data` ("packed weights are") is not saved."""
         if not self._failed:
             self._failed = True
             _log.warning(
-                "%s not kept in %s (%s); the next start makes them again. packed_weights names another folder, or "
+                "%s not saved in %s (%s); the next start makes them again. Set packed_weights to another folder, or to "
                 '"off"',
-                what,
+                data,
                 self.path,
                 error.strerror or error,
             )
 
     def files(self) -> list[SavedFile]:
-        """Those of this user, with those that are being written. *raises:* OSError: the folder cannot be read."""
-        found: list[SavedFile] = []
+        """This user's files, including unfinished ones. *raises:* OSError: the folder cannot be read."""
+        files: list[SavedFile] = []
         if not self.path.exists():
-            return found
+            return files
         with os.scandir(self.path) as entries:
             for entry in entries:
                 is_whole = _NAME.fullmatch(entry.name) is not None
                 if not is_whole and _WRITTEN.fullmatch(entry.name) is None:
                     continue
-                with suppress(OSError):  # gone meanwhile
+                with suppress(OSError):  # it was removed since
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                         path = self.path / entry.name
-                        found.append(SavedFile(path, status.st_size, status.st_mtime, is_whole))
-        return found
+                        files.append(SavedFile(path, status.st_size, status.st_mtime, is_whole))
+        return files
 
     def clear(self) -> list[SavedFile]:
-        """Remove all that is whole, which is returned. *raises:* OSError."""
+        """Remove all finished files, and return them. *raises:* OSError."""
         whole = [file for file in self.files() if file.is_whole]
         for file in whole:
             file.path.unlink(missing_ok=True)
         return whole
 
     def _make(self) -> None:
-        if os.geteuid() == 0:  # in the home of another user, as under sudo, it leaves no file of its own
-            there = next(path for path in (self.path, *self.path.parents) if path.exists())
-            _require_own(os.stat(there), there)
+        if os.geteuid() == 0:  # in the home of another user, as under sudo, root creates no file
+            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+            _require_own(os.stat(existing), existing)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         _require_own(os.stat(self.path), self.path)
 
     def _remove_abandoned(self) -> None:
-        """Removes the unfinished files of processes that have ended: their locks are free."""
+        """Removes the unfinished files of processes that have ended, whose locks are free."""
         for file in self.files():
             if not file.is_whole and time.time() - file.used_at > _UNLOCKED_S:
                 with suppress(OSError), file.path.open("rb") as opened:
@@ -237,12 +238,12 @@ class SavedFolder:
 
 
 def sources_of(path: Path) -> tuple[list[str], list[str]]:
-    """(source files, layouts) that the header of packed weights names; of a file without one none."""
+    """(source files, layouts) in the header of packed weights; empty for a file without a header."""
     try:
         with path.open("rb") as file:
             file.readline(64)
-            said = json.loads(file.readline())
-        return sorted({str(source[0]) for source in said["files"]}), sorted(said["layouts"])
+            header = json.loads(file.readline())
+        return sorted({str(source[0]) for source in header["files"]}), sorted(header["layouts"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return [], []
 

@@ -1,8 +1,8 @@
-"""Keys and other secrets as people write them down: in files, in environment variables, whatever wrote those.
+"""Reads keys and other secrets from files and environment variables, as any editor or shell may have written them.
 
-An editor may have put a byte order mark, UTF-16, CRLF or spaces around a key that a client will send without. What is
-read here is without; what no client could send (a character beyond ASCII, a control character) is refused at once,
-not as a wrong key later. No message shows what was read.
+An editor may have put a byte order mark, UTF-16, CRLF or spaces around a key, which clients do not send. Reading strips
+them; a key that no client could send (with a character beyond ASCII, or a control character) is refused at once, not as
+a wrong key later. Messages never contain a secret.
 
 Cost: a read of the file.
 """
@@ -16,14 +16,22 @@ from pathlib import Path
 
 from quire.errors import ArgumentError
 
-__all__ = ["check_key", "is_readable_by_all", "key_lines", "key_of_environment", "named", "read_text"]
+__all__ = [
+    "check_key",
+    "is_readable_by_all",
+    "key_lines",
+    "key_of_environment",
+    "read_text",
+    "resolve_secret",
+]
 
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-_AROUND = "\ufeff\u200b\0"  # beside white space: what is around a key and not seen
+_INVISIBLE = "\ufeff\u200b\0"  # stripped from around a key, in addition to white space
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A file in UTF-8, or in UTF-16 with a byte order mark; without the mark. *raises:* OSError; ValueError."""
+    """The text of a file in UTF-8, or in UTF-16 with a byte order mark; without the mark. *raises:* OSError;
+    ValueError."""
     data = Path(path).read_bytes()
     for mark, encoding in _MARKS:
         if data.startswith(mark):
@@ -34,63 +42,63 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def _decoded(data: bytes, encoding: str) -> str:
     try:
         return data.decode(encoding)
-    except UnicodeDecodeError as error:  # its own text shows bytes of the file
+    except UnicodeDecodeError as error:  # whose own text contains bytes of the file
         raise ValueError(
             f"byte {error.start} is not {encoding[:6].upper()}; save it as UTF-8, or as UTF-16 with a byte order mark"
         ) from None
 
 
 def key_lines(path: str | os.PathLike[str]) -> list[str]:
-    """The keys of a file, one a line; blank lines and those that begin with # are skipped.
+    """The keys of a file, one per line; blank lines and lines that begin with # are skipped.
 
-    *raises:* ArgumentError: it cannot be read, has none, or one that no client can send.
+    *raises:* ArgumentError: it cannot be read, has no key, or one that no client can send.
     """
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
         raise ArgumentError(f"expected a readable file of API keys, got {path}: {error}") from None
-    found = []
+    keys = []
     for number, line in enumerate(lines, 1):
         text = _bare(line)
         if text and not text.startswith("#"):
-            found.append(check_key(text, f"line {number} of {path}"))
-    if not found:
+            keys.append(check_key(text, f"line {number} of {path}"))
+    if not keys:
         raise ArgumentError(f"expected at least one API key, got none - in {path}")
-    return found
+    return keys
 
 
 def check_key(text: str, where: str) -> str:
-    """A key without what stands around it unseen. *raises:* ArgumentError: no client can send it."""
+    """A key, stripped of invisible characters around it. *raises:* ArgumentError: no client can send it."""
     key = _bare(text)
     if not key:
         raise ArgumentError(f"expected an API key, got an empty one - in {where}")
     odd = next((c for c in key if not (c.isascii() and c.isprintable())), None)
     if odd is not None:
         raise ArgumentError(
-            f"expected a key of letters, digits and signs of ASCII, which is what a client can send, got one with the "
+            f"expected a key of printable ASCII characters, which clients can send, got one with the "
             f"character U+{ord(odd):04X} - in {where}"
         )
     return key
 
 
-def named(text: str, where: str) -> str:
-    """A secret as a file or a flag names it: in the clear, or `env:NAME`, the variable's value without what stands
-    around it unseen. *raises:* ArgumentError: there is no such variable, or nothing in it."""
+def resolve_secret(text: str, where: str) -> str:
+    """The secret in a file's entry or a flag: literal text, or `env:NAME`, the value of a variable, stripped of
+    invisible characters around it. *raises:* ArgumentError: the variable is not set, or empty."""
     kind, _, name = text.partition(":")
     if kind != "env":
         return text
     value = _bare(os.environ.get(name, ""))
     if not value:
         raise ArgumentError(f"expected a secret in the environment variable {name}, got none - in {where}")
-    if not value.isprintable():  # half a character, of bytes that are not UTF-8, is not printable either
+    if not value.isprintable():  # a surrogate, of bytes that are not UTF-8, is not printable either
         raise ArgumentError(
-            f"expected text in the environment variable {name}, got what is none - in {where}"
+            f"expected printable text in the environment variable {name}, got other characters - in {where}"
         )
     return value
 
 
 def key_of_environment(name: str) -> str | None:
-    """The key in a variable; None where it is not set, or nothing. *raises:* ArgumentError: no client can send it."""
+    """The key in a variable; None if it is not set, or empty. *raises:* ArgumentError: no client can send it."""
     value = os.environ.get(name, "")
     return check_key(value, f"the environment variable {name}") if _bare(value) else None
 
@@ -107,5 +115,5 @@ def is_readable_by_all(path: str | os.PathLike[str]) -> bool:
 def _bare(text: str) -> str:
     before = None
     while text != before:
-        before, text = text, text.strip().strip(_AROUND)
+        before, text = text, text.strip().strip(_INVISIBLE)
     return text

@@ -1,6 +1,6 @@
-"""Sizes of memory as people write them: "1GiB", "512 MB", "65536", or a share such as "25%".
+"""Parses sizes of memory in text: "1GiB", "512 MB", "65536", or a share such as "25%".
 
-Nothing here knows a machine: what a share is of, and what "auto" is, is told by who asks.
+Independent of the machine: the caller gives the total of a share and the meaning of "auto".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.errors import ArgumentError
 
 __all__ = ["format_size", "parse_budget", "parse_share", "parse_size"]
 
-_BLOCKS: dict[str, int] = {
+_UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
     "kb": 10**3,
@@ -38,11 +38,11 @@ def parse_size(size: str | int, *, where: str = "memory") -> int:
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         unit = "" if match is None else match[2].lower()
-        if match is None or unit not in _BLOCKS or ("." in match[1] and _BLOCKS[unit] == 1):
+        if match is None or unit not in _UNITS or ("." in match[1] and _UNITS[unit] == 1):
             raise ArgumentError(
                 f'expected a size such as "256MiB", "1.5GiB" or a number of bytes, got {size!r} for {where}'
             )
-        num_bytes = int(Fraction(match[1]) * _BLOCKS[unit])
+        num_bytes = int(Fraction(match[1]) * _UNITS[unit])
     if num_bytes <= 0:
         raise ArgumentError(f"expected a size of at least 1 byte, got {size!r} for {where}")
     return num_bytes
@@ -61,7 +61,7 @@ def parse_budget(size: str | int, *, where: str) -> int | float | None:
 
 
 def parse_share(where: str, value: str | int, total_bytes: int) -> int:
-    """Bytes of a size or of a share of `total_bytes`, at most those; 0 or "0%" is nothing."""
+    """Bytes of a size or of a share of `total_bytes`, at most those; 0 or "0%" is 0."""
     if value in (0, "0"):
         return 0
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -76,10 +76,10 @@ def parse_share(where: str, value: str | int, total_bytes: int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """The size in the largest binary block that it fills, for messages: 1536 -> "1.5KiB"."""
+    """The size in the largest binary unit that it fills, for messages: 1536 -> "1.5KiB"."""
     value = float(num_bytes)
-    for block_id in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.4g}{block_id}"
+            return f"{value:.4g}{unit}"
         value /= 1024
     return f"{value:.4g}TiB"

@@ -1,11 +1,12 @@
-"""torch on one thread for a while: beside the kernels' own pool, and wherever its answer must not depend on threads.
+"""Runs torch on one thread for a while: next to the kernels' own pool, and where its results must not depend on
+threads.
 
-Its OpenMP workers spin on the processors that the pool works on, for milliseconds after each operator that was large
-enough to wake them, and waiting for them makes a small operator take milliseconds where another program has the second
-processor.
-The count is the calling thread's, in OpenMP and in MKL, and no other thread's: `torch.set_num_threads` would also set
-what each new thread of the host begins with, and keeps. Only where those two libraries' calls are not found it has to
-do.
+Its OpenMP workers spin on the pool's processors for milliseconds after each operator that was large enough to wake
+them, and waiting for them makes a small operator take milliseconds if another program has the second processor. The
+count is the calling thread's, in OpenMP and in MKL, and no other thread's: `torch.set_num_threads` would also set the
+initial count of each new thread of the host, permanently. It is the fallback if the calls of those two libraries are
+not found.
+
 Cost: two calls into them, about 1 us.
 """
 
@@ -22,8 +23,8 @@ __all__ = ["one_torch_thread", "torch_threads"]
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Within it torch computes on `count` threads, the calling one included; afterwards as before."""
-    num_threads = torch.get_num_threads()  # which also gives a new thread its own count, if it has none yet
+    """Within it torch computes on `count` threads, including the calling one; afterwards as before."""
+    num_threads = torch.get_num_threads()  # which also initialises the count of a new thread
     _set_num_threads(count)
     try:
         yield
@@ -32,14 +33,14 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def one_torch_thread() -> AbstractContextManager[None]:
-    """Within it torch computes on the calling thread alone; afterwards as before."""
+    """Within it torch computes on the calling thread only; afterwards as before."""
     return torch_threads(1)
 
 
-def _of_this_thread() -> Callable[[int], None]:
-    """What sets the count of the calling thread alone, in the libraries that torch itself was linked with."""
+def _thread_count_setter() -> Callable[[int], None]:
+    """The function that sets the calling thread's count, in the libraries that torch itself was linked with."""
     try:
-        library = ctypes.PyDLL(torch._C.__file__)  # its symbols, and those of all that it was linked with
+        library = ctypes.PyDLL(torch._C.__file__)  # its symbols, and those of the libraries it is linked with
         openmp, mkl = library.omp_set_num_threads, None
         if torch.backends.mkl.is_available():
             mkl = library.MKL_Set_Num_Threads_Local
@@ -51,11 +52,11 @@ def _of_this_thread() -> Callable[[int], None]:
         return openmp
     mkl.argtypes = [ctypes.c_int]
 
-    def both(count: int) -> None:
+    def set_both(count: int) -> None:
         openmp(count)
         mkl(count)
 
-    return both
+    return set_both
 
 
-_set_num_threads = _of_this_thread()
+_set_num_threads = _thread_count_setter()

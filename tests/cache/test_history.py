@@ -264,7 +264,7 @@ def test_reuse_gaps_are_from_the_last_use_to_the_beginning_of_the_next() -> None
     spans = Durations((1.0, 10.0, 100.0, 1000.0, 10000.0))
     for seconds in (0.5, 5, 5, 20000):
         spans.add(seconds)
-    assert (list(spans.below().values()), spans.count, spans.most_s) == ([1, 3, 3, 3, 3], 4, 20000)
+    assert (list(spans.counts_below().values()), spans.count, spans.max_s) == ([1, 3, 3, 3, 3], 4, 20000)
 
 
 def test_names_of_blocks_depend_on_all_that_identifies_them() -> None:

@@ -29,7 +29,7 @@ from quire.model.experts import pack_experts
 from quire.model.linear import pack_linears
 from quire.model.load import EMBEDDED, load, without_weights
 from quire.model.quantized_experts import ExpertForms
-from quire.model.weight_sizes import WEIGHT_FORMS, held_weights, planned_weights, register_form
+from quire.model.weight_sizes import WEIGHT_FORMS, measured_weights, planned_weights, register_form
 from quire.spec import LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
 
@@ -76,7 +76,7 @@ def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> Non
         prompts = [draw.integers(3, llm.vocab_size, context - 2).tolist() for _ in range(concurrency)]
         llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
         prepared = llm.core.prepared
-        held = sum(row.num_bytes for row in held_weights(prepared._model, prepared._latents.values()))
+        held = sum(row.num_bytes for row in measured_weights(prepared._model, prepared._latents.values()))
         assert said.num_bytes("weights") == pytest.approx(held, rel=0.02)
         if llm.spec.stores_kv:
             held_bytes = llm.cache.memory_use().peak
@@ -93,7 +93,7 @@ def held_by(source: Path) -> dict[str, int]:
     loaded = load(source)
     undo = pack_linears(loaded.model)
     pack_experts(loaded.model)
-    rows = held_weights(loaded.model)
+    rows = measured_weights(loaded.model)
     undo()
     return {row.kind + row.label: row.num_bytes for row in rows}
 

@@ -163,7 +163,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     prepared = prepare(load((model, None)), backend="python")
     assert isinstance(prepared, SequentialModel)
-    with pytest.raises(ArgumentError, match="that nobody runs"):
+    with pytest.raises(ArgumentError, match="that is not in use"):
         prepare(load((model, None)), backend="python")
     prepared.restore()
     assert all(module.training for module in model.modules())

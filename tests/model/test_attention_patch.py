@@ -89,7 +89,7 @@ def test_attention_that_adds_something_else_is_left_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(BloomAttention, "__init__", halved)
     model = _made("bloom")
-    assert attention_patch.route(model) is None
+    assert attention_patch.patch_attention(model) is None
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
         PreparedModel(load((model, None)), backend="python")
     with LLM((model, None), max_model_len=64, kv_memory="1MiB", backend="python") as llm:
@@ -110,7 +110,7 @@ def test_slopes_that_are_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_falcon_s_rounded_biases_are_left_alone() -> None:
-    assert attention_patch.route(build(AutoModelForCausalLM, "falcon", alibi=True)) is None
+    assert attention_patch.patch_attention(build(AutoModelForCausalLM, "falcon", alibi=True)) is None
 
 
 def test_another_s_forward_on_a_module_is_left_alone() -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from quire.errors import LoadError
 from quire.model import load
 from quire.model.load import config_of, without_weights
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 
 EARLY = {
     "gptq": {"bits": 4, "group_size": 64, "desc_act": False, "sym": False, "damp_percent": 0.01},
@@ -60,7 +60,7 @@ def test_settings_of_early_tools(
     if "model_file_base_name" in more:
         save_file({"x": torch.ones(1)}, tmp_path / "another.safetensors")
     loaded = load(tmp_path)
-    assert len(coded_weights(loaded.model)) == 14
+    assert len(quantized_weights(loaded.model)) == 14
     for key, weight in expected.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[key], weight), key
     assert [path.name for path in loaded.source.files] == [weights]
@@ -71,13 +71,13 @@ def test_settings_of_early_tools(
 def test_settings_that_config_has_itself_go_first(tmp_path: Path) -> None:
     quantized_checkpoints.save(tmp_path, quantized_checkpoints.tiny(), *quantized_checkpoints.FORMATS["gptq"])
     (tmp_path / "quantize_config.json").write_text("{")
-    assert len(coded_weights(load(tmp_path).model)) == 14
+    assert len(quantized_weights(load(tmp_path).model)) == 14
 
 
 def test_plain_weights_need_no_settings(tmp_path: Path) -> None:
     quantized_checkpoints.tiny().save_pretrained(tmp_path)
     (tmp_path / "quantize_config.json").write_text("{")
-    assert not coded_weights(load(tmp_path).model)
+    assert not quantized_weights(load(tmp_path).model)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_codes_that_nothing_explains_are_refused(settings: str | None, message: 
 
 def test_modelopt_is_named(tmp_path: Path) -> None:
     early(tmp_path, "gptq", "hf_quant_config.json", "model.safetensors")
-    with pytest.raises(LoadError, match=r"hf_quant_config\.json tells of it in ModelOpt's way"):
+    with pytest.raises(LoadError, match=r"hf_quant_config\.json describes it in ModelOpt's format"):
         load(tmp_path)
 
 

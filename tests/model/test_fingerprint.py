@@ -45,23 +45,23 @@ def test_a_world_is_the_same_at_every_start_and_another_for_what_changes_bits(
 def test_digests_of_large_files_are_kept_while_the_files_stay(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint_module, "_LEAST_KEPT", 1)
+    monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
     [weights] = folder.glob("*.safetensors")
     read: list[Path] = []
     digest = fingerprint_module._sha256
     monkeypatch.setattr(fingerprint_module, "_sha256", lambda path: read.append(path) or digest(path))
-    kept = fingerprint_module._kept_digest(weights)
+    kept = fingerprint_module._file_digest(weights)
     assert kept == digest(weights)
     assert read == [weights]
-    assert fingerprint_module._kept_digest(weights) == kept
+    assert fingerprint_module._file_digest(weights) == kept
     assert read == [weights]
     status = weights.stat()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))  # its ctime tells
-    assert fingerprint_module._kept_digest(weights) == digest(weights) != kept
+    assert fingerprint_module._file_digest(weights) == digest(weights) != kept
     (folder / "quire-sha256.json").write_text("[1, 2")
-    assert fingerprint_module._kept_digest(weights) == digest(weights)
+    assert fingerprint_module._file_digest(weights) == digest(weights)
     assert list(json.loads((folder / "quire-sha256.json").read_text())) == [weights.name]
     assert not list(folder.glob(".quire-*"))

@@ -22,7 +22,7 @@ from quire.errors import LoadError, QuireError
 from quire.model import load, rope
 from quire.model.gguf import ARCHITECTURES, NO_EFFECT, GGUFHeader
 from quire.model.load import config_of, without_weights
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 from quire.model.sources import GGUFSource
 
 LENGTHS = (5, 40, 200)
@@ -78,12 +78,12 @@ def test_a_file_computes_what_its_model_does(name: str, tmp_path: Path) -> None:
 def test_codes_of_a_file_are_the_values_that_it_widens_to(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     path = gguf_writer.write(tmp_path / "m.gguf", source_of(name), case.header, coded="Q8_0")
-    coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", widened=True).model
+    coded, widened = load(path, dtype="float32").model, load(path, dtype="float32", is_dense=True).model
     for key, value in widened.state_dict().items():
         assert torch.equal(value, coded.state_dict()[key]), key
-    held = coded_weights(coded)
+    held = quantized_weights(coded)
     assert held
-    assert not coded_weights(widened)
+    assert not quantized_weights(widened)
     assert distance(coded, widened, 40) < 1e-4
     for place in without_weights(path).codes:
         assert place in held or place.removesuffix(".weight") in held, place
@@ -138,7 +138,7 @@ def test_a_key_or_a_tensor_that_nothing_reads_is_refused_by_name(name: str, tmp_
     }.items():
         with pytest.raises(LoadError, match=rf"{architecture}\.{key} = {value}.*in the header of .*m\.gguf"):
             load(written(name, tmp_path, {key: value}))
-    with pytest.raises(LoadError, match=r"tensors .* read here, got .*attn_gate_of_another_kind"):
+    with pytest.raises(LoadError, match=r"known tensors of .*, got .*attn_gate_of_another_kind"):
         load(written(name, tmp_path, blk__0__attn_gate_of_another_kind__weight=torch.ones(8)))
 
 

@@ -18,7 +18,7 @@ from quire.model.huge_pages import HugePageMove
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="maps as Linux does"),
     pytest.mark.skipif(
-        sys.platform == "linux" and not huge_pages.huge_pages_are_given(), reason="no huge pages here"
+        sys.platform == "linux" and not huge_pages.has_huge_pages(), reason="no huge pages here"
     ),
 ]
 

@@ -113,7 +113,7 @@ def test_an_untied_embedding_keeps_its_memory_and_is_watched() -> None:
     rows, address = embedding(IDS).clone(), embedding.weight.data_ptr()
     restore = pack_linears(model)
     assert torch.equal(embedding(IDS), rows)
-    assert embedding.weight.held.dense.data_ptr() == address
+    assert embedding.weight.lazy_weight.dense.data_ptr() == address
     restore()
     assert type(embedding) is nn.Embedding
     assert embedding.weight.data_ptr() == address
@@ -276,7 +276,7 @@ def test_onednn_packs_and_gives_back_all_but_tied_weights() -> None:
     restore = pack_linears(model, "onednn")
     kinds = {type(module).__name__ for module in model.modules()}
     assert "PackedLinear" in kinds
-    assert model.get_output_embeddings().weight.held.packed is None  # a tied weight stays dense
+    assert model.get_output_embeddings().weight.lazy_weight.packed is None  # a tied weight stays dense
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
     restore()
     assert_same_state(model, state)

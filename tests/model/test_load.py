@@ -173,7 +173,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("We couldn't connect to\n'https://huggingface.co'")
 
-    monkeypatch.setattr(hub, "folder_instead", lambda *_: None)  # the Hub answers
+    monkeypatch.setattr(hub, "offline_folder", lambda *_: None)  # the Hub answers
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)  # what is asked for first
     with pytest.raises(
         LoadError, match="cannot load the model 'nobody/nothing': We couldn't connect to 'https"

@@ -19,7 +19,7 @@ from quire.model import fingerprint as fingerprint_module
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
 from quire.model.load import config_of, without_weights
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 from quire.spec import KVSpec
 from quire.spec.weight_formats import parse_weights
 
@@ -65,7 +65,7 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
     file = gguf_case.write(tmp_path / "tiny.gguf", model, architecture="llama", quantized=kind_of)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.bfloat16)
     loaded = load(file)
-    held = {name + ".weight": packed.label for name, packed in coded_weights(loaded.model).items()}
+    held = {name + ".weight": packed.label for name, packed in quantized_weights(loaded.model).items()}
     linear = {name: kind for name, kind in kinds.items() if theirs.state_dict()[name].dim() == 2}
     assert held == {name: kind for name, kind in linear.items() if kind != "F16"}
     assert {kinds["model.embed_tokens.weight"], kinds["model.layers.0.self_attn.q_proj.weight"]} <= {
@@ -73,9 +73,9 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
     }
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert {name: form.label for name, form in without_weights(file).codes.items()} == held
-    assert not without_weights(file, widened=True).codes
-    widened = load(file, widened=True)
-    assert not coded_weights(widened.model)
+    assert not without_weights(file, is_dense=True).codes
+    widened = load(file, is_dense=True)
+    assert not quantized_weights(widened.model)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name]), name
         assert torch.equal(weight, widened.model.state_dict()[name]), name
@@ -92,19 +92,21 @@ def test_experts_keep_their_codes(down: str, tmp_path: Path) -> None:
         quantized=lambda name: down if "down_proj" in name else "Q5_0",
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
-    loaded, widened = load(file, dtype="float32"), load(file, dtype="float32", widened=True)
-    held = {name: packed.label for name, packed in coded_weights(loaded.model).items() if "experts" in name}
+    loaded, widened = load(file, dtype="float32"), load(file, dtype="float32", is_dense=True)
+    held = {
+        name: packed.label for name, packed in quantized_weights(loaded.model).items() if "experts" in name
+    }
     prefixes = [f"model.layers.{layer}.mlp.experts." for layer in range(gguf_case.NUM_LAYERS)]
     expected = {prefix + "gate_up_proj": "Q5_0" for prefix in prefixes}
     assert held == expected | (
         {prefix + "down_proj": "Q8_0" for prefix in prefixes} if down == "Q8_0" else {}
     )
-    assert not coded_weights(widened.model)
+    assert not quantized_weights(widened.model)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name]), name
         assert torch.equal(weight, widened.model.state_dict()[name]), name
     anew = load(file, dtype="float32", weights=parse_weights("int4:32")).model
-    labels = [packed.label for name, packed in coded_weights(anew).items() if "experts" in name]
+    labels = [packed.label for name, packed in quantized_weights(anew).items() if "experts" in name]
     assert labels == ["int4:32"] * (2 * gguf_case.NUM_LAYERS)
     if down == "F16":
         return
@@ -179,7 +181,7 @@ def test_its_world_is_that_of_the_file(file: Path, tmp_path: Path, monkeypatch: 
     worlds = {engine_fingerprint(load(path, dtype=d)) for path in (file, other) for d in ("auto", "float32")}
     assert len(worlds) == 4
     assert engine_fingerprint(load(file)) in worlds
-    monkeypatch.setattr(fingerprint_module, "_LEAST_KEPT", 1)
+    monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
     engine_fingerprint(load(other))
     hashed: list[Path] = []
     digest = fingerprint_module._sha256

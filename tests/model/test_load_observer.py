@@ -20,11 +20,11 @@ class Recorder:
         self.phases: list[str] = []
         self.num_bytes = self.num_read = 0
 
-    def begins(self, phase: str, num_bytes: int = 0) -> None:
+    def begin_phase(self, phase: str, num_bytes: int = 0) -> None:
         self.phases.append(phase)
         self.num_bytes = num_bytes or self.num_bytes
 
-    def has_read(self, num_bytes: int) -> None:
+    def add_read(self, num_bytes: int) -> None:
         self.num_read += num_bytes
 
 

@@ -20,7 +20,7 @@ from quire.errors import LoadError
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
 from quire.model.load import without_weights
-from quire.model.quantized import coded_weights, quantize_model
+from quire.model.quantized import quantize_model, quantized_weights
 from quire.quantized import readers
 from quire.spec.weight_formats import parse_weights
 
@@ -54,12 +54,12 @@ def test_codes_outlive_loading_unless_they_are_to_be_widened(tmp_path: Path) -> 
     expected = saved(tmp_path, "w4a16")
     linears = {name for name, module in expected.named_modules() if name.endswith("_proj")}
     loaded = load(tmp_path, dtype="bfloat16")
-    assert {name: packed.label for name, packed in coded_weights(loaded.model).items()} == dict.fromkeys(
+    assert {name: packed.label for name, packed in quantized_weights(loaded.model).items()} == dict.fromkeys(
         linears, "int4:32"
     )
     same_weights(loaded.model, expected, torch.bfloat16)
-    loaded = load(tmp_path, dtype="bfloat16", widened=True)
-    assert not coded_weights(loaded.model)
+    loaded = load(tmp_path, dtype="bfloat16", is_dense=True)
+    assert not quantized_weights(loaded.model)
     same_weights(loaded.model, expected, torch.bfloat16)
 
 
@@ -115,7 +115,7 @@ def test_schemes_of_classes_patterns_and_names(targets: list[str], tmp_path: Pat
         {"model.embed_tokens.weight": packed(8, 64), f"{QUERY}.weight": packed(8, 64)},
     )
     loaded = load(tmp_path)
-    labels = {name: coded.label for name, coded in coded_weights(loaded.model).items()}
+    labels = {name: coded.label for name, coded in quantized_weights(loaded.model).items()}
     assert (labels[QUERY], labels["model.embed_tokens"]) == ("int8:64", "int8:64")
     assert labels["model.layers.1.self_attn.q_proj"] == "int4:32"
     same_weights(loaded.model, expected, torch.float32)
@@ -129,10 +129,10 @@ def test_other_readers_are_another_world(
 ) -> None:
     """Keys and values kept by an older reading are never taken for those of a newer one."""
     saved(tmp_path, "w4a16")
-    first = engine_fingerprint(load(tmp_path, widened=widened))
-    assert engine_fingerprint(load(tmp_path, widened=widened)) == first
+    first = engine_fingerprint(load(tmp_path, is_dense=widened))
+    assert engine_fingerprint(load(tmp_path, is_dense=widened)) == first
     monkeypatch.setattr(readers, "VERSION", readers.VERSION + 1)
-    assert engine_fingerprint(load(tmp_path, widened=widened)) != first
+    assert engine_fingerprint(load(tmp_path, is_dense=widened)) != first
 
 
 def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
 
     expected = quantized_checkpoints.save(tmp_path, plain, {**config, "group_size": 8}, pack)
     loaded = load(tmp_path)
-    assert not coded_weights(loaded.model)
+    assert not quantized_weights(loaded.model)
     same_weights(loaded.model, expected, torch.float32)
 
 
@@ -162,8 +162,8 @@ def test_weights_that_lie_transposed(widened: bool, tmp_path: Path) -> None:
         state |= {name.removesuffix("weight") + key: tensor.clone() for key, tensor in tensors.items()}
         plain.get_parameter(name).data.copy_(torch.from_numpy(values.T))
     quantized_checkpoints.write(tmp_path, [state], config)
-    loaded = load(tmp_path, widened=widened)
-    assert len(coded_weights(loaded.model)) == (0 if widened else 8)
+    loaded = load(tmp_path, is_dense=widened)
+    assert len(quantized_weights(loaded.model)) == (0 if widened else 8)
     same_weights(loaded.model, plain, torch.float32)
 
 
@@ -186,7 +186,7 @@ def same_tokens(expected: PreTrainedModel, checkpoint: Path) -> None:
 
 
 def expert_labels(model: PreTrainedModel) -> dict[str, str]:
-    return {name: coded.label for name, coded in coded_weights(model).items() if "experts" in name}
+    return {name: coded.label for name, coded in quantized_weights(model).items() if "experts" in name}
 
 
 PROJECTIONS = [
@@ -211,8 +211,8 @@ def test_experts_saved_one_by_one_keep_their_codes(name: str, label: str, tmp_pa
     loaded = load(tmp_path)
     assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, label)
     same_weights(loaded.model, expected, torch.float32)
-    widened = load(tmp_path, widened=True)
-    assert not coded_weights(widened.model)
+    widened = load(tmp_path, is_dense=True)
+    assert not quantized_weights(widened.model)
     same_weights(widened.model, expected, torch.float32)
 
 
@@ -243,7 +243,7 @@ def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
     labels = expert_labels(loaded.model)
     assert 0 < len(labels) < 4
     assert (
-        "quantized weights are widened to float32, the first model.layers.0.mlp.experts.gate_up_proj"
+        "quantized weights are dequantized to float32, the first model.layers.0.mlp.experts.gate_up_proj"
         in caplog.text
     )
     assert "coded in one way" in caplog.text
@@ -252,12 +252,12 @@ def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])
 def test_experts_are_rounded_anew(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name, "qwen3_moe")
-    widened = load(tmp_path, widened=True).model
+    widened = load(tmp_path, is_dense=True).model
     quantize_model(widened, parse_weights("int4:32"))
     anew = load(tmp_path, weights=parse_weights("int4:32")).model
     assert expert_labels(anew) == dict.fromkeys(PROJECTIONS, "int4:32")
     same_weights(anew, widened, torch.float32)
-    assert not coded_weights(load(tmp_path, weights=parse_weights("bf16")).model)
+    assert not quantized_weights(load(tmp_path, weights=parse_weights("bf16")).model)
 
 
 def test_gpt_oss(tmp_path: Path) -> None:

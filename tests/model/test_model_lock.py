@@ -35,7 +35,7 @@ def test_a_second_llm_on_a_model_is_refused_and_the_first_goes_on(backend: str) 
         want = tokens(llm)
         for _ in range(2):
             with pytest.raises(
-                ArgumentError, match="Qwen3ForCausalLM that nobody runs, got one that an open LLM"
+                ArgumentError, match="Qwen3ForCausalLM that is not in use, got one that an open LLM"
             ):
                 open_llm(model, backend=backend)
         assert tokens(llm) == want

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "auto_class", "not_taken"),
+    ("model_type", "auto_class", "ignored_inputs"),
     [
         ("mistral3", AutoModelForImageTextToText, ("images",)),
         ("qwen3_vl", AutoModelForImageTextToText, ("images",)),
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 def test_a_folder_that_takes_more_than_text_opens_for_text(
     model_type: str,
     auto_class: Any,
-    not_taken: tuple[str, ...],
+    ignored_inputs: tuple[str, ...],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -56,9 +56,9 @@ def test_a_folder_that_takes_more_than_text_opens_for_text(
     ):
         got = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
     assert got == want
-    assert f"is opened for text: {not_taken[0]}" in caplog.text
+    assert f"is opened for text: {ignored_inputs[0]}" in caplog.text
     assert "not taken yet" in caplog.text
-    assert load((model, None)).not_taken == not_taken
+    assert load((model, None)).ignored_inputs == ignored_inputs
 
 
 def test_a_layer_that_attends_to_an_image_alone_keeps_nothing() -> None:

@@ -21,7 +21,7 @@ WEIGHT = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 def parameter() -> Any:
     made = nn.Parameter(WEIGHT.clone())
     form = WEIGHT.clone()
-    assert PackedParameter.take_place(
+    assert PackedParameter.replace_parameter(
         made, LazyDenseWeight(packed="form", unpack=lambda: form.clone()), made.detach()
     )
     return made
@@ -34,7 +34,7 @@ def test_it_is_a_parameter_without_memory(parameter: Any) -> None:
         assert torch.equal(parameter, WEIGHT)
         assert torch.equal(parameter.detach().clone(), WEIGHT)
         assert parameter.to(torch.bfloat16).dtype is torch.bfloat16
-    assert parameter.held.dense is None
+    assert parameter.lazy_weight.dense is None
 
 
 def test_read_in_inference_mode_it_may_be_trained_again(parameter: Any) -> None:
@@ -43,7 +43,7 @@ def test_read_in_inference_mode_it_may_be_trained_again(parameter: Any) -> None:
         for _ in range(12):
             assert torch.equal(parameter.type(torch.float32), WEIGHT)
         parameter.view(-1)
-    parameter.give_back()
+    parameter.restore()
     assert type(parameter) is nn.Parameter
     assert not parameter.is_inference()
     assert parameter.requires_grad
@@ -66,26 +66,26 @@ WRITES: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_no_write_is_lost_and_each_is_counted(name: str, parameter: Any) -> None:
     plain = nn.Parameter(WEIGHT.clone())
-    held, count = parameter.held, parameter.held.num_writes
+    held, count = parameter.lazy_weight, parameter.lazy_weight.num_writes
     WRITES[name](parameter)
     WRITES[name](plain)
-    parameter.held.settle()
+    parameter.lazy_weight.settle()
     assert torch.equal(parameter, plain)
-    assert parameter.held is not held or held.num_writes > count
-    parameter.give_back()
+    assert parameter.lazy_weight is not held or held.num_writes > count
+    parameter.restore()
     assert type(parameter) is nn.Parameter
     assert torch.equal(parameter, plain)
 
 
 def test_memory_that_was_only_looked_at_is_packed_away_again(parameter: Any) -> None:
     row = parameter[1]
-    parameter.held.settle()
-    assert parameter.held.dense is not None
+    parameter.lazy_weight.settle()
+    assert parameter.lazy_weight.dense is not None
     del row
     gc.collect()
-    parameter.held.settle()
-    assert parameter.held.dense is None
-    assert parameter.held.num_writes == 0
+    parameter.lazy_weight.settle()
+    assert parameter.lazy_weight.dense is None
+    assert parameter.lazy_weight.num_writes == 0
 
 
 def test_an_alias_goes_on_with_the_memory_it_was_of(parameter: Any) -> None:
@@ -94,7 +94,7 @@ def test_an_alias_goes_on_with_the_memory_it_was_of(parameter: Any) -> None:
     assert torch.equal(alias, WEIGHT)
     assert parameter.dtype is torch.bfloat16
     alias = parameter.detach()
-    parameter.give_back()
+    parameter.restore()
     alias.fill_(2)
     assert torch.equal(parameter, torch.full((5, 4), 2, dtype=torch.bfloat16))
 
@@ -105,7 +105,7 @@ def test_gradients_reach_it_and_stay(parameter: Any) -> None:
     assert torch.equal(parameter.grad, torch.ones(5, 4))
     optimizer.step()
     torch.testing.assert_close(parameter.detach().clone(), WEIGHT - 1)
-    parameter.give_back()
+    parameter.restore()
     assert torch.equal(parameter.grad, torch.ones(5, 4))
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), WEIGHT - 2)

@@ -44,7 +44,7 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
          "K and V are altered"),
         ("deepseek_v32", {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97,
                           "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
-         "1, layer 0 first, that choose them by an indexer"),
+         "1, layer 0 first, that select tokens by an indexer"),
         ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "keeps its past as state"),
     ],
 )  # fmt: skip

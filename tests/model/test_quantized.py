@@ -21,13 +21,13 @@ from quire.model.load import load
 from quire.model.prepare import PreparedModel
 from quire.model.prove.model_probe import run_probe_steps
 from quire.model.quantized import (
-    coded_weights,
-    hold_quantized,
+    bytes_by_format,
+    install_quantized,
     planned_forms,
     quantize_model,
-    tell_weights,
+    quantized_weights,
 )
-from quire.model.weight_sizes import held_weights, planned_weights
+from quire.model.weight_sizes import measured_weights, planned_weights
 from quire.quantized import Factor, QuantizedPanels, QuantizedWeight, multiply
 from quire.spec.weight_formats import parse_weights
 
@@ -36,7 +36,7 @@ KIND = "int5:32 with super-blocks and minimums"
 
 def test_a_linear_computes_from_codes() -> None:
     weight, linear = random_weight(KIND, 24, 256), nn.Linear(256, 24, dtype=torch.bfloat16)
-    hold_quantized(linear, weight, torch.bfloat16)
+    install_quantized(linear, weight, torch.bfloat16)
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(linear(x), multiply(x, weight, linear.bias))
@@ -49,9 +49,9 @@ def test_a_weight_on_meta_is_never_made() -> None:
     with torch.device("meta"):
         linear = nn.Linear(256, 24, bias=False)
     weight = random_weight("int4:128", 24, 256)
-    hold_quantized(linear, weight, torch.float32)
+    install_quantized(linear, weight, torch.float32)
     assert linear.weight.device.type == "cpu"
-    assert linear.__dict__["_held"].dense is None
+    assert linear.__dict__["_lazy_weight"].dense is None
     x = torch.randn(2, 256)
     with torch.no_grad():
         assert torch.equal(linear(x), multiply(x, weight))
@@ -60,18 +60,18 @@ def test_a_weight_on_meta_is_never_made() -> None:
 def test_a_tied_weight_is_held_once_and_gives_rows() -> None:
     head, embedding = nn.Linear(64, 50, bias=False), nn.Embedding(50, 64)
     weight = random_weight("int8", 50, 64)
-    hold_quantized([head, embedding], weight, torch.float32)
+    install_quantized([head, embedding], weight, torch.float32)
     assert head.weight is embedding.weight
     ids = torch.tensor([[3, 49], [0, 3]])
     assert torch.equal(embedding(ids), weight.dequantize()[ids])
-    assert list(coded_weights(nn.ModuleList([head, embedding]))) == ["0"]
+    assert list(quantized_weights(nn.ModuleList([head, embedding]))) == ["0"]
     with pytest.raises(IndexError, match=r"expected ids in \[0, 50\)"):
         embedding(torch.tensor([50]))
 
 
 def test_a_transposed_one() -> None:
     layer, weight = Conv1D(24, 64), random_weight("int4:64 with zeros", 24, 64)
-    hold_quantized(layer, weight, torch.float32)
+    install_quantized(layer, weight, torch.float32)
     assert torch.equal(layer.weight, weight.dequantize().t())
     x = torch.randn(2, 64)
     with torch.no_grad():
@@ -80,12 +80,12 @@ def test_a_transposed_one() -> None:
 
 def test_who_writes_makes_it_dense() -> None:
     linear = nn.Linear(64, 8, bias=False)
-    hold_quantized(linear, random_weight("int8", 8, 64), torch.float32)
+    install_quantized(linear, random_weight("int8", 8, 64), torch.float32)
     with torch.no_grad():
         linear.weight.mul_(2)
         x = torch.randn(3, 64)
         assert torch.equal(linear(x), nn.functional.linear(x, linear.weight))
-    assert not coded_weights(linear)
+    assert not quantized_weights(linear)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_who_writes_makes_it_dense() -> None:
 def test_what_does_not_fit_is_refused(module: Any, kind: str, said: str) -> None:
     before = module.weight
     with pytest.raises(ArgumentError, match=said):
-        hold_quantized(module, random_weight(kind, 8, 64), torch.float32)
+        install_quantized(module, random_weight(kind, 8, 64), torch.float32)
     assert module.weight is before
 
 
@@ -127,14 +127,14 @@ def test_a_model_is_rounded_by_pattern() -> None:
         parse_weights({"*.mlp.*": "int4:32", "*.q_proj": "bf16", "*": "int8"}),
         lambda weight: released.append(weight.numel()),
     )
-    labels = {name: packed.label for name, packed in coded_weights(model).items()}
+    labels = {name: packed.label for name, packed in quantized_weights(model).items()}
     assert labels["model.layers.0.mlp.down_proj"] == "int4:32"
     assert labels["model.layers.1.self_attn.k_proj"] == "int8"
     assert labels["model.embed_tokens"] == "int8"
     assert "model.layers.0.self_attn.q_proj" not in labels
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(released) == len(labels)
-    assert set(tell_weights(model)) == {"int8", "int4:32", "float32"}
+    assert set(bytes_by_format(model)) == {"int8", "int4:32", "float32"}
     plain, rounded = fingerprint(tiny()), fingerprint(model)
     assert plain["behaviour"] != rounded["behaviour"]
 
@@ -142,8 +142,8 @@ def test_a_model_is_rounded_by_pattern() -> None:
 def test_head_and_embeddings_may_stay() -> None:
     model = tiny(tied=False)
     quantize_model(model, parse_weights("int4", head="bf16"))
-    assert "lm_head" not in coded_weights(model)
-    assert "model.embed_tokens" not in coded_weights(model)
+    assert "lm_head" not in quantized_weights(model)
+    assert "model.embed_tokens" not in quantized_weights(model)
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
@@ -154,11 +154,11 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
 def test_packing_leaves_it_alone() -> None:
     model = tiny()
     quantize_model(model, parse_weights({"*.mlp.*": "int4"}))
-    before = coded_weights(model)
+    before = quantized_weights(model)
     undo = pack_linears(model)
-    assert coded_weights(model) == before
+    assert quantized_weights(model) == before
     undo()
-    assert coded_weights(model) == before
+    assert quantized_weights(model) == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,7 +182,7 @@ def test_a_plan_knows_what_it_weighs() -> None:
     planned = planned_weights(unloaded, form_of=planned_forms(unloaded, formats).get)
     quantize_model(model, formats)
     undo = pack_linears(model)
-    held = held_weights(model)
+    held = measured_weights(model)
     undo()
     assert sum(row.num_bytes for row in planned) == sum(row.num_bytes for row in held)
 
@@ -215,5 +215,5 @@ def test_codes_beside_dense_weights_are_not_fused(tmp_path: Any) -> None:
 
 
 def test_a_loaded_model_is_not_rounded() -> None:
-    with pytest.raises(ArgumentError, match=r"expected a checkpoint .* - in `weights`"):
+    with pytest.raises(ArgumentError, match=r"expected a checkpoint, .* - in `weights`"):
         LLM((tiny(), None), weights="int8")

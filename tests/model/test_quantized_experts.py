@@ -19,17 +19,17 @@ from transformers.core_model_loading import MergeModulelist
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
 from quire.hf import accelerate
-from quire.model.experts import coded_form, pack_experts, projections_of
+from quire.model.experts import expert_panels, pack_experts, projections_of
 from quire.model.load import load
 from quire.model.quantized import (
-    coded_weights,
+    bytes_by_format,
     planned_forms,
     quantize_model,
+    quantized_weights,
     round_and_pack,
-    tell_weights,
 )
 from quire.model.quantized_experts import QuantizedExperts, install_quantized_experts
-from quire.model.weight_sizes import held_weights, planned_weights
+from quire.model.weight_sizes import measured_weights, planned_weights
 from quire.quantized import round_to_codes
 from quire.spec.weight_formats import Rounding, parse_weights
 
@@ -54,7 +54,7 @@ def routed(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 def codes_of(experts: nn.Module) -> list[QuantizedExperts]:
-    found = [coded_form(experts._parameters[name]) for name in projections_of(experts) or ()]
+    found = [expert_panels(experts._parameters[name]) for name in projections_of(experts) or ()]
     return [codes for codes in found if isinstance(codes, QuantizedExperts)]
 
 
@@ -93,7 +93,7 @@ def test_the_parameter_reads_as_the_codes_and_writing_makes_it_dense() -> None:
         experts.down_proj.mul_(2)
         experts.down_proj_bias.mul_(2)
         torch.testing.assert_close(experts(*arguments), 2 * before)
-    assert "model.layers.0.mlp.experts.down_proj" not in coded_weights(model)
+    assert "model.layers.0.mlp.experts.down_proj" not in quantized_weights(model)
 
 
 @needs_kernels
@@ -114,13 +114,13 @@ def test_patterns_name_projections_of_experts() -> None:
     model = tiny("mixtral")
     formats = parse_weights({"*.experts.down_proj": "int8", "*.layers.1.*experts*": "int4", "*": "bf16"})
     quantize_model(model, formats)
-    labels = {name: codes.label for name, codes in coded_weights(model).items() if "experts" in name}
+    labels = {name: codes.label for name, codes in quantized_weights(model).items() if "experts" in name}
     assert labels == {
         "model.layers.0.mlp.experts.down_proj": "int8",
         "model.layers.1.mlp.experts.down_proj": "int8",
         "model.layers.1.mlp.experts.gate_up_proj": "int4",  # one group is all of 64 inputs
     }
-    assert set(tell_weights(model)) == {"int8", "int4", "float32"}
+    assert set(bytes_by_format(model)) == {"int8", "int4", "float32"}
     with pytest.raises(
         ArgumentError, match=r"model.layers.0.mlp.experts.gate_up_proj.*got 'expert' - in `weights`"
     ):
@@ -153,7 +153,7 @@ def test_experts_that_compute_otherwise_stay_dense(caplog: pytest.LogCaptureFixt
 
             module.__class__ = Odd
     quantize_model(model, EXPERTS)
-    assert not coded_weights(model)
+    assert not quantized_weights(model)
     assert type(experts_of(model)).__name__ == "Odd"
     assert (
         "4 weights of experts stay in float32, the first model.layers.0.mlp.experts.gate_up_proj"
@@ -168,9 +168,9 @@ def test_a_plan_knows_what_they_weigh(name: str) -> None:
         unloaded = AutoModelForCausalLM.from_config(model.config)
     planned = planned_weights(unloaded, packing="watched", form_of=planned_forms(unloaded, formats).get)
     quantize_model(model, formats)
-    rows = {row.kind: row.num_bytes for row in held_weights(model)}
+    rows = {row.kind: row.num_bytes for row in measured_weights(model)}
     assert rows["experts"] == next(row.num_bytes for row in planned if row.kind == "experts")
-    assert tell_weights(model)["int8"] > 0
+    assert bytes_by_format(model)["int8"] > 0
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

@@ -23,7 +23,7 @@ from quire.errors import LoadError
 from quire.model import PreparedModel, load, saved_codes
 from quire.model.fingerprint import engine_fingerprint
 from quire.model.prove.model_probe import run_probe_steps
-from quire.model.quantized import coded_weights, tell_weights
+from quire.model.quantized import bytes_by_format, quantized_weights
 from quire.quantized import QuantizedPanels, QuantizedWeight
 from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import WeightFormats, parse_weights
@@ -85,15 +85,15 @@ def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None =
         prepare = sys.modules["quire.model.prepare"]
         probe = prepare.Probe
         patch.setattr(prepare, "Probe", lambda *given, **how: (probes.append(1), probe(*given, **how))[1])
-        loaded = load(model, weights=formats, keep=folder)
+        loaded = load(model, weights=formats, saved_folder=folder)
         fingerprint = engine_fingerprint(loaded)
         panels = {}
-        for name, weight in coded_weights(loaded.model).items():
+        for name, weight in quantized_weights(loaded.model).items():
             for index, one in enumerate([weight] if isinstance(weight, QuantizedPanels) else weight):
                 panels[f"{name} {index}"] = _panels(one).tobytes()
         prepared = PreparedModel(loaded, backend="native", packed_weights=folder)
     logits = run_probe_steps(prepared).float().numpy().tobytes()
-    told = fingerprint, tell_weights(loaded.model)
+    told = fingerprint, bytes_by_format(loaded.model)
     return Start(prepared, logits, panels, told, len(made), bool(probes))
 
 
@@ -124,7 +124,7 @@ def _check_starts(
         assert start.panels == fresh.panels
         assert start.logits == fresh.logits
         assert start.told == fresh.told
-        assert all(weight.is_saved for weight in coded_weights(start.prepared.loaded.model).values())
+        assert all(weight.is_saved for weight in quantized_weights(start.prepared.loaded.model).values())
         assert len(_files(kept)) == num_files
         start.prepared.restore()
     assert len(list(kept.glob("*.proof"))) == is_proof_kept
@@ -186,7 +186,7 @@ def test_what_decides_the_codes_names_the_file(
     model = _save(tmp_path / "model")
 
     def starts(num_files: int, weights: str = "int4") -> None:
-        load(model, weights=parse_weights(weights), keep=SavedFolder(kept))
+        load(model, weights=parse_weights(weights), saved_folder=SavedFolder(kept))
         assert len(_files(kept)) == num_files
 
     starts(1)
@@ -231,11 +231,11 @@ def test_weights_that_were_cast_are_rounded_at_each_start_which_is_said(
 ) -> None:
     model = _save(tmp_path / "model", dtype=torch.float32)
     with caplog.at_level(logging.WARNING, logger="quire"):
-        loaded = load(model, dtype="bfloat16", weights=parse_weights("int4"), keep=SavedFolder(kept))
-    total = len(coded_weights(loaded.model))
+        loaded = load(model, dtype="bfloat16", weights=parse_weights("int4"), saved_folder=SavedFolder(kept))
+    total = len(quantized_weights(loaded.model))
     assert _files(kept) == []
     [said] = [record.message for record in caplog.records if "made at each start" in record.message]
-    assert said.startswith(f"{total} of {total} weights of codes are not kept in {kept}")
+    assert said.startswith(f"{total} of {total} quantized weights are not saved in {kept}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

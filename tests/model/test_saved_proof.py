@@ -209,5 +209,5 @@ def test_a_proof_that_cannot_be_written_is_one_warning(
     assert proved
     assert prepared.decoder is not None
     [said] = [record.message for record in caplog.records if "proof" in record.message]
-    assert said.startswith(f"the proof of the model is not kept in {starts.kept} (No space left on device)")
+    assert said.startswith(f"the proof of the model is not saved in {starts.kept} (No space left on device)")
     assert starts.proofs() == list(starts.kept.glob("*.partial")) == []

@@ -18,7 +18,7 @@ from quire.backends import native_module
 from quire.errors import ArgumentError, LoadError
 from quire.model import PreparedModel, load
 from quire.model.file_ranges import MappedFiles
-from quire.model.huge_pages import huge_pages_are_given
+from quire.model.huge_pages import has_huge_pages
 from quire.model.linear import NativeWeight
 from quire.model.saved_linears import SavedLinears
 from quire.saved_folder import SavedFolder
@@ -48,9 +48,9 @@ def _save(folder: Path, name: str = "tied", dtype: torch.dtype = torch.bfloat16,
     return folder
 
 
-def own_logits(prepared: PreparedModel) -> torch.Tensor:
+def model_logits(prepared: PreparedModel) -> torch.Tensor:
     cache = DynamicCache(config=prepared.loaded.model.config)
-    return prepared.own_logits(_IDS, torch.arange(_IDS.numel()), cache).float()
+    return prepared.model_logits(_IDS, torch.arange(_IDS.numel()), cache).float()
 
 
 def _prepared(model: Path, kept: Path | None) -> tuple[PreparedModel, bytes, int]:
@@ -68,7 +68,7 @@ def _prepared(model: Path, kept: Path | None) -> tuple[PreparedModel, bytes, int
         prepared = PreparedModel(
             load(model), backend="native", packed_weights=None if kept is None else SavedFolder(kept)
         )
-    return prepared, own_logits(prepared).numpy().tobytes(), packed
+    return prepared, model_logits(prepared).numpy().tobytes(), packed
 
 
 def _files(folder: Path) -> list[str]:
@@ -106,7 +106,7 @@ def test_a_mapped_weight_outlives_its_file(tmp_path: Path) -> None:
     for path in kept.iterdir():
         path.unlink()
     assert packed == 0
-    assert own_logits(prepared).numpy().tobytes() == expected
+    assert model_logits(prepared).numpy().tobytes() == expected
 
 
 @pytest.mark.parametrize("damage", ["header", "cut", "grown", "empty"])
@@ -226,14 +226,14 @@ def test_partial_files_of_ended_writers_go_and_of_running_ones_stay(tmp_path: Pa
         path.write_bytes(b"x" * 100)
     os.utime(dead, (1, 1))  # `new` may be locked in a moment
     loaded = load(model)
-    assert loaded.mapped is not None
+    assert loaded.file_ranges is not None
     weights = [loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight").detach()]
-    with SavedLinears(SavedFolder(kept), loaded.mapped, weights) as first:
+    with SavedLinears(SavedFolder(kept), loaded.file_ranges, weights) as first:
         assert not dead.exists()
         assert new.exists()
         new.unlink()
         (running,) = _files(kept)
-        with SavedLinears(SavedFolder(kept), loaded.mapped, weights) as second:  # two at once
+        with SavedLinears(SavedFolder(kept), loaded.file_ranges, weights) as second:  # two at once
             assert running in _files(kept)
             second.pack(weights[0])
         first.pack(weights[0])
@@ -297,9 +297,9 @@ def test_weights_that_moved_to_huge_pages_give_the_same_bits(
     assert move is not None
     assert num_packed == 0
     move.join()
-    if huge_pages_are_given():
+    if has_huge_pages():
         assert move.num_moved_bytes > num_bytes - (4 << 20)
-    assert own_logits(prepared).numpy().tobytes() == expected
+    assert model_logits(prepared).numpy().tobytes() == expected
     assert prepared.move_to_huge_pages(num_bytes) is None  # once is enough
     prepared.restore()
     _, without, _ = _prepared(model, None)

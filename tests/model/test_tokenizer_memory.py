@@ -106,7 +106,7 @@ def test_the_library_holds_what_the_counts_say(kind: str, num: int, tmp_path: Pa
     if ran.returncode == 3:
         pytest.skip("the C library does not tell what is in use")
     found = Vocabulary(made.get_vocab_size(), num if kind == "BPE" else 0)
-    assert found.held_bytes == pytest.approx(int(ran.stdout), rel=0.05), ran.stderr
+    assert found.table_bytes == pytest.approx(int(ran.stdout), rel=0.05), ran.stderr
 
 
 def qwen(folder: Path, **options: Any) -> Any:

@@ -19,8 +19,8 @@ def test_models_in_one_process_have_worlds_of_their_own(tmp_path: Path) -> None:
     alone = engine_fingerprint(first)
     second = load(tmp_path / "1")
     again = load(tmp_path / "0")
-    assert first.mapped is not None
-    [origin] = first.mapped.origins([next(first.model.parameters())])
+    assert first.file_ranges is not None
+    [origin] = first.file_ranges.origins([next(first.model.parameters())])
     assert origin is not None
     assert origin.path == str(tmp_path / "0" / "model.safetensors")
     assert engine_fingerprint(second) != alone

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint: Path) -> LoadedModel:
-    return load(checkpoint, dtype="bfloat16", widened=True)
+    return load(checkpoint, dtype="bfloat16", is_dense=True)
 
 
 @pytest.fixture(scope="module")

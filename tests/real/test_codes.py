@@ -9,7 +9,7 @@ from support.real_text import library_text, tokens_of
 from support.scorer import model_logprobs, paged_logprobs, perplexity
 
 from quire.model import PreparedModel, load
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 
 NUM_TOKENS = 1024
 WITHIN = 5e-4  # of the perplexity of transformers with the widened weights
@@ -18,10 +18,10 @@ WITHIN = 5e-4  # of the perplexity of transformers with the widened weights
 def test_perplexity_from_codes(checkpoint: Path) -> None:
     """In float32: bfloat16's rounding of activations alone moves it by some 0.1 % either way."""
     loaded = load(checkpoint, dtype="float32")
-    if not coded_weights(loaded.model):
+    if not quantized_weights(loaded.model):
         pytest.skip("a checkpoint without codes")
     tokens = tokens_of(loaded.tokenizer, library_text(), NUM_TOKENS)
-    own = perplexity(tokens, model_logprobs(load(checkpoint, dtype="float32", widened=True).model))
+    own = perplexity(tokens, model_logprobs(load(checkpoint, dtype="float32", is_dense=True).model))
     prepared = PreparedModel(loaded)
     try:
         found = perplexity(tokens, paged_logprobs(prepared))

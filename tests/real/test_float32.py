@@ -50,7 +50,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(checkpoint: Path) -> Case:
-    loaded = load(checkpoint, dtype="float32", widened=True)
+    loaded = load(checkpoint, dtype="float32", is_dense=True)
     assert loaded.tokenizer is not None
     texts = [licence_text(), library_text()]
     prompts = [

@@ -22,7 +22,7 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if checkpoint.is_dir():
         return checkpoint
     made = tmp_path_factory.mktemp("folder")
-    loaded = load(checkpoint, widened=True)
+    loaded = load(checkpoint, is_dense=True)
     loaded.model.save_pretrained(made)
     loaded.tokenizer.save_pretrained(made)
     return made

@@ -29,7 +29,7 @@ def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None
 def test_every_module_is_what_one_of_its_kind_was_found_to_be(checkpoint: Path) -> None:
     """A start asks one module of all that are alike. Here each is asked, with its own weights and activations: F1 finds
     the same for it, and its kernel loses no more than the module's own forward does (F2)."""
-    prepared = PreparedModel(load(checkpoint, widened=True), backend="native")
+    prepared = PreparedModel(load(checkpoint, is_dense=True), backend="native")
     model, fused = prepared.loaded.model, prepared.fused
     assert fused is not None
     parts = {module: part for module in model.modules() if (part := fused.part_of(module)) is not None}

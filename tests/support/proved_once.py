@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from quire.backends import extension
 from quire.model import PreparedModel
-from quire.model.module_patch import own_class
+from quire.model.module_patch import original_class
 from quire.model.packed_parameter import PackedParameter, bytes_of
 from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour, facts
@@ -48,10 +48,10 @@ class ProvedOnce:
 
     def __init__(self, key: Any) -> None:
         self.key = key
-        self.found: Any = self._found.get(key)
+        self.findings: Any = self._found.get(key)
 
-    def keep(self, found: Any) -> None:
-        self._found[self.key] = found
+    def save(self, findings: Any) -> None:
+        self._found[self.key] = findings
 
     def forget(self) -> None:
         self._found.pop(self.key, None)
@@ -83,16 +83,16 @@ def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
     proof: Any = self._proof
     if not isinstance(proof, ProvedOnce):
         _prove(self, model)
-    elif proof.found is None:
+    elif proof.findings is None:
         before = facts(model)
         _prove(self, model)
         if not self.device.is_native:
-            proof.keep({})  # torch's own operators serve: there is nothing to install
+            proof.save({})  # torch's own operators serve: there is nothing to install
         if facts(model) != before:
             proof.forget()
         elif self._adapters:
             content, _ = proof.key
-            ProvedOnce(content).keep({})
+            ProvedOnce(content).save({})
     elif self.device.is_native:
         _prove(self, model)  # takes what is kept
 
@@ -113,7 +113,7 @@ def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | N
     for _, tensor in tensors:
         digest.update(bytes_of(tensor))
     native = extension(prepared.device.name)
-    classes = tuple((own_class(module), type(module).forward) for module in model.modules())
+    classes = tuple((original_class(module), type(module).forward) for module in model.modules())
     return (
         classes,
         behaviour(model),

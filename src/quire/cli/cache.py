@@ -283,7 +283,7 @@ def weights(
     """Lists the saved packed weights, last used first; --clear removes them."""
     from quire.saved_folder import SavedFolder, sources_of
 
-    saved = SavedFolder.there(folder)
+    saved = SavedFolder.existing(folder)
     files = sorted(saved.files(), key=lambda file: -file.used_at)
     entries = [(file, *sources_of(file.path)) for file in files if file.is_whole]
     if clear:

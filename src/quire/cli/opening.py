@@ -21,7 +21,7 @@ __all__ = ["ask_hub", "open_llm"]
 def ask_hub(config: EngineConfig) -> None:
     """*raises:* LoadError: the Hub model cannot be used. Runs before torch is imported, which takes seconds."""
     if hub.is_id(config.model):
-        hub.folder_instead(config.model, config.revision)
+        hub.offline_folder(config.model, config.revision)
 
 
 def open_llm(config: EngineConfig) -> LLM:
@@ -62,10 +62,10 @@ class LoadBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def begins(self, phase: str, num_bytes: int = 0) -> None:
+    def begin_phase(self, phase: str, num_bytes: int = 0) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description=phase, **({"total": num_bytes} if num_bytes else {}))
 
-    def has_read(self, num_bytes: int) -> None:
+    def add_read(self, num_bytes: int) -> None:
         if self._bar is not None:
             self._bar.advance(self._task, num_bytes)

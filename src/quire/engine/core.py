@@ -69,7 +69,7 @@ def _packed_folder(config: EngineConfig) -> SavedFolder | None:
         return None
     size = config.packed_weights_size
     max_bytes = None if size is None else parse_size(size, where="packed_weights_size")
-    return SavedFolder.of(config.packed_weights, max_bytes)
+    return SavedFolder.from_option(config.packed_weights, max_bytes)
 
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
@@ -111,7 +111,7 @@ class EngineCore:
         from quire.model.dense_weights import dense_parameters
         from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
         from quire.model.load import load
-        from quire.model.quantized import coded_weights, tell_weights
+        from quire.model.quantized import bytes_by_format, quantized_weights
         from quire.model.sequential_model import prepare
 
         device_of(config.backend)  # an unknown one is refused here
@@ -129,15 +129,15 @@ class EngineCore:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 weights=config.weight_formats,
-                keep=packed_folder,
+                saved_folder=packed_folder,
                 backend=config.backend,
                 generation_config=config.generation_config,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)
         fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
-        self.weight_bytes = tell_weights(loaded.model)
-        self.has_codes = bool(coded_weights(loaded.model))
+        self.weight_bytes = bytes_by_format(loaded.model)
+        self.has_codes = bool(quantized_weights(loaded.model))
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
         self.vocab_size: int = loaded.vocab_size
@@ -150,8 +150,8 @@ class EngineCore:
             )
         if self.prepared.rotary_note:
             _log.info("%s: %s", loaded.name, self.prepared.rotary_note)
-        if loaded.mapped is not None:
-            loaded.mapped.release_read(dense_parameters(loaded.model))
+        if loaded.file_ranges is not None:
+            loaded.file_ranges.release_files(dense_parameters(loaded.model))
         give_back_freed()  # the proof's memory, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None

@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import ArgumentError, CancelledError
-from quire.process import OwnProcess
+from quire.process import ProcessGuard
 from quire.scheduler.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Driver:
     ) -> None:
         self.failure: BaseException | None = None
         """The error of the last step; None after a successful one."""
-        self.process = OwnProcess(
+        self.process = ProcessGuard(
             "an LLM, whose cache, threads and files are of one process,",
             'make a new LLM in the child, or start children with "spawn"',
         )

@@ -511,7 +511,7 @@ class Engine:
             "time_to_first_token_s": self._outputs.first_tokens_s / (self._outputs.num_first_tokens or 1),
             "num_token_gaps": scheduler.token_gaps.count,
             "token_gap_s": scheduler.token_gaps.mean_s,
-            "token_gap_below_s": scheduler.token_gaps.below(),
+            "token_gap_below_s": scheduler.token_gaps.counts_below(),
         }
 
 

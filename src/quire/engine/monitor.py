@@ -89,13 +89,13 @@ class CacheMonitor:
                 reason: {
                     "count": spans.count,
                     "idle_s": spans.mean_s,
-                    "idle_below_s": spans.below(),
+                    "idle_below_s": spans.counts_below(),
                     "age_s": history.eviction_ages[reason].mean_s,
-                    "age_below_s": history.eviction_ages[reason].below(),
+                    "age_below_s": history.eviction_ages[reason].counts_below(),
                 }
                 for reason, spans in history.evictions.items()
             },
             "num_reuses": history.reuse_gaps.count,
             "reuse_gap_s": history.reuse_gaps.mean_s,
-            "reuse_gap_below_s": history.reuse_gaps.below(),
+            "reuse_gap_below_s": history.reuse_gaps.counts_below(),
         }

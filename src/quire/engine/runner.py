@@ -48,7 +48,7 @@ class Runner:
                 self._table_tokens[storage.table_of(layer)] = storage.view(layer).block_size
         prepared.attach(storage)
         if profile is not None:
-            prepared.watch(profile.record)
+            prepared.time_calls(profile.record)
 
     def run(self, batch: Batch[Any], /) -> torch.Tensor:
         """Computes the batch's tokens; [len(batch.logit_rows), vocab] in the model's dtype. *changes:* the storage.

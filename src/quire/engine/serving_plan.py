@@ -266,7 +266,7 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
         dtype=config.dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
-        widened=config.weight_formats is not None,
+        is_dense=config.weight_formats is not None,
     )
 
 
@@ -373,7 +373,7 @@ def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> 
     """The support of the model's type, and of the formats of its weights, saved and quantized."""
     from quire.model.support import family_support, weight_support
 
-    forms = [*(unloaded.stored_forms or (spec.dtype,))]
+    forms = [*(unloaded.weight_forms or (spec.dtype,))]
     if (formats := config.weight_formats) is not None:
         roundings = [*(rounding for _, rounding in formats.by_pattern), formats.head]
         forms += map(str, filter(None, roundings))

@@ -56,9 +56,9 @@ from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.key_offsets import KeyOffsets, measure_key_offsets, sees_offsets
 from quire.model.linear import pack_linears, packing_on
-from quire.model.load import base_model, load, not_plain
-from quire.model.model_lock import hold, let_go, require_free
-from quire.model.module_patch import below, install
+from quire.model.load import base_model, load, why_not_dense
+from quire.model.model_lock import lock_model, require_unlocked, unlock_model
+from quire.model.module_patch import current_method, patch_methods
 from quire.model.prepare import PreparedModel
 from quire.model.prove.hooks import first_hook, without_hooks
 from quire.model.prove.model_record import ModelRecord
@@ -179,7 +179,7 @@ class _Accelerated:
 
     def _prepare(self, model: PreTrainedModel) -> None:
         prepared: PreparedModel | None = None
-        reason = not_plain(model)
+        reason = why_not_dense(model)
         try:
             with without_hooks(model):  # hooks must not see the probe's forwards
                 if reason is not None:
@@ -220,15 +220,15 @@ class _Accelerated:
                 packing, pack = packing_on(self.backend), self.backend.pack
             undo = pack_linears(model, packing, pack=pack)
             self._undo.append(undo)
-            hold(model, self, self._undo)
-            self._undo.append(lambda: let_go(model, self))
+            lock_model(model, self, self._undo)
+            self._undo.append(lambda: unlock_model(model, self))
             if self._record is not None:
                 self._record = ModelRecord(model)
             return
         prepared.give_back_training()
         self._acceleration = Acceleration("whole")
         self._undo.append(prepared.restore)
-        self._steps = _Steps(self._model, prepared, cache_keyword(below(model, "forward")))
+        self._steps = _Steps(self._model, prepared, cache_keyword(current_method(model, "forward")))
         self._record = prepared.model_record
 
 
@@ -267,7 +267,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
             f"expected a model on the CPU to accelerate, got weights on {', '.join(sorted(elsewhere))}; move it with "
             "model.to('cpu')"
         )
-    require_free(model)
+    require_unlocked(model)
     if backend is None and extension() is not None:
         backend = "native"
     accelerated = _Accelerated(model, None if backend is None else device_of(backend))
@@ -289,7 +289,7 @@ def restore(model: PreTrainedModel) -> None:
 
 def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], None]:
     """Put Quire's forward before the model's, and `generate` on one torch thread; returns a call that undoes it."""
-    own_forward, own_generate = below(model, "forward"), below(model, "generate")
+    own_forward, own_generate = current_method(model, "forward"), current_method(model, "generate")
     names = list(inspect.signature(own_forward).parameters)
     keyword = cache_keyword(own_forward)
     here = _ThreadState()
@@ -319,7 +319,7 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
             finally:
                 outside.pop()
 
-    return install(model, forward=forward, generate=generate)
+    return patch_methods(model, forward=forward, generate=generate)
 
 
 def _is_compiled() -> bool:
@@ -435,7 +435,7 @@ class _Steps:
         is_open = any(
             layer.is_initialized for layer in cache.row_layers
         )  # True: a first step was interrupted
-        formats.settle(found.taken, frozenset() if is_open else found.left_out)
+        formats.settle(found.by_layer, frozenset() if is_open else found.left_out)
 
     def _fits_model(self, cache: QuireCache, num_rows: int) -> bool:
         """Whether the cache is empty or has this model's shape."""

@@ -39,7 +39,7 @@ from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device import DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
-from quire.process import OwnProcess
+from quire.process import ProcessGuard
 from quire.sizes import format_size
 
 __all__ = ["VirtualMemory", "VirtualRows"]
@@ -78,7 +78,7 @@ class VirtualMemory:
         self._states = ByteCounter()  # bytes
         self._to_release: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self.process = OwnProcess(
+        self.process = ProcessGuard(
             'a QuireCache with storage="virtual", whose memory is mapped',
             'make a new cache in the child, use storage="growing", or start children with "spawn"',
         )

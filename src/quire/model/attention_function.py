@@ -1,10 +1,9 @@
 """The one attention function that models call while Quire runs them, registered with transformers as `quire`.
 
 It gets the query, and K and V of the new tokens only; the history lies in the pages. It finds cache, layer, plan and
-window through the tag `PagedCache.update` left on K and V, builds the layer's `AttentionOptions` once, and runs the
-back end.
-Not forgiving: a mask, a bias, a keyword that may change the result and that it does not know, K or V that are not the
-very tensors that were stored, each is an UnsupportedModelError and never an approximation.
+window through the tag that `PagedCache.update` left on K and V, builds the layer's `AttentionOptions` once, and runs
+the back end. It is strict: a mask, a bias, an unknown keyword that may change the result, or K and V that are not the
+very tensors that were stored raise an UnsupportedModelError; nothing is approximated.
 
 Cost: some microseconds of Python per layer, and the back end's run.
 """
@@ -25,7 +24,7 @@ __all__ = ["NAME", "attend", "register"]
 
 NAME = "quire"
 
-# Keywords that reach attention functions and change no number of this one.
+# Keywords that reach attention functions and do not change the result of this one.
 _HARMLESS = frozenset({
     "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
@@ -34,7 +33,7 @@ _HARMLESS = frozenset({
 
 
 def register() -> None:
-    """Make `NAME` known to transformers. No mask function goes with it, so no mask is ever built for it."""
+    """Register `NAME` with transformers, without a mask function, so that no mask is ever built for it."""
     AttentionInterface.register(NAME, attend)
 
 
@@ -57,8 +56,8 @@ def attend(
     """Attention of the flattened row over the pages.
 
     Args:
-        query: [1, num_q_heads, T, k_head_dim]; key and value: what `PagedCache.update` returned.
-        slopes: float32 [num_q_heads] of ALiBi, from `quire.model.attention_patch`; no model gives them.
+        query: [1, num_q_heads, T, k_head_dim]; key and value: the tensors that `PagedCache.update` returned.
+        slopes: float32 [num_q_heads] of ALiBi, from `quire.model.attention_patch`; no model passes them.
 
     Returns:
         ([1, T, num_q_heads, v_head_dim], None).
@@ -67,10 +66,10 @@ def attend(
     if tag is None or tag_of(value) is not tag:
         raise UnsupportedModelError(
             f"model type {_model_type(module)}: K and V are altered between Cache.update and the attention interface "
-            f"in {type(module).__name__}, so stored ones cannot be read back as they are"
+            f"in {type(module).__name__}, so the stored K and V are not the ones it attends to"
         )
     cache = tag.cache
-    if is_causal is None:  # as transformers' own functions ask
+    if is_causal is None:  # transformers' own functions read the module too
         is_causal = getattr(module, "is_causal", True)
     if not is_causal and query.shape[2] > 1:
         raise _unsupported(
@@ -126,7 +125,7 @@ def _options(
     s_aux: torch.Tensor | None,
     slopes: torch.Tensor | None,
 ) -> AttentionOptions:
-    """The layer's settings, from the call where it states them, else from the module and the spec."""
+    """The layer's settings: from the call where it states them, else from the module and the spec."""
     span = tag.cache.spec.layers[tag.layer].span
     window, chunk = AttentionOptions.limits(span.window, span.step)
     if sliding_window is not None and sliding_window != window:

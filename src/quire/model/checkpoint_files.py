@@ -1,12 +1,12 @@
-"""Files beside a checkpoint's config.json that say what its weights are: settings of early tools, and adapters.
+"""Files next to a checkpoint's config.json that describe its weights: settings of early tools, and adapters.
 
-    quantize_config.json    AutoGPTQ's, before config.json had a quantization_config: read as one, of GPTQ
-    quant_config.json       AutoAWQ's, the same: of AWQ
+    quantize_config.json    AutoGPTQ's, from before config.json had a quantization_config: read as one, of GPTQ
+    quant_config.json       AutoAWQ's, likewise: of AWQ
     hf_quant_config.json    ModelOpt's: refused
-    adapter_config.json     PEFT's, of an adapter over a model elsewhere: refused, with what to do
+    adapter_config.json     PEFT's, of an adapter for a separate model: refused, with what to do
 
-Weights in codes that neither config.json nor one of these explains are refused: transformers would take codes for
-values.
+Quantized weights that neither config.json nor one of these files describes are refused: transformers would take the
+codes for values.
 
 Cost: headers of the weights' files.
 """
@@ -23,19 +23,19 @@ from quire.model.load_quantized import quantization_of
 from quire.model.sources import SafetensorsSource, checkpoint_file
 from quire.quantized.readers import first_quantized_tensor
 
-__all__ = ["read_object", "refuse_adapter", "weights_of"]
+__all__ = ["open_weights", "read_json_object", "refuse_adapter"]
 
 _SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _log = logging.getLogger("quire")
 
 
-def weights_of(
+def open_weights(
     config: Any, where: str, revision: str | None = None, *, may_download: bool = False
 ) -> SafetensorsSource | None:
-    """The weights of the folder or Hub id `where`; None where they are no safetensors files. `config` gets the settings
-    that stand beside it, where it says nothing of its quantized weights itself.
+    """The weights of the folder or Hub id `where`; None if they are not safetensors files. If `config` does not
+    describe its quantized weights, it gets the settings of the files next to it.
 
-    *raises:* LoadError: a file is broken, or codes that nothing explains.
+    *raises:* LoadError: a file is broken, or codes are described by no file.
     """
     source = SafetensorsSource.of_checkpoint(where, revision, may_download=may_download)
     if quantization_of(config) is not None:
@@ -47,7 +47,7 @@ def weights_of(
         path = checkpoint_file(where, name, revision, may_download=may_download)
         if path is None:
             continue
-        settings = read_object(path)
+        settings = read_json_object(path)
         is_gemm = str(settings.get("version")).lower() == "gemm"
         settings = {"quant_method": "awq" if is_gemm else method, **settings}
         if source is None:
@@ -57,7 +57,7 @@ def weights_of(
             )
             if source is None:
                 raise LoadError(
-                    f"expected the weights that {path} is of in model.safetensors or "
+                    f"expected the weights that {path} describes in model.safetensors or "
                     f"{', '.join(others)}.safetensors, {where} has none of them"
                 )
         _log.warning("%s: its quantization_config is read from %s", where, name)
@@ -65,16 +65,17 @@ def weights_of(
         return source
     if codes is not None:
         modelopt = checkpoint_file(where, "hf_quant_config.json", revision, may_download=may_download)
-        beside = f"; {modelopt} tells of it in ModelOpt's way, which is not read" if modelopt else ""
+        hint = f"; {modelopt} describes it in ModelOpt's format, which is not read" if modelopt else ""
         raise LoadError(
             f"expected a quantization_config in config.json of {where}, which has {codes} of a quantized weight, got "
-            f"none{beside}; take the model as another checkpoint that says how its weights are quantized, or in 16 bits"
+            f"none{hint}; take another checkpoint of the model that says how its weights are quantized, or one in "
+            "16 bits"
         )
     return None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. *raises:* LoadError: it is broken, or no object."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. *raises:* LoadError: the file is broken, or holds no object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,25 +86,26 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _names(settings: dict[str, Any], folder: Path) -> list[str]:
-    """Names that the weights' file may have: the settings', AutoGPTQ's, or that of the only file."""
-    said = settings.get("model_file_base_name")
-    names = [said] if isinstance(said, str) and said and Path(said).name == said else []
+    """Names that the weights' file may have: the one in the settings, AutoGPTQ's, or that of the only file."""
+    stem = settings.get("model_file_base_name")
+    names = [stem] if isinstance(stem, str) and stem and Path(stem).name == stem else []
     names.append(f"gptq_model-{settings.get('bits')}bit-{settings.get('group_size')}g")
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return names + ([files[0].stem] if len(files) == 1 else [])
 
 
 def refuse_adapter(where: str, revision: str | None = None, *, may_download: bool = False) -> None:
-    """*raises:* LoadError: `where` has an adapter, alone or beside a model; names it and the model it is over."""
+    """*raises:* LoadError: `where` has an adapter, alone or next to a model. The message names the adapter and its base
+    model."""
     path = checkpoint_file(where, "adapter_config.json", revision, may_download=may_download)
     if path is None:
         return
-    settings = read_object(path)
+    settings = read_json_object(path)
     base, kind = settings.get("base_model_name_or_path"), settings.get("peft_type") or "PEFT"
     missing = " (there is no such folder)" if _is_missing_path(base) else ""
     over = f"the model {base!r}{missing}" if base else "a model that its adapter_config.json does not name"
     has_config = checkpoint_file(where, "config.json", revision, may_download=may_download) is not None
-    alone = "; or remove adapter_config.json to serve the model beside it without the adapter" * has_config
+    alone = "; or remove adapter_config.json to serve the model next to it without the adapter" * has_config
     raise LoadError(
         f"expected a whole model, {where} has a {kind} adapter over {over}; merge the two and serve the folder that is "
         f"saved: PeftModel.from_pretrained(base, {where!r}).merge_and_unload().save_pretrained(folder), and its "
@@ -112,6 +114,6 @@ def refuse_adapter(where: str, revision: str | None = None, *, may_download: boo
 
 
 def _is_missing_path(base: Any) -> bool:
-    """Whether it is a path, not the name of a model of the Hub, and leads nowhere."""
+    """Whether `base` is a path, not a Hub id, and does not exist."""
     is_path = isinstance(base, str) and (base.startswith(("/", ".", "~")) or base.count("/") > 1)
     return is_path and not Path(base).expanduser().exists()

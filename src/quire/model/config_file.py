@@ -1,7 +1,7 @@
-"""A folder's config.json before transformers reads it: fields whose wrong values it would meet without their names.
+"""Checks a folder's config.json before transformers reads it: fields whose wrong values transformers would not name.
 
-All others are transformers' to check, and it names them. Fields of a language model within a larger one
-(`text_config`) are looked at too.
+transformers checks all other fields, and names them. Fields of a language model within a larger one (`text_config`) are
+checked too.
 
 Cost: reading the file.
 """
@@ -16,13 +16,13 @@ import torch
 from transformers.activations import ACT2FN
 
 from quire.errors import LoadError
-from quire.model.checkpoint_files import read_object, refuse_adapter
+from quire.model.checkpoint_files import read_json_object, refuse_adapter
 
 __all__ = ["check_config"]
 
 
 def _is_size(value: Any) -> bool:
-    """Anything but a number below 0: some models have lists, or none."""
+    """Not a number below 0: some models have lists, or null."""
     return not isinstance(value, int) or value >= 0
 
 
@@ -33,7 +33,7 @@ def _is_count(value: Any) -> bool:
 def _is_dtype(value: Any) -> bool:
     if isinstance(value, str):
         return isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype)
-    return isinstance(value, dict)  # by the parts of a model
+    return isinstance(value, dict)  # one dtype per part of a model
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -49,15 +49,15 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_config(folder: Path) -> None:
-    """A clear line for what is wrong with the config.json of a folder.
+    """Check the config.json of a folder, with a clear error.
 
-    *raises:* LoadError: there is none, it is broken, a field cannot be what it is, or there is an adapter.
+    *raises:* LoadError: the file is missing or broken, a field has an impossible value, or there is an adapter.
     """
     refuse_adapter(str(folder))
     path = folder / "config.json"
     if not path.is_file():
         raise LoadError(f"expected a model folder, {folder} has no config.json")
-    config = read_object(path)
+    config = read_json_object(path)
     _check_fields(path, "", config)
     if isinstance(text := config.get("text_config"), dict):
         _check_fields(path, "text_config.", text)

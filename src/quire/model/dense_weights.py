@@ -1,6 +1,6 @@
-"""Reading the weights that a prepared model holds in another form, as they are: for those who look at all of them.
+"""Dense values of a prepared model's parameters, packed ones included.
 
-Cost: unpacking, for each call of what is returned.
+Cost: unpacking, at each call.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from torch import nn
 
 from quire.model.packed_parameter import PackedParameter
 
-__all__ = ["dense_parameters", "is_packed", "plain"]
+__all__ = ["dense_parameters", "dense_weight", "is_packed"]
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether the weight is held in another form and is still what it was packed from, as far as is known."""
-    return isinstance(tensor, PackedParameter) and tensor.held.dense is None
+    """Whether the weight is packed and, as far as is known, unchanged since it was packed."""
+    return isinstance(tensor, PackedParameter) and tensor.lazy_weight.dense is None
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The weight, dense, for reading."""
-    return tensor.held.read() if isinstance(tensor, PackedParameter) else tensor.detach()
+def dense_weight(tensor: torch.Tensor) -> torch.Tensor:
+    """The dense weight, for reading."""
+    return tensor.lazy_weight.read() if isinstance(tensor, PackedParameter) else tensor.detach()
 
 
 def dense_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The memory of all parameters that have some, as it is; those held in another form have none."""
-    found = (
-        one.held.dense if isinstance(one, PackedParameter) else one.detach() for one in model.parameters()
+    """The dense memory of all parameters; packed parameters have none."""
+    tensors = (
+        parameter.lazy_weight.dense if isinstance(parameter, PackedParameter) else parameter.detach()
+        for parameter in model.parameters()
     )
-    return [tensor for tensor in found if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None]

@@ -1,15 +1,15 @@
-"""Experts as a checkpoint stores them, and which of its rows are which of the model's: asked of whoever merges them.
+"""How the rows of a checkpoint's expert tensors map to the rows of the model's expert parameters.
 
 A checkpoint has a tensor for each expert and projection, or one for all experts; transformers has one parameter of all
-experts, with gate and up merged. How they are merged transformers says only by doing it to values: here it does it to
-numbers of rows. What comes back in whole rows is read from the codes, expert by expert; all else is not understood, and
+experts, with gate and up merged. transformers only merges values and does not describe the merge, so this module merges
+row numbers instead. If whole rows come out, each expert is read from the codes; any other result is not understood, and
 None.
 
-    Part       some rows that are stored together, as many as the parameter has of one expert or fewer
-    numbered   stands for a part while the merging is asked
-    experts_in what each expert is made of, by the answer
+    ExpertPart         rows that are stored together, at most the rows of one expert in the parameter
+    row_numbers        the stand-in for a part while transformers merges
+    experts_from_rows  the parts of each expert, from the merged row numbers
 
-Not here: how a checkpoint is read (`load_quantized`, `load_gguf`), and what computes (`quantized_experts`).
+Not here: reading a checkpoint (`load_quantized`, `load_gguf`), and computing (`quantized_experts`).
 
 Cost: a few bytes for each row of a projection of all experts.
 """
@@ -42,21 +42,20 @@ __all__ = [
     "CheckpointExpert",
     "CheckpointNames",
     "ExpertPart",
-    "experts_at",
-    "experts_in",
+    "experts_from_rows",
     "merged_experts",
-    "numbered",
+    "projection_experts",
     "projection_shape",
+    "row_numbers",
 ]
 
-_COLUMNS = 2  # more than one, so that a change of columns shows
+_COLUMNS = 2  # more than one, so that a change of columns is visible
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """num_rows: outputs. read: gives them, as codes or as they are, each time it is called. form: tells what the codes
-    will be, by headers; None: they are no codes. origins: tells the bytes of files they follow from; none where that is
-    not certain."""
+    """num_rows: outputs. read: reads them, quantized or dense, at each call. form: the form of the codes, from headers;
+    None: the part is dense. origins: the file ranges that the part is made from; empty if that is not certain."""
 
     num_rows: int
     read: Callable[[], QuantizedWeight | torch.Tensor]
@@ -66,54 +65,55 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class CheckpointExpert:
-    """One expert of a projection. order: of the rows of its parts, one after the other; None: as they come."""
+    """One expert of a projection. order: of the rows of its parts, one after the other; None: as stored."""
 
     parts: tuple[ExpertPart, ...]
     order: torch.Tensor | None
 
     def read(self) -> QuantizedWeight:
-        """Its codes.
+        """Its quantized weight.
 
-        *raises:* ArgumentError: its parts are coded in different ways, or not at all.
+        *raises:* ArgumentError: its parts are quantized in different ways, or dense.
         """
         codes: list[QuantizedWeight] = []
         for part in self.parts:
             read = part.read()
             if not isinstance(read, QuantizedWeight):
-                raise ArgumentError(f"expected an expert of codes, got a part in {read.dtype}")
+                raise ArgumentError(f"expected a quantized expert, got a part in {read.dtype}")
             codes.append(read)
         weight = join_weights(codes)
         return weight if self.order is None else weight.select_outputs(self.order)
 
     def form(self) -> CodeForm:
-        """Of what `read` gives, which nobody reads here. *raises:* ArgumentError: as `read`, as far as headers tell."""
+        """The form of the result of `read`, without reading. *raises:* ArgumentError: as `read`, as far as headers
+        tell."""
         forms: list[CodeForm] = []
         for part in self.parts:
             if part.form is None:
-                raise ArgumentError("expected an expert of codes, got a part that is none")
+                raise ArgumentError("expected a quantized expert, got a dense part")
             forms.append(part.form())
         return join_forms(forms)
 
     def origins(self) -> tuple[FileRange, ...]:
-        """The bytes of files that it follows from, and `order`; none where that is not certain."""
+        """The file ranges that it and `order` are made from; empty if that is not certain."""
         of_parts = [part.origins() for part in self.parts]
         return tuple(origin for part in of_parts for origin in part) if all(of_parts) else ()
 
-    def rounded(self, rounding: Rounding) -> QuantizedWeight:
-        """Its values, rounded to codes anew."""
+    def quantize(self, rounding: Rounding) -> QuantizedWeight:
+        """Its values, rounded to new codes."""
         return round_to_codes(self.dense(), rounding)
 
     def dense(self) -> torch.Tensor:
-        """Its values [num_outputs, num_inputs], in float32 or as they are stored."""
-        found = [part.read() for part in self.parts]
-        dense = [one.dequantize() if isinstance(one, QuantizedWeight) else one for one in found]
-        whole = dense[0] if len(dense) == 1 else torch.cat(dense)
-        return whole if self.order is None else whole[self.order]
+        """Its values [num_outputs, num_inputs], in float32 or in the dtype of the checkpoint."""
+        parts = [part.read() for part in self.parts]
+        dense = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts]
+        values = dense[0] if len(dense) == 1 else torch.cat(dense)
+        return values if self.order is None else values[self.order]
 
 
 def projection_shape(model: nn.Module, place: str) -> tuple[int, int, int, bool] | None:
     """(experts, num_outputs, num_inputs, whether it lies as [E, num_inputs, num_outputs]) of the parameter `place`;
-    None where it is no projection of experts."""
+    None if it is not a projection of experts."""
     module_name, _, name = place.rpartition(".")
     try:
         module = model.get_submodule(module_name)
@@ -127,15 +127,15 @@ def projection_shape(model: nn.Module, place: str) -> tuple[int, int, int, bool]
     return (experts, columns, rows, True) if transposed else (experts, rows, columns, False)
 
 
-def numbered(first: int, num_rows: int) -> torch.Tensor:
-    """int32 [num_rows, 2]: rows from number `first` on, in place of the values of a part."""
+def row_numbers(first: int, num_rows: int) -> torch.Tensor:
+    """int32 [num_rows, 2]: row numbers from `first` on, in place of the values of a part."""
     return torch.arange(first * _COLUMNS, (first + num_rows) * _COLUMNS, dtype=torch.int32).view(-1, _COLUMNS)
 
 
-def experts_in(merged: torch.Tensor, parts: Sequence[ExpertPart]) -> list[CheckpointExpert] | None:
-    """What each expert is made of. merged: [E, num_outputs, 2], made of what `numbered` gives for all parts in turn.
+def experts_from_rows(merged: torch.Tensor, parts: Sequence[ExpertPart]) -> list[CheckpointExpert] | None:
+    """The parts of each expert. merged: [E, num_outputs, 2], made from `row_numbers` of all parts in turn.
 
-    None: not of whole rows, each once, or not of whole parts.
+    None if the experts are not made of whole rows, each used once, or not of whole parts.
     """
     if merged.dim() != 3 or merged.shape[2] != _COLUMNS:
         return None
@@ -147,7 +147,7 @@ def experts_in(merged: torch.Tensor, parts: Sequence[ExpertPart]) -> list[Checkp
     owners = torch.searchsorted(ends, rows, right=True)
     if int(rows.min()) < 0 or int(rows.max()) >= int(ends[-1]):
         return None
-    found = []
+    experts = []
     for numbers, owner in zip(rows, owners, strict=True):
         used = owner.unique()
         if int(sizes[used].sum()) != len(numbers) or len(numbers.unique()) != len(numbers):
@@ -155,27 +155,26 @@ def experts_in(merged: torch.Tensor, parts: Sequence[ExpertPart]) -> list[Checkp
         before = torch.zeros(len(parts), dtype=torch.int64)
         before[used] = sizes[used].cumsum(0) - sizes[used]
         order = before[owner] + numbers - (ends - sizes)[owner]
-        as_they_come = torch.equal(order, torch.arange(len(order)))
-        found.append(
-            CheckpointExpert(tuple(parts[one] for one in used.tolist()), None if as_they_come else order)
-        )
-    return found
+        is_in_order = torch.equal(order, torch.arange(len(order)))
+        expert_parts = tuple(parts[index] for index in used.tolist())
+        experts.append(CheckpointExpert(expert_parts, None if is_in_order else order))
+    return experts
 
 
-def experts_at(
+def projection_experts(
     shape: PreTrainedModel, place: str, merged: torch.Tensor, parts: Sequence[ExpertPart]
 ) -> list[CheckpointExpert] | None:
-    """`experts_in`, where `merged` has as many experts and outputs as the projection `place`; None where not."""
-    wanted = projection_shape(shape, place)
-    if wanted is None or merged.dim() != 3:
+    """`experts_from_rows`, if `merged` has as many experts and outputs as the projection `place`; else None."""
+    expected = projection_shape(shape, place)
+    if expected is None or merged.dim() != 3:
         return None
-    num_experts, num_outputs, _, transposed = wanted
+    num_experts, num_outputs, _, transposed = expected
     merged = merged.transpose(1, 2) if transposed else merged
-    return experts_in(merged, parts) if merged.shape[:2] == (num_experts, num_outputs) else None
+    return experts_from_rows(merged, parts) if merged.shape[:2] == (num_experts, num_outputs) else None
 
 
 class CheckpointNames:
-    """Which parameters of `shape` the tensors of a checkpoint become, by transformers' own renamings."""
+    """Maps the tensors of a checkpoint to the parameters of `shape`, by transformers' own renamings."""
 
     def __init__(self, shape: PreTrainedModel, key_mapping: Any) -> None:
         entries = get_model_conversion_mapping(shape, key_mapping)
@@ -185,7 +184,8 @@ class CheckpointNames:
         self._renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
 
     def place_of(self, name: str) -> tuple[str, str | None]:
-        """The parameter, and the pattern of the converter that makes it of this tensor and others; None: it alone."""
+        """The parameter, and the pattern of the converter that makes it from this tensor and others; None: from this
+        tensor alone."""
         prefix = self.shape.base_model_prefix
         return rename_source_key(name, self._renamings, self.converters, prefix, self.parameters)
 
@@ -193,34 +193,34 @@ class CheckpointNames:
 def merged_experts(
     names: CheckpointNames, parts: Mapping[str, ExpertPart]
 ) -> dict[str, tuple[list[str], list[CheckpointExpert]]]:
-    """By the parameters that transformers merges: the tensors of a checkpoint they are made of, and each expert.
+    """For each parameter that transformers merges: the checkpoint tensors that it is made from, and each expert.
 
-    parts: the tensors that may be read so, by their names in the checkpoint.
-    Left out are parameters of which something is not among `parts`, and those merged in another way than by rows.
+    parts: the tensors that may be read as parts, by their names in the checkpoint. A parameter is left out if one of
+    its tensors is not among `parts`, or if it is not merged by rows.
     """
     shape = names.shape
     by_pattern = {pattern: entry for entry in names.converters for pattern in entry.source_patterns}
     by_place: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(parts, key=dot_natural_key):  # as transformers goes over them
+    for name in sorted(parts, key=dot_natural_key):  # the order of transformers
         place, pattern = names.place_of(name)
         if pattern is not None and place in names.parameters:
             by_place.setdefault(place, []).append((name, pattern))
-    found = {}
+    experts_by_place = {}
     for place, named in by_place.items():
         if projection_shape(shape, place) is None or names.place_of(place) != (place, None):
             continue
         converter = deepcopy(by_pattern[named[0][1]])
         of_place, first = [parts[name] for name, _ in named], 0
         for (name, pattern), part in zip(named, of_place, strict=True):
-            converter.add_tensor(place, name, pattern, numbered(first, part.num_rows))  # pyright: ignore
+            converter.add_tensor(place, name, pattern, row_numbers(first, part.num_rows))  # pyright: ignore
             first += part.num_rows
         try:
             merged = converter.convert(place, model=shape, config=shape.config).get(place)
-        except Exception:  # it counts on the columns, or on tensors that are not there
+        except Exception:  # the converter relies on the columns, or on missing tensors
             continue
         if isinstance(merged, list):
             merged = merged[0]
-        experts = None if merged is None else experts_at(shape, place, merged, of_place)
+        experts = None if merged is None else projection_experts(shape, place, merged, of_place)
         if experts is not None:
-            found[place] = ([name for name, _ in named], experts)
-    return found
+            experts_by_place[place] = ([name for name, _ in named], experts)
+    return experts_by_place

@@ -1,11 +1,11 @@
-"""Pages of a checkpoint's files that a loaded model still maps, given back once a weight has been packed.
+"""Pages of a checkpoint's files that a loaded model still maps, released once a weight has been packed.
 
 transformers maps safetensors files and hands out tensors that lie in the mapping. Packing reads such a weight once;
-without this its pages would stay in the process beside the packed copy until the last tensor of the file is gone
-(the norms' never are), twice the model. Given back they stay in the kernel's page cache and belong to nobody.
-Only for a model that `load` has read itself: nobody else holds its tensors, and nothing was written to them.
+without this its pages would stay in the process next to the packed copy until the last tensor of the file is gone (the
+norms' never are), twice the model. Released pages stay in the kernel's page cache and count for no process. Only for a
+model that `load` has read itself: no one else has its tensors, and they were not written to.
 
-The same mappings tell where in which file a weight's bytes stand (`origins`), for `saved_weights`.
+The same mappings give the file and offset of a weight's bytes (`origins`), for `saved_weights`.
 
 Cost: one look at /proc/self/maps, and a system call per weight; `origins` looks at /proc/self/smaps once.
 """
@@ -25,48 +25,49 @@ import torch
 
 from quire.load_progress import observer
 
-__all__ = ["FileRange", "FileRanges", "MappedFiles", "key_of"]
+__all__ = ["FileRange", "FileRanges", "MappedFiles", "weight_key"]
 
 _SUFFIX = ".safetensors"
 
 
 class FileRanges(Protocol):
-    """Where the weights of a model come from: `MappedFiles`, or `load_gguf.DenseWeights`."""
+    """The file ranges that the weights of a model come from: `MappedFiles`, or `load_gguf.GGUFRanges`."""
 
     def release(self, weight: torch.Tensor) -> None:
         """Called with a weight that is not read again."""
         ...
 
-    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
-        """Called with all that is left of the model's tensors."""
+    def release_files(self, remaining: Iterable[torch.Tensor]) -> None:
+        """Called with the model's remaining tensors."""
         ...
 
     def origins(self, weights: Sequence[torch.Tensor]) -> list[FileRange | None]:
-        """What each weight (dense in memory, in any order) follows from; None where that is not certain."""
+        """The file range of each weight (dense in memory, in any order); None if that is not certain."""
         ...
 
 
-def key_of(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    """What a weight is found again by, as long as it is there."""
+def weight_key(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Identifies a weight as long as it is alive."""
     return weight.data_ptr(), weight.shape, weight.stride()
 
 
 class MappedFiles:
-    """The files mapped into this process now whose paths end so; none where the kernel does not tell (not Linux)."""
+    """The files with this suffix that are mapped into this process now; none if the kernel does not tell (not
+    Linux)."""
 
     def __init__(self, suffix: str = _SUFFIX) -> None:
         self._suffix = suffix
-        self._observer = observer()  # weights are released in other threads too
+        self._observer = observer()  # other threads release weights too
         self._regions = _mapped_files(suffix)
         self._starts = [region.start for region in self._regions]
 
     def release(self, weight: torch.Tensor) -> None:
-        """Called with a weight that has been read, once: `release_pages`."""
-        self._observer.has_read(weight.numel() * weight.element_size())
+        """Called once with each weight that has been read: `release_pages`."""
+        self._observer.add_read(weight.numel() * weight.element_size())
         self.release_pages(weight)
 
     def release_pages(self, weight: torch.Tensor) -> None:
-        """Gives the pages wholly inside `weight` back if they lie in one of the files; its bytes can still be read."""
+        """Releases the pages wholly inside `weight` if they lie in one of the files; its bytes can still be read."""
         start = weight.data_ptr()
         stop = start + weight.numel() * weight.element_size()
         if self._region_of(weight) is None or not weight.is_contiguous():
@@ -74,19 +75,19 @@ class MappedFiles:
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
         if start < stop:
-            # A failure leaves the pages where they are: more memory, nothing wrong.
+            # A failure leaves the pages in memory: a cost, not an error.
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
-    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
-        """Gives the pages of the files back that `kept`, all that is left of the model's tensors, were read beside.
+    def release_files(self, remaining: Iterable[torch.Tensor]) -> None:
+        """Releases all pages of the files that `remaining`, the model's remaining tensors, lie in.
 
-        Experts that were stacked from a file's tensors leave those tensors' pages in the process, though nobody reads
-        them again. What is kept is read from the files when it is next looked at. A file that was written to stays.
+        Experts that were stacked from a file's tensors leave those tensors' pages in the process, though they are not
+        read again. The remaining tensors are read from the files at their next use. A file that was written to stays.
         """
         unwritten = _unwritten(self._suffix)
-        held = {region for tensor in kept if (region := self._region_of(tensor)) is not None}
+        used = {region for tensor in remaining if (region := self._region_of(tensor)) is not None}
         mapped = set(_mapped_files(self._suffix))
-        for region in held & mapped:  # a tensor lies there: nobody unmaps it meanwhile
+        for region in used & mapped:  # a tensor lies there, so the region stays mapped
             if region.start in unwritten:
                 _libc.madvise(
                     ctypes.c_void_p(region.start),
@@ -95,22 +96,22 @@ class MappedFiles:
                 )
 
     def origins(self, weights: Sequence[torch.Tensor]) -> list[FileRange | None]:
-        """Where the bytes of each weight (dense in memory, in any order) stand in a file; None where that is not
-        certain: not in a mapping, written to since, or the file is no longer the one that is mapped."""
+        """The file range of each weight (dense in memory, in any order); None if it is not certain: the weight is not
+        in a mapping, was written to, or the file at the path is no longer the mapped one."""
         unwritten = _unwritten(self._suffix)
         stamps: dict[_Region, tuple[int, ...] | None] = {}
-        found: list[FileRange | None] = []
+        ranges: list[FileRange | None] = []
         for weight in weights:
             region = self._region_of(weight)
             if region is None or region.start not in unwritten:
-                found.append(None)
+                ranges.append(None)
                 continue
             if region not in stamps:
                 stamps[region] = _stamp(region.path, region.inode)
             stamp = stamps[region]
             offset = region.offset + weight.data_ptr() - region.start
-            found.append(None if stamp is None else FileRange(region.path, stamp, offset))
-        return found
+            ranges.append(None if stamp is None else FileRange(region.path, stamp, offset))
+        return ranges
 
     def _region_of(self, weight: torch.Tensor) -> _Region | None:
         start = weight.data_ptr()
@@ -125,13 +126,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file as it is now: `stamp` changes when the file does."""
+    """Bytes of one version of a file: `stamp` changes when the file does."""
 
     path: str
     stamp: tuple[int, ...]  # size, mtime in ns, ctime in ns, inode
     offset: int  # of the bytes, from the beginning of the file
-    dequantizer_versions: str = (
-        ""  # where the weight is not those bytes but follows from them: the versions that say how
+    reader_versions: str = (
+        ""  # if the weight is computed from those bytes: the versions of the readers; else ""
     )
 
 
@@ -141,7 +142,7 @@ class _Region:
     stop: int
     offset: int
     path: str
-    copies_on_write: bool  # or is read-only: what is written through it does not reach the file
+    copies_on_write: bool  # or is read-only: writes to it do not reach the file
     inode: int
 
 
@@ -155,7 +156,7 @@ def _mapped_files(suffix: str) -> list[_Region]:
 
 
 def _region(line: str) -> _Region | None:
-    """A line of /proc/self/maps that names a file."""
+    """The region in a line of /proc/self/maps; None if the line names no file."""
     fields = line.split(maxsplit=5)
     if len(fields) != 6 or "-" not in fields[0]:
         return None
@@ -171,7 +172,7 @@ def _region(line: str) -> _Region | None:
 
 
 def _unwritten(suffix: str) -> set[int]:
-    """Starts of those mappings of which no page has been written to, so that they read as their files do."""
+    """Start addresses of the mappings without a written page, which equal their files."""
     unwritten, start = set(), None
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -190,7 +191,7 @@ def _unwritten(suffix: str) -> set[int]:
 
 
 def _stamp(path: str, inode: int) -> tuple[int, ...] | None:
-    """Of the file at `path`; None where another lies there by now."""
+    """The stamp of the file at `path`; None if its inode is another one by now."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,17 +1,17 @@
-"""Whose keys and values a saved cache holds: a model's config, a digest of its weights, and what decides the bits.
+"""Identity of a saved cache's keys and values: a model's config, a digest of its weights, and whatever decides the
+bits.
 
 `fingerprint` digests every parameter and buffer: name, dtype, shape and bits, so that keys of one fine-tune are never
-read into another. Packed weights (`accelerate`) count as the weights they stand for. What the modules are told to do
-with the weights counts as well: which adapter is on, scalings, epsilons. It is computed each time it is asked for, of
-the model as it is then.
+read into another. Packed weights (`accelerate`) count as the weights they stand for. Settings of the modules count as
+well: the active adapter, scalings, epsilons. It is computed at each call, from the model's present state.
 
 `engine_fingerprint` is for the tiers of an engine: equal fingerprints give equal bits for equal tokens. It adds the
-dtype, the back end and what it runs on: instruction set, the very build of the kernels, torch and transformers. Where
-the weights were read from a source with files, safetensors or GGUF, the files are digested instead, and the digests
-of large ones are kept beside them, by path, size, times and inode, so that a later start reads nothing. Weights that
-follow from codes in those files count with the versions of what reads, widens and rounds them.
+dtype, the back end and its platform: instruction set, the very build of the kernels, torch and transformers. If the
+weights were read from a source with files, safetensors or GGUF, the files are digested instead, and the digests of
+large files are saved next to them, by path, size, times and inode, so that a later start reads nothing. Weights
+computed from codes in those files count with the versions of the readers and of the rounding.
 
-Cost: one pass of SHA-256 over the weights, about 1 to 2 s for each GiB; microseconds where the digests are kept.
+Cost: one pass of SHA-256 over the weights, about 1 to 2 s for each GiB; microseconds if the digests are saved.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from quire.model.load import LoadedModel
 from quire.model.packed_parameter import bytes_of
 from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour
-from quire.model.quantized import coded_weights
+from quire.model.quantized import quantized_weights
 from quire.model.sources import LiveSource, WeightSource
 from quire.quantized import rounding
 from quire.spec import KVSpec
 
 __all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
 
-_DIGESTS = "quire-sha256.json"  # beside the files it is about
-_LEAST_KEPT = 64 << 20  # bytes of a file whose digest is worth keeping
+_DIGESTS = "quire-sha256.json"  # next to the digested files
+_MIN_SAVED_BYTES = 64 << 20  # of a file whose digest is saved
 
-# Fields of a config that say where it came from or how a forward is run, not what the numbers are.
+# Fields of a config that say where it came from or how a forward is run, and do not change the numbers.
 _INCIDENTAL = frozenset({
     "_name_or_path", "transformers_version", "_attn_implementation", "_attn_implementation_internal", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "architectures", "torch_dtype", "dtype",
@@ -54,9 +54,9 @@ _INCIDENTAL = frozenset({
 
 
 def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes:
-    """32 bytes that stand for all that decides the bits of this model's keys and values, run by this back end.
+    """32 bytes that identify everything that decides the bits of this model's keys and values on this back end.
 
-    To be asked for before the model is prepared.
+    To be called before the model is prepared.
     """
     files, device = loaded.source.files, device_of(backend)
     parts: dict[str, Any] = {
@@ -68,12 +68,12 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         "backend": device.name,
         "behaviour": behaviour(loaded.model),
     }
-    if coded := _coded(loaded.model):
+    if coded := _quantized_formats(loaded.model):
         parts["coded"] = coded
-    if loaded.dequantizer_versions:
-        parts["reckoned_by"] = loaded.dequantizer_versions
+    if loaded.reader_versions:
+        parts["reckoned_by"] = loaded.reader_versions
     if first_hook(loaded.model) is not None:
-        parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
+        parts["hooks"] = os.urandom(16).hex()  # their effect is unknown
     if device.is_native:
         native: Any = native_module()
         parts["kernels"] = [device.version, _sha256(Path(native.__file__))]
@@ -83,8 +83,8 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
 
 
 def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
-    """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
-    are kept in the model's dtype."""
+    """`engine_fingerprint` of K and V in the formats of `spec`, with the key offsets, by layer; unchanged if they are
+    stored in the model's dtype."""
     if spec.in_model_dtype is spec:
         return fingerprint
     formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
@@ -95,18 +95,19 @@ def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[in
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """SHA-256 in hex of the model's config, of its weights, and of what its modules are told to do with them: which
-    adapter is on, how it is scaled."""
+    """SHA-256 in hex of the model's config, of its weights, and of the settings of its modules: the active adapter, its
+    scaling."""
     return {
         "config": _config_digest(model),
         "weights": _weights_digest(LiveSource(model)),
-        "behaviour": hashlib.sha256((behaviour(model) + _coded(model)).encode()).hexdigest(),
+        "behaviour": hashlib.sha256((behaviour(model) + _quantized_formats(model)).encode()).hexdigest(),
     }
 
 
-def _coded(model: PreTrainedModel) -> str:
-    """Which weights are held as codes, how made; "" where none is. They may dequantize to what others are."""
-    formats = {name: packed.label for name, packed in coded_weights(model).items()}
+def _quantized_formats(model: PreTrainedModel) -> str:
+    """The formats of the quantized weights and the rounding's version; "" if there are none. A quantized weight may
+    dequantize to the values of a dense one."""
+    formats = {name: packed.label for name, packed in quantized_weights(model).items()}
     return json.dumps([rounding.VERSION, formats], sort_keys=True) if formats else ""
 
 
@@ -124,27 +125,27 @@ def _config_digest(model: PreTrainedModel) -> str:
 
 
 def _files_digest(paths: tuple[Path, ...]) -> str:
-    """Of files of weights, by name; those kept are believed."""
-    return json.dumps(sorted((path.name, _kept_digest(path)) for path in paths))
+    """Digest of files of weights, by name; saved digests are trusted."""
+    return json.dumps(sorted((path.name, _file_digest(path)) for path in paths))
 
 
-def _kept_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     status = path.stat()
-    if status.st_size < _LEAST_KEPT:
+    if status.st_size < _MIN_SAVED_BYTES:
         return _sha256(path)
     stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    kept: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         read = json.loads((path.parent / _DIGESTS).read_text())
-        kept = read if isinstance(read, dict) else {}
-    entry = kept.get(path.name)
+        saved = read if isinstance(read, dict) else {}
+    entry = saved.get(path.name)
     if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("sha256"), str):
         return entry["sha256"]
     digest = _sha256(path)
-    kept[path.name] = {"stamp": stamp, "sha256": digest}
-    # A folder that is not ours to write in: it is computed again next time.
+    saved[path.name] = {"stamp": stamp, "sha256": digest}
+    # In a read-only folder the digest is computed again next time.
     with suppress(OSError), AtomicFile(path.parent / _DIGESTS) as file:
-        file.write(json.dumps(kept).encode())
+        file.write(json.dumps(saved).encode())
     return digest
 
 

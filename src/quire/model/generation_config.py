@@ -1,11 +1,11 @@
 """A model's generation config, field by field: obeyed, without effect here, or refused by name.
 
-What `generate` takes from generation_config.json (from config.json where there is none) becomes the default of every
+The fields of generation_config.json (of config.json if there is none) that `generate` obeys become the default of every
 request: `sampling_defaults`. Its rules for tokens are those of `quire.sampling.model_rules`.
 
 Invariant
-    G1  every field that transformers' GenerationConfig has is in exactly one of OBEYED, NO_EFFECT and REFUSED. One that
-        a later transformers adds is refused where it is set.
+    G1  every field of transformers' GenerationConfig is in exactly one of OBEYED, NO_EFFECT and REFUSED. A field that
+        a later transformers adds is refused if it is set.
 
 Cost: O(fields).
 """
@@ -22,10 +22,10 @@ from quire.errors import UnsupportedModelError
 
 __all__ = ["GREEDY", "NO_EFFECT", "OBEYED", "REFUSED", "sampling_defaults"]
 
-GREEDY = {"temperature": 0.0}  # of a model without a generation config, or whose config is not read
+GREEDY = {"temperature": 0.0}  # for a model without a generation config, or with one that is not read
 _log = logging.getLogger("quire")
 
-_DRAWING = ("temperature", "top_p", "top_k", "min_p")  # of a model that samples
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")  # only for a model that samples
 OBEYED = frozenset(
     (
         *_DRAWING,
@@ -36,10 +36,10 @@ OBEYED = frozenset(
     )
 )  # fmt: skip
 
-_BEAMS = "of beam search, and a model that asks for beams is refused"
+_BEAMS = "of beam search, and a model with beams is refused"
 _DRAFTS = "drafts change no token"
-_RUNNING = "how transformers runs the model, not what it answers"
-_OUTPUT = "what `generate` returns beside the tokens"
+_RUNNING = "how transformers runs the model; the answer does not change"
+_OUTPUT = "further outputs of `generate`, next to the tokens"
 NO_EFFECT = {
     **dict.fromkeys(("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups"), _BEAMS),
     **dict.fromkeys(
@@ -59,11 +59,11 @@ NO_EFFECT = {
     ),
     "num_return_sequences": "a request's `n` says how many answers it gets",
     "renormalize_logits": "adds one number to all logits",
-    "remove_invalid_values": "finite logits stay as they are; others end their request with an error",
+    "remove_invalid_values": "finite logits are unchanged; others end their request with an error",
     "pad_token_id": "no prompt is padded",
-    "bos_token_id": "a prompt has the tokens that it is given",
+    "bos_token_id": "a prompt has exactly its given tokens",
     "decoder_start_token_id": "of an encoder-decoder model",
-    "transformers_version": "who wrote the file",
+    "transformers_version": "the version that wrote the file",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def _samples(neutral: float) -> Callable[[Any, GenerationConfig], bool]:
     return lambda value, config: bool(config.do_sample) and value != neutral
 
 
-# (whether the value, which is not None, asks for something, what Quire does not do), by field.
+# By field: (whether a value other than None has an effect, the name of the effect that Quire lacks).
 REFUSED: dict[str, tuple[Callable[[Any, GenerationConfig], bool], str]] = {
     "num_beams": (lambda value, _: value != 1, "beam search"),
     "constraints": (_is_on, "constrained beam search"),
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[Any, GenerationConfig], bool], str]] = {
     "guidance_scale": (lambda value, _: value != 1, "classifier-free guidance"),
     "watermarking_config": (_is_on, "watermarking"),
     "token_healing": (_is_on, "token healing"),
-    "max_time": (lambda value, _: True, "an end by time"),
+    "max_time": (lambda value, _: True, "a time limit"),
     "is_assistant": (_is_on, "an end by the confidence of a drafting model"),
     "assistant_ensemble_weight": (lambda value, _: True, "a mixture with a drafting model"),
     "cache_implementation": (
@@ -100,9 +100,9 @@ REFUSED: dict[str, tuple[Callable[[Any, GenerationConfig], bool], str]] = {
 
 
 def sampling_defaults(config: GenerationConfig | None, model_type: str, tokenizer: Any) -> dict[str, Any]:
-    """The values of the obeyed fields, those at None left out; temperature 0 of a model that does not sample.
+    """The values of the obeyed fields without those at None; temperature 0 for a model that does not sample.
 
-    *raises:* UnsupportedModelError: a field asks for what Quire does not do.
+    *raises:* UnsupportedModelError: a field has an effect that Quire lacks.
     """
     if config is None:
         return dict(GREEDY)
@@ -112,14 +112,14 @@ def sampling_defaults(config: GenerationConfig | None, model_type: str, tokenize
         if value is None or name in OBEYED or name in NO_EFFECT:
             continue
         if name in REFUSED:
-            asks, what = REFUSED[name]
-            if asks(value, config):
-                _refuse(model_type, name, value, f"Quire does not do {what}")
+            has_effect, effect = REFUSED[name]
+            if has_effect(value, config):
+                _refuse(model_type, name, value, f"Quire does not do {effect}")
         elif name in known:
             _refuse(model_type, name, value, "Quire does not know the field")
         else:
             _log.debug(
-                "model type %s: %s of its generation config is no field that `generate` knows",
+                "model type %s: `generate` does not know the field %s of its generation config",
                 model_type,
                 name,
             )

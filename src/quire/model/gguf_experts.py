@@ -1,8 +1,9 @@
-"""Experts of a GGUF file, one 3-D tensor a projection: which rows of which tensors are which expert's, read one by one.
+"""Experts of a GGUF file, one 3-D tensor per projection: maps the rows of its tensors to experts, and reads one at a
+time.
 
-transformers' processor of the architecture is asked with numbers of rows, layer by layer (`expert_layout`).
+transformers' processor of the architecture runs on row numbers, layer by layer (`expert_layout`).
 
-Not here: other tensors, and what becomes of those that are not understood (`load_gguf`).
+Not here: other tensors, and the handling of experts that are not understood (`load_gguf`).
 
 Cost: a few bytes for each row of a layer's experts, once.
 """
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.expert_layout import CheckpointExpert, ExpertPart, experts_at, numbered
+from quire.model.expert_layout import CheckpointExpert, ExpertPart, projection_experts, row_numbers
 from quire.model.file_ranges import FileRange, MappedFiles
 from quire.model.sources import CheckpointTensor, to_float32
 from quire.quantized import QuantizedWeight
@@ -27,11 +28,11 @@ from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 __all__ = ["GGUFExperts", "gguf_experts"]
 
 Process = Callable[[CheckpointTensor, np.ndarray, dict[str, torch.Tensor]], Any]
-"""What transformers makes of a tensor's values: the name and the values as the model has them. A processor of experts
-puts these into the given tensors itself, and gives no name."""
+"""transformers' processing of a tensor's values: returns the name and the values in the model's layout. A processor of
+experts puts the values into the given tensors itself, and returns no name."""
 
 GGUFExperts = dict[str, tuple[set[str], list[CheckpointExpert]]]
-"""By the model's parameter: the names of the file's tensors that it is made of, and each expert."""
+"""By the model's parameter: the names of the file's tensors that it is made from, and each expert."""
 
 
 def gguf_experts(
@@ -44,20 +45,20 @@ def gguf_experts(
 ) -> GGUFExperts:
     """The projections of experts of `shape` that are made of whole rows of `tensors`.
 
-    names: of the model's parameters by those of the tensors. mapped: where the pages of what was read are given back.
-    origin: tells what follows from bytes at an offset of the file; None where nobody will ask.
+    names: the model's parameter names by tensor name. mapped: releases the pages of tensors that were read. origin: the
+    file range of data at an offset of the file; None if no caller needs ranges.
     """
     by_layer: dict[str, list[CheckpointTensor]] = {}
     for tensor in tensors:
         if len(tensor.shape) == 3:
             by_layer.setdefault(tensor.name.rpartition("ffn_")[0], []).append(tensor)
-    found: GGUFExperts = {}
+    experts: GGUFExperts = {}
     for of_layer in by_layer.values():
-        found |= _of_layer(of_layer, shape, process, names, mapped, origin)
-    return found
+        experts |= _layer_experts(of_layer, shape, process, names, mapped, origin)
+    return experts
 
 
-def _of_layer(
+def _layer_experts(
     tensors: list[CheckpointTensor],
     shape: PreTrainedModel,
     process: Process,
@@ -65,13 +66,13 @@ def _of_layer(
     mapped: MappedFiles,
     origin: Callable[[int], FileRange] | None,
 ) -> GGUFExperts:
-    answer: dict[str, torch.Tensor] = {}
+    merged_by_place: dict[str, torch.Tensor] = {}
     parts: list[ExpertPart] = []
     owners: dict[int, str] = {}
     first = 0
     for tensor in tensors:
         num_experts, num_rows, _ = tensor.shape
-        asked = numbered(first, num_experts * num_rows).view(num_experts, num_rows, -1)
+        row_ids = row_numbers(first, num_experts * num_rows).view(num_experts, num_rows, -1)
         first += num_experts * num_rows
         form = None
         if tensor.saved_type in GGUF_TYPES:
@@ -88,17 +89,18 @@ def _of_layer(
         parts += of_tensor
         owners |= {id(part): tensor.name for part in of_tensor}
         try:
-            result = process(tensor, asked.numpy(), answer)
-        except (ValueError, IndexError, RuntimeError):  # it counts on the tensor's own columns
+            result = process(tensor, row_ids.numpy(), merged_by_place)
+        except (ValueError, IndexError, RuntimeError):  # the processor relies on the tensor's own columns
             continue
         if result.name in names:
-            answer[names[result.name]] = torch.from_numpy(np.array(result.weights))
-    found: GGUFExperts = {}
-    for place, merged in answer.items():
-        experts = experts_at(shape, place, merged, parts)
+            merged_by_place[names[result.name]] = torch.from_numpy(np.array(result.weights))
+    experts_by_place: GGUFExperts = {}
+    for place, merged in merged_by_place.items():
+        experts = projection_experts(shape, place, merged, parts)
         if experts is not None:
-            found[place] = {owners[id(part)] for expert in experts for part in expert.parts}, experts
-    return found
+            tensor_names = {owners[id(part)] for expert in experts for part in expert.parts}
+            experts_by_place[place] = tensor_names, experts
+    return experts_by_place
 
 
 def _origins(
@@ -108,7 +110,7 @@ def _origins(
 
 
 def _read(tensor: CheckpointTensor, expert: int, mapped: MappedFiles) -> QuantizedWeight | torch.Tensor:
-    """One expert; its values where the type is not read as codes."""
+    """One expert, quantized; dense if the type is not read as codes."""
     data = tensor.read()[expert]
     if tensor.saved_type in GGUF_TYPES:
         read: QuantizedWeight | torch.Tensor = read_gguf(str(tensor.saved_type), data)

@@ -1,19 +1,19 @@
-"""`HugePageMove`: bytes mapped from a file come to lie in huge pages of the process's own, at the same addresses.
+"""`HugePageMove`: moves bytes mapped from a file into huge pages of the process's own, at the same addresses.
 
-Why: a file's pages in the system's cache are 4 KiB wherever memory has been in use for a while, and weights are read
-from beginning to end in every step: one token after another of a 0.6B model at 17.5 to 20 tokens/s from such pages and
-at 26 from huge ones (a Xeon with AMX; docs/benchmarks.md).
-Not for memory that anybody writes, nor a way to get huge pages for new memory: that is `Heap.prefer_huge_pages`.
+Why: a file's pages in the page cache are 4 KiB wherever memory has been in use for a while, and every step reads all
+weights from beginning to end: single-token decoding of a 0.6B model runs at 17.5 to 20 tokens/s from such pages and at
+26 from huge ones (a Xeon with AMX; docs/benchmarks.md). Not for memory that is written, nor a way to get huge pages for
+new memory: that is `Heap.prefer_huge_pages`.
 
-A piece at a time is copied into new memory, which then takes the place of the file's pages (mremap): readers in other
-threads see the same bytes before, during and after it, and nobody's pointer changes. What is not a whole piece of
-aligned huge pages at either end stays where it is, as does everything from the first call on that the system refuses.
-(Linux looks at all limits before mremap takes the old pages away; only a kernel without memory for its own records
-could fail after that, and leave nothing at those addresses.)
+A piece at a time is copied into new memory, which then replaces the file's pages (mremap): readers in other threads see
+the same bytes before, during and after it, and all pointers stay valid. The partial pieces at either end stay where
+they are, as does everything from the first call on that the system refuses. (Linux checks all limits before mremap
+takes the old pages away; only a kernel without memory for its own records could fail after that, and leave nothing at
+those addresses.)
 
-Cost: memory for the bytes, which other processes that map the file no longer share, and beside them that of one piece;
-a copy of all bytes by a thread of low priority (0.3 s a GiB; several seconds in a virtual machine whose host has to
-find the memory first). Other threads wait for a page fault at most as long as one mremap takes, some microseconds.
+Cost: memory for the bytes, which other processes that map the file no longer share, and that of one piece more; a copy
+of all bytes by a thread of low priority (0.3 s a GiB; several seconds in a virtual machine whose host has to find the
+memory first). Other threads wait for a page fault at most as long as one mremap takes, some microseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from quire.memory.free_memory import count_moved
 from quire.memory.heap import HUGE_PAGE_BYTES
 
-__all__ = ["HugePageMove", "huge_pages_are_given"]
+__all__ = ["HugePageMove", "has_huge_pages"]
 
 _PIECE_BYTES = 16 * HUGE_PAGE_BYTES
 _NICENESS = 10  # of the thread that copies
@@ -53,21 +53,21 @@ if sys.platform == "linux":
 
 
 class HugePageMove:
-    """Begins to move `files`, each uint8 over the whole of a read-only mapping of its own; one that is gone is left.
+    """Begins to move `files`, each uint8 over the whole of a read-only mapping of its own; skips arrays that are gone.
 
-    Nothing is begun where the system has no huge pages to give.
+    If the system has no huge pages, it moves nothing.
     """
 
     def __init__(self, *files: np.ndarray) -> None:
         self._files = [weakref.ref(pages) for pages in files]
         self.num_moved_bytes = 0
         self._thread: threading.Thread | None = None
-        if huge_pages_are_given():
+        if has_huge_pages():
             self._thread = threading.Thread(target=self._run, name="quire huge pages", daemon=True)
             self._thread.start()
 
     def join(self) -> None:
-        """Waits for its end."""
+        """Waits for the end of the move."""
         if self._thread is not None:
             self._thread.join()
 
@@ -81,10 +81,10 @@ class HugePageMove:
                 self.num_moved_bytes += num_bytes
 
 
-def _move_next(of: weakref.ref[np.ndarray], moved: int) -> int:
-    """Bytes of the next piece, behind those that were moved; 0: none was. The mapping is held meanwhile, and let go
-    between two pieces."""
-    pages = of()
+def _move_next(reference: weakref.ref[np.ndarray], moved: int) -> int:
+    """Moves the next piece, after `moved` bytes; returns its size, 0 if it was not moved. It references the mapping
+    during the move only, so that the mapping may go between two pieces."""
+    pages = reference()
     if pages is None:
         return 0
     start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
@@ -97,13 +97,13 @@ def _move_next(of: weakref.ref[np.ndarray], moved: int) -> int:
 
 
 def _move(address: int, num_bytes: int) -> bool:
-    """Whether the bytes now lie in new memory; whole aligned huge pages."""
-    around = num_bytes + HUGE_PAGE_BYTES  # so that an aligned range lies within
+    """Copies whole aligned huge pages into new memory at the same address; returns whether it succeeded."""
+    num_reserved = num_bytes + HUGE_PAGE_BYTES  # contains an aligned range of num_bytes
     writable = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _libc.mmap(None, around, writable, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if found == _FAILED:
+    reserved = _libc.mmap(None, num_reserved, writable, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if reserved == _FAILED:
         return False
-    new = _round_up(found)
+    new = _round_up(reserved)
     moved = False
     if _libc.madvise(new, num_bytes, mmap.MADV_HUGEPAGE) == 0:
         ctypes.memmove(new, address, num_bytes)
@@ -111,11 +111,11 @@ def _move(address: int, num_bytes: int) -> bool:
             _libc.mprotect(new, num_bytes, mmap.PROT_READ) == 0
             and _libc.mremap(new, num_bytes, num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == address
         )
-    if moved:  # and the two ends are left; whoever maps memory between the calls is not in them
-        _unmap(found, new)
-        _unmap(new + num_bytes, found + around)
+    if moved:  # the two ends remain; mappings made since then by other threads do not overlap them
+        _unmap(reserved, new)
+        _unmap(new + num_bytes, reserved + num_reserved)
     else:
-        _unmap(found, found + around)
+        _unmap(reserved, reserved + num_reserved)
     return moved
 
 
@@ -128,8 +128,8 @@ def _round_up(address: int) -> int:
     return -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
-def huge_pages_are_given() -> bool:
-    """Whether the system gives huge pages where they are asked for."""
+def has_huge_pages() -> bool:
+    """Whether the system gives huge pages on request."""
     try:
         return "[never]" not in _ENABLED.read_text()
     except OSError:  # not Linux, or a kernel without them

@@ -1,10 +1,10 @@
-"""Constant offsets of keys' channels, measured once where K is kept in codes: real models have channels whose mean is
-hundreds of times their spread, which would take all of a code's range.
+"""Constant offsets of key channels, measured once if K is stored as codes: real models have channels whose mean is
+hundreds of times their spread, which would take up the whole range of a code.
 
-A key less a vector that is the same for every token of a head: all scores of a query fall by one number, which the
-softmax does not see, so nothing is added back when codes are read. A learned sink and a soft cap do see it: a layer
-with one of these has no offset, and where its keys need one it stays in the model's dtype.
-Not a calibration: keys without such channels have no offset, and values never have.
+If the same vector is subtracted from all keys of a head, all scores of a query fall by one number, which the softmax
+cancels, so nothing is added back when codes are read. A learned sink and a soft cap do not cancel it: a layer with one
+of these has no offset, and if its keys need one it stays in the model's dtype. Not a calibration: keys without such
+channels have no offset, and values never have.
 
 Cost: `measure_key_offsets` one forward of 512 tokens of a text in the package, and a storage for them.
 """
@@ -32,49 +32,49 @@ __all__ = ["KeyOffsets", "key_offset", "measure_key_offsets", "sees_offsets"]
 
 _NUM_TOKENS = 512
 _BLOCK_SIZE = 16
-_WORTH = 0.75  # offsets are taken where the codes of some head are finer by this factor with them
+_MAX_STEP_RATIO = 0.75  # an offset is used if it shrinks the code step of some head to at most this ratio
 
 
 class KeyOffsets(NamedTuple):
-    """taken: float32 [num_kv_heads, k_head_dim] by layer. left_out: layers whose keys need one and cannot have it."""
+    """by_layer: float32 [num_kv_heads, k_head_dim]. left_out: layers whose keys need an offset and cannot have it."""
 
-    taken: dict[int, torch.Tensor]
+    by_layer: dict[int, torch.Tensor]
     left_out: frozenset[int]
 
 
 def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
-    """Of the layers that `spec` keeps in codes. Nothing of the model is changed.
+    """The offsets of the layers that `spec` stores as codes. The model is not changed.
 
-    *raises:* CapacityError: no memory for the tokens; and what a forward raises.
+    *raises:* CapacityError: no memory for the tokens; and the errors of a forward.
     """
     keys = _keys(prepared)
-    sees_them = sees_offsets(prepared.loaded.model)
-    taken: dict[int, torch.Tensor] = {}
+    model_sees_offsets = sees_offsets(prepared.loaded.model)
+    by_layer: dict[int, torch.Tensor] = {}
     left_out: set[int] = set()
     for number, layer in enumerate(spec.layers):
         if not layer.stores_kv or not layer.k_format:
             continue
         offset = key_offset(keys[number], layer.k_format)
         if offset is not None:
-            if sees_them:
+            if model_sees_offsets:
                 left_out.add(number)
             else:
-                taken[number] = offset
-    return KeyOffsets(taken, frozenset(left_out))
+                by_layer[number] = offset
+    return KeyOffsets(by_layer, frozenset(left_out))
 
 
 def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
-    """What to take off a layer's keys before they are codes of the format `name`: the mean of `keys`, float32 [T,
-    heads, width], which are some of them; None where codes would hardly be finer for it, and of a single token."""
+    """The vector to subtract from a layer's keys before they are encoded in the format `name`: the mean of `keys`, a
+    sample, float32 [T, heads, width]; None if it would hardly make the codes finer, and for a single token."""
     count = len(keys)
     if count < 2:
         return None
-    # In float64, and from one layout: the bits of the mean are the same in whatever order it is summed.
+    # In float64, and from one layout: the order of the sum does not change the bits of the mean.
     offset = keys.contiguous().mean(0, dtype=torch.float64).float()
-    # Few tokens lie nearer to their own mean than others do.
-    farther = math.sqrt((count + 1) / (count - 1))
-    fine, coarse = farther * _steps(keys - offset, name), _steps(keys, name)
-    return offset if bool((fine < _WORTH * coarse).any()) else None
+    # The sampled tokens lie nearer to their own mean than new tokens do.
+    spread = math.sqrt((count + 1) / (count - 1))
+    fine, coarse = spread * _steps(keys - offset, name), _steps(keys, name)
+    return offset if bool((fine < _MAX_STEP_RATIO * coarse).any()) else None
 
 
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def sees_offsets(model: PreTrainedModel) -> bool:
-    """Whether some layer's attention is no softmax over its scores alone."""
+    """Whether some layer's attention is more than a softmax over its scores."""
     text = model.config.get_text_config(decoder=True)
     return bool(getattr(text, "attn_logit_softcapping", None)) or any(
         isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()
@@ -93,12 +93,12 @@ def sees_offsets(model: PreTrainedModel) -> bool:
 
 
 def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
-    """By layer, float32 [T, num_kv_heads, k_head_dim]: keys as they are when the model serves."""
+    """By layer, float32 [T, num_kv_heads, k_head_dim]: the keys as the serving model computes them."""
     spec = prepared.spec
     tokens = text_tokens(prepared, min(_NUM_TOKENS, prepared.max_model_len))
     count = tokens.numel()
-    each = -(-count // _BLOCK_SIZE)  # blocks of a group, one behind the other
-    num_blocks = each * len(spec.groups)
+    group_blocks = -(-count // _BLOCK_SIZE)  # consecutive blocks of a group
+    num_blocks = group_blocks * len(spec.groups)
     storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks, device=prepared.device)
     positions = torch.arange(count)
     states = None
@@ -106,8 +106,8 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
         storage.states = StateSlots(spec, 1)
         storage.states.apply([(ZERO_STATE, 0)])
         states = recurrence_step([0, count], [0], positions=positions)
-    firsts = [group * each for group in range(len(spec.groups))]
-    tables = [torch.arange(first, first + each, dtype=torch.int32)[None] for first in firsts]
+    firsts = [group * group_blocks for group in range(len(spec.groups))]
+    tables = [torch.arange(first, first + group_blocks, dtype=torch.int32)[None] for first in firsts]
     sizes = [group.tokens_per_block(_BLOCK_SIZE) for group in spec.groups]
     step = ForwardStep(
         input_ids=tokens,
@@ -123,12 +123,12 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
     cache = prepared.cache_over(storage)
     try:
         prepared.forward(step, cache)
-        found: dict[int, torch.Tensor] = {}
+        keys: dict[int, torch.Tensor] = {}
         for group, first in zip(spec.groups, firsts, strict=True):
             for layer in group.layers:
-                blocks = storage.view(layer).k[first : first + each].transpose(1, 2).flatten(0, 1)
-                found[layer] = blocks[:count].float()
-        return found
+                blocks = storage.view(layer).k[first : first + group_blocks].transpose(1, 2).flatten(0, 1)
+                keys[layer] = blocks[:count].float()
+        return keys
     finally:
         cache.close()
         storage.close()

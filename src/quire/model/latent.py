@@ -1,26 +1,26 @@
 """Attention of latent layers (MLA) in the latents' own space: keys and values are never expanded, neither in memory nor
 for a step.
 
-Such a module projects the hidden rows to a latent [rank] and a turned part [turned], hands both to `Cache.update`, and
-expands what it gets back (`expand_kv`) by `kv_b_proj`, head by head to keys and values. Memory holds one row a token,
-latent and turned part side by side; the values are the latent itself. So every head attends with
+Such a module projects the hidden rows to a latent [rank] and a rotary part [turned], hands both to `Cache.update`, and
+expands the result (`expand_kv`) by `kv_b_proj`, head by head, to keys and values. Memory holds one row per token,
+latent and rotary part side by side; the values are the latent itself. So every head attends with
 
-    query    (W_K^T q, q_turned)  [rank + turned]      W_K [kept, rank] and W_V [v, rank]: the head's rows of kv_b_proj
+    query    (W_K^T q, q_turned)  [rank + turned]      W_K [nope, rank] and W_V [v, rank]: the head's rows of kv_b_proj
     scores   scale * <query, row>
     result   W_V sum(p * latent)  [v]
 
-which is the same sum in another order. It is always computed this way, for one row or a thousand, so bits do not depend
-on how a prompt is cut. All else (projections, norms, what turns, the scale) stays the module's own forward.
+which is the same sum in another order. It is computed this way for any number of rows, so bits do not depend on how a
+prompt is cut. All else (projections, norms, rotary embeddings, the scale) stays the module's own forward.
 
-A module is known by its parts (`expand_kv`, a plain `kv_b_proj`); that it computes this is proved on its numbers
-(`prove.latent`). The two products of a head are packed once, when a module first attends, and again whenever the model
-is prepared again, as it is when its weights have changed.
+A module is recognised by its parts (`expand_kv`, a plain `kv_b_proj`); its arithmetic is proved on its outputs
+(`prove.latent_proof`). The two products of a head are packed once, when a module first attends, and again whenever the
+model is prepared again, as it is when its weights have changed.
 
 Invariants
     L1  outside of a step on pages `expand_kv` is the module's own.
 
-Cost: of a call two products for each head, by the extension in two calls, else about 7 us each beside the work, and the
-back end's run; packed, what kv_b_proj takes once more.
+Cost: per call two products for each head, by the extension in two calls, else about 7 us each in addition to the work,
+and the back end's run; packed, the bytes of kv_b_proj once more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from quire.attention import AttentionOptions, Device
 from quire.attention.devices import PackedWeight
 from quire.backends import native_module
 from quire.errors import UnsupportedModelError
-from quire.model.dense_weights import plain
+from quire.model.dense_weights import dense_weight
 from quire.model.linear import DenseWeight, NativeWeight, choose_packing
-from quire.model.module_patch import below, install, own_class
+from quire.model.module_patch import current_method, original_class, patch_methods
 from quire.model.paged_cache import PagedCache, tag_of
 from quire.model.prove.hooks import global_hooks, hooks_on
 
@@ -52,16 +52,15 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
-    """Have the latent modules of `model` hand latents that lie in pages on to attention, unexpanded; returns what
-    undoes that.
+    """Have the latent modules of `model` pass latents that lie in pages on to attention, unexpanded; returns the undo.
 
-    *raises:* UnsupportedModelError: something is on a module that would then not be called (hooks, an adapter).
+    *raises:* UnsupportedModelError: a module that would no longer be called has hooks or an adapter.
     """
-    found = [(name, module) for name, module in model.named_modules() if is_latent(module)]
-    for name, module in found:
+    latents = [(name, module) for name, module in model.named_modules() if is_latent(module)]
+    for name, module in latents:
         expanding: Any = module.kv_b_proj
         if (
-            own_class(expanding) is not nn.Linear
+            original_class(expanding) is not nn.Linear
             or expanding._parameters.get("bias") is not None
             or "forward" in expanding.__dict__
             or "expand_kv" in module.__dict__
@@ -71,9 +70,9 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
             raise UnsupportedModelError(
                 f"model type {model_type}: expected a plain linear layer without bias, hooks or adapters as "
                 f"{name}.kv_b_proj, which is multiplied into queries and results, got {type(expanding).__name__} with "
-                "something on it; take it off, or merge it into the weight"
+                "a bias, a hook or an adapter; remove it, or merge it into the weight"
             )
-    undos = [install(module, expand_kv=_kept_in_pages(module)) for _, module in found]
+    undos = [patch_methods(module, expand_kv=_paged_expand_kv(module)) for _, module in latents]
 
     def undo() -> None:
         while undos:
@@ -82,27 +81,27 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
     return undo
 
 
-def _kept_in_pages(module: nn.Module) -> Callable[..., Any]:
-    own = below(module, "expand_kv")
+def _paged_expand_kv(module: nn.Module) -> Callable[..., Any]:
+    module_expand_kv = current_method(module, "expand_kv")
 
     def expand_kv(latent: torch.Tensor, turned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if tag_of(latent) is None:
-            return own(latent, turned)
+            return module_expand_kv(latent, turned)
         return latent, turned
 
     return expand_kv
 
 
 class LatentHeads:
-    """The heads of one latent module, absorbed: what its queries and its results are multiplied by.
+    """The absorbed heads of one latent module: the weights that multiply its queries and its results.
 
     Args:
-        module: one of those that `is_latent` knows.
-        query: [1, heads, T, kept + turned], of one of its calls: its shape and type are asked for.
-        rank, turned: widths of what it stores.
+        module: a module for which `is_latent` holds.
+        query: [1, heads, T, nope + turned], of one of its calls: only its shape and dtype are used.
+        rank, turned: widths of the stored parts.
 
     Raises:
-        UnsupportedModelError: widths that do not go together.
+        UnsupportedModelError: the widths do not match.
     """
 
     def __init__(
@@ -110,34 +109,34 @@ class LatentHeads:
     ) -> None:
         expanding: Any = module._modules["kv_b_proj"]
         packed = expanding.__dict__.get("_packed")
-        weight = plain(expanding._parameters["weight"]) if packed is None else packed.unpack()
-        heads, kept = query.shape[1], query.shape[3] - turned
-        if weight.dim() != 2 or weight.shape[1] != rank or weight.shape[0] % heads or kept < 1:
+        weight = dense_weight(expanding._parameters["weight"]) if packed is None else packed.unpack()
+        heads, nope_dim = query.shape[1], query.shape[3] - turned
+        if weight.dim() != 2 or weight.shape[1] != rank or weight.shape[0] % heads or nope_dim < 1:
             raise UnsupportedModelError(
                 f"expected kv_b_proj of {type(module).__name__} to expand a latent of {rank} to {heads} heads, got a "
-                f"weight {tuple(weight.shape)} beside queries of {query.shape[3]}"
+                f"weight {tuple(weight.shape)} for queries of width {query.shape[3]}"
             )
         per_head = weight.detach().to(query.dtype).view(heads, -1, rank)
-        self.rank, self.kept = rank, kept
-        self.v_dim = per_head.shape[1] - kept
+        self.rank, self.nope_dim = rank, nope_dim
+        self.v_dim = per_head.shape[1] - nope_dim
         if self.v_dim < 1:
             raise UnsupportedModelError(
-                f"expected kv_b_proj of {type(module).__name__} to give each head {kept} columns of keys and those of "
-                f"values, got {per_head.shape[1]} in all"
+                f"expected kv_b_proj of {type(module).__name__} to give each head {nope_dim} columns of keys and those "
+                f"of values, got {per_head.shape[1]} in all"
             )
         pack = _packing(backend, query.dtype)
-        self.into_latent = [pack(head[:kept].t().contiguous()) for head in per_head]
-        self.out_of_latent = [pack(head[kept:].contiguous()) for head in per_head]
+        self.into_latent = [pack(head[:nope_dim].t().contiguous()) for head in per_head]
+        self.out_of_latent = [pack(head[nope_dim:].contiguous()) for head in per_head]
 
     def attend(
         self, query: torch.Tensor, cache: PagedCache, layer: int, options: AttentionOptions
     ) -> torch.Tensor:
-        """query [1, heads, T, kept + turned] -> [T, heads, v_dim]."""
+        """query [1, heads, T, nope_dim + turned] -> [T, heads, v_dim]."""
         num_rows, rank = query.shape[2], self.rank
         by_row = query[0].transpose(0, 1)
-        rows = query.new_empty(num_rows, query.shape[1], rank + query.shape[3] - self.kept)
-        rows[..., rank:] = by_row[..., self.kept :]
-        _multiply_each(self.into_latent, by_row[..., : self.kept], rows[..., :rank])
+        rows = query.new_empty(num_rows, query.shape[1], rank + query.shape[3] - self.nope_dim)
+        rows[..., rank:] = by_row[..., self.nope_dim :]
+        _multiply_each(self.into_latent, by_row[..., : self.nope_dim], rows[..., :rank])
         mixed = cache.backend.run(cache.view(layer), rows, cache.batch(layer), options)
         out = query.new_empty(num_rows, query.shape[1], self.v_dim)
         _multiply_each(self.out_of_latent, mixed, out)
@@ -154,7 +153,7 @@ def _multiply_each(weights: list[PackedWeight], x: torch.Tensor, out: torch.Tens
 
 
 def _packing(backend: Device, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
-    """What packs for this back end: its own, the extension's where that computes, else nothing."""
+    """The packing function of this back end: its own, the extension's if that computes, else `DenseWeight`."""
     if backend.pack is not None:
         return backend.pack
     return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else DenseWeight

@@ -1,29 +1,27 @@
-"""Linear layers whose weight is packed once for the processor, and held once.
+"""Linear layers whose weight is packed once for the processor, in place of the dense weight.
 
 `pack_linears(model)` turns every `nn.Linear` and every `Conv1D` (GPT-2's) of a model into a packed one, in place, and
-returns what undoes it. A weight that is also the model's token embedding stays one: the embedding gathers its rows from
-the packed form. Not here: experts given as 3-D parameters, and subclasses of `nn.Linear`, which stay
-as they are.
+returns the undo. A weight that is also the model's token embedding stays shared: the embedding gathers its rows from
+the packed form. Not here: experts given as 3-D parameters, and subclasses of `nn.Linear`, which stay as they are.
 
-What computes, in this order (`choose_packing`):
+`choose_packing` takes the first of these that applies:
     native   the extension's kernels, for float32, bfloat16 and float16 on any processor: the order of every sum
-             belongs to the layer, so a row's result has the same bits whatever the other rows and the threads
+             belongs to the layer, so a row's result has the same bits for any other rows and any number of threads
              (native/kernels/linear.hpp).
-    onednn   torch's private packed operators, where the extension is missing and they serve this dtype on this
+    onednn   torch's private packed operators, if the extension is missing and they support this dtype on this
              processor: as fast, but without that promise.
-    device   what a back end of another device packs with (`Device.pack`), where one is asked for.
-    none     the layer stays as it is: no extension and no such operator, a dtype beyond those three, no CPU tensor.
+    device   the packing of another device's back end (`Device.pack`), if one is given.
+    none     the layer stays dense: no extension and no such operator, a dtype beyond those three, or no CPU tensor.
 
 Invariants
-    P1  the module stays the object it was, with its name, hooks and `isinstance`: only its class changes, to a
+    P1  the module stays the same object, with its name, hooks and `isinstance`: only its class changes, to a
         subclass of its own.
-    P2  `.weight` stays the Parameter object it was, and reads and writes as one (`packed_parameter`). A layer whose
-    weight
-        was written, or is looked at, computes from dense memory, as torch does; so does one that is asked for a
-        gradient, another dtype or autocast. One that is given another weight is packed no more.
-    P3  a weight held by several packed modules is packed once; one that anything else holds too is left alone. The
-        weight of an embedding that no linear layer shares is not packed, but watched for being written.
-    P4  after the undoing: the same Parameter objects, with the bits they have by then, the same order of state_dict().
+    P2  `.weight` stays the same Parameter object, and reads and writes as an ordinary one (`packed_parameter`). A
+        layer whose weight was written, or is being viewed, computes from dense memory, as torch does; so does a layer
+        under a gradient, another dtype or autocast. A layer that gets another weight is no longer packed.
+    P3  a weight shared by several packed modules is packed once; a weight that any other module shares stays dense.
+        The weight of an embedding that no linear layer shares is not packed, but watched for writes.
+    P4  after the undo: the same Parameter objects, with the bits they have by then, the same order of state_dict().
 
 Cost of a call: that of the product plus about 3 us. Packing reads and writes each weight once; at most one layer's
 weight exists twice.
@@ -43,7 +41,7 @@ from quire.attention.devices import Device, PackedWeight
 from quire.backends import native_module
 from quire.errors import BackendError
 from quire.memory.heap import give_back_freed
-from quire.model.module_patch import Changed, let_go, own_class
+from quire.model.module_patch import SwitchedModule, original_class, restore_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 
 __all__ = [
@@ -65,28 +63,28 @@ __all__ = [
 
 Packing = Literal["native", "onednn", "device", "watched"]
 
-# The dtypes the kernels compute in, as they call them.
-_MOST_DIMENSIONS = 4  # of what a packed weight multiplies
+_MAX_DIMENSIONS = 4  # of the input of a packed weight
+# The dtypes of the kernels, by the kernels' names.
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class NativeWeight:
-    """Packed by the extension, as `native`. `isa` names a variant of its kernels; None is the one in use."""
+    """Packed by the extension, as `native`. `isa` names a variant of its kernels; None: the one in use."""
 
     def __init__(self, weight: torch.Tensor, isa: str | None = None) -> None:
         self.dtype = weight.dtype
         self.num_outputs, self.num_inputs = weight.shape
         module = native_module()
         if module is None:
-            raise BackendError('expected quire._native for packing "native", and it is not built here')
+            raise BackendError('expected quire._native for packing "native", got none: it is not built here')
         self.native = module.PackedWeight(weight, isa)
         self._multiply = self.native.multiply
 
     @classmethod
-    def at(cls, weight: torch.Tensor, packed: Any) -> NativeWeight:
-        """`weight`, of which only shape and dtype are read, packed before by the variant in use.
+    def from_packed(cls, weight: torch.Tensor, packed: Any) -> NativeWeight:
+        """A weight from packed bytes that the variant in use has written; only shape and dtype of `weight` are read.
 
-        packed: its packed bytes, uint8, at a multiple of 64; they are kept.
+        packed: uint8, at a multiple of 64; the object references it.
         """
         self = cls.__new__(cls)
         self.dtype = weight.dtype
@@ -96,11 +94,11 @@ class NativeWeight:
 
     @property
     def metadata(self) -> list[str]:
-        """What is needed beside its bytes, shape and dtype to read them again (`saved_weights`): nothing."""
+        """What reading the packed bytes needs in addition to shape and dtype (`saved_weights`): nothing."""
         return []
 
     def move(self, packed: Any) -> None:
-        """Read these packed bytes from now on. Before anybody has taken `native`."""
+        """Read these packed bytes from now on. To be called before any caller has taken `native`."""
         module = cast(Any, native_module())
         self.native = module.PackedWeight.at(
             packed, self.num_outputs, self.num_inputs, DTYPE_NAMES[self.dtype], None
@@ -127,7 +125,7 @@ class NativeWeight:
 
 
 class DenseWeight:
-    """A weight as torch multiplies by it."""
+    """A dense weight, multiplied by torch."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.dtype = weight, weight.dtype
@@ -144,7 +142,7 @@ class DenseWeight:
 
 
 class OneDnnWeight:
-    """Packed by oneDNN through operators that torch keeps to itself."""
+    """Packed by oneDNN through private operators of torch."""
 
     _BATCH_HINT = 32
 
@@ -177,7 +175,7 @@ def _onednn_serves(dtype: torch.dtype) -> bool:
 
 
 def choose_packing(dtype: torch.dtype) -> Packing | None:
-    """What packs and computes layers of `dtype` here; None leaves them alone. The rule stands in the file's head."""
+    """The packing for layers of `dtype` on this machine, by the rule in the file's head; None: they stay dense."""
     if dtype not in DTYPE_NAMES:
         return None
     if native_module() is not None:
@@ -186,52 +184,52 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
 
 
 def packing_on(backend: Device) -> Packing | None:
-    """As what `pack_linears` packs a model that `backend` runs; None: by dtype, as `choose_packing` says.
+    """The packing that `pack_linears` has to use for a model on `backend`; None: by dtype, as `choose_packing` says.
 
-    Torch computes where the extension is built and is not to be called.
+    Torch computes if the extension is built but the back end does not use it.
     """
     if backend.pack is not None:
         return "device"
     return "watched" if not backend.is_native and native_module() is not None else None
 
 
-class PackedModule(Changed):
-    """What packed modules share: where the weight went, and what is done where the packed form does not serve."""
+class PackedModule(SwitchedModule):
+    """Base of packed modules: the link to the weight, and the fallback to dense memory."""
 
     _packed: PackedWeight | None  # None while dense memory is the weight (`packed_parameter`)
-    _held: LazyDenseWeight
+    _lazy_weight: LazyDenseWeight
     _transposed: bool
 
-    def hold(self, held: LazyDenseWeight, transposed: bool) -> None:
-        """Compute from `held` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
-        # Past nn.Module, so that nothing of it is registered.
-        self.__dict__.update(_packed=held.packed, _held=held, _transposed=transposed)
-        held.users.add(self)
+    def use_weight(self, lazy_weight: LazyDenseWeight, transposed: bool) -> None:
+        """Compute from `lazy_weight` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
+        # Bypasses nn.Module.__setattr__, so that nothing is registered.
+        self.__dict__.update(_packed=lazy_weight.packed, _lazy_weight=lazy_weight, _transposed=transposed)
+        lazy_weight.users.add(self)
 
     def _weight(self) -> torch.Tensor:
-        """The weight as torch's operators take it: the Parameter where a gradient is asked for, else dense memory."""
+        """The weight for torch's operators: the Parameter under a gradient, else dense memory."""
         weight = self._parameters.get("weight")
         if weight is None:  # parametrized
             return cast(torch.Tensor, self.weight)
         if not isinstance(weight, PackedParameter) or (torch.is_grad_enabled() and weight.requires_grad):
             return weight
-        return weight.held.read()
+        return weight.lazy_weight.read()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         if not isinstance(self._parameters.get("weight"), PackedParameter):  # torch has put another one there
-            let_go(self)
+            restore_class(self)
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            let_go(self)
-        own_class(self).__setattr__(self, name, value)
+            restore_class(self)
+        original_class(self).__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
-            let_go(self)
-        own_class(self).__delattr__(self, name)
+            restore_class(self)
+        original_class(self).__delattr__(self, name)
 
 
 def _wants_gradient(input: torch.Tensor, weight: torch.Tensor | None) -> bool:
@@ -254,18 +252,18 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
             or _wants_gradient(input, self._parameters["weight"])
             or torch.is_autocast_enabled("cpu")
         ):
-            # Torch's own answer or error; with a gradient asked for, its own graph.
+            # Torch's own result or error; under a gradient, its own graph.
             weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
-        if input.dim() > _MOST_DIMENSIONS:
+        if input.dim() > _MAX_DIMENSIONS:
             rows = packed.multiply(input.flatten(0, -2), self.bias)
             return rows.view(*input.shape[:-1], rows.shape[-1])
         return packed.multiply(input, self.bias)
 
 
 class PackedEmbedding(PackedModule, nn.Embedding):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`nn.Embedding` whose rows are gathered from the packed weight it shares with a linear layer, or from a dense one
-    that is watched for being written."""
+    """`nn.Embedding` whose rows are gathered from the packed weight it shares with a linear layer, or from a dense
+    weight that is watched for writes."""
 
     _quire_switched = True
 
@@ -312,15 +310,15 @@ def pack_linears(
     """Pack the linear layers of `model` in place.
 
     Args:
-        model: any module on the CPU; its Parameters give their memory up layer by layer while they are packed.
-        packing: forces one, "device" with what `pack` makes; None chooses per dtype by the rule of `choose_packing`.
-            "watched" packs nothing: torch computes, and who writes to a weight is noticed.
-        release: called with each dense weight once it is packed, before it is let go of.
-        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension or the device serves;
+        model: any module on the CPU; its Parameters release their memory layer by layer while they are packed.
+        packing: forces a packing, "device" with the weights that `pack` makes; None: per dtype by `choose_packing`.
+            "watched" packs nothing: torch computes, and writes to a weight are noticed.
+        release: called with each dense weight once it is packed, before its reference is dropped.
+        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension or the device supports;
             None packs it in memory, by the extension.
 
     Returns:
-        A function that gives every weight back, with what was written to it meanwhile; called again, it does nothing.
+        A function that restores every weight, with the writes since then; a second call does nothing.
     """
     groups = _packable(model, packing)
     undo: list[Callable[[], None]] = []
@@ -334,7 +332,7 @@ def pack_linears(
             undone = _pack(parameter, modules, kind, release, pack or NativeWeight)
             if undone is not None:
                 undo.append(undone)
-            give_back_freed()  # the dense weight, between what stays
+            give_back_freed()  # the dense weight lay between memory that stays
     except BaseException:
         restore()
         raise
@@ -342,7 +340,7 @@ def pack_linears(
 
 
 def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
-    """What `pack_linears(model, pack=...)` would call `pack` with, in that order."""
+    """The arguments of the `pack` calls of `pack_linears(model, pack=...)`, in their order."""
     groups = _packable(model, None)
     dense = [(p.detach(), is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
     return [weight.t() if transposed else weight for weight, transposed in dense]
@@ -351,35 +349,35 @@ def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
 def planned_packing(
     model: nn.Module, packing: Packing | None = None
 ) -> list[tuple[nn.Parameter, tuple[int, int], Packing, bool]]:
-    """What `pack_linears` would pack if `model`, on torch's meta device, had memory: each weight, its (num_outputs,
-    num_inputs), what packs it ("watched": nothing), and whether it is an embedding's alone."""
-    found = []
+    """The weights that `pack_linears` would pack if `model`, on torch's meta device, had memory: each weight, its
+    (num_outputs, num_inputs), its packing ("watched": none), and whether only an embedding has it."""
+    planned = []
     for parameter, modules, kind in _packable(model, packing, "meta"):
         num_outputs, num_inputs = parameter.shape[::-1] if is_transposed(modules[0]) else parameter.shape
         is_embedding = not any(_is_linear(module) for module in modules)
-        found.append((parameter, (num_outputs, num_inputs), kind, is_embedding))
-    return found
+        planned.append((parameter, (num_outputs, num_inputs), kind, is_embedding))
+    return planned
 
 
 def _packable(
     model: nn.Module, packing: Packing | None, device: str = "cpu"
 ) -> list[tuple[nn.Parameter, list[nn.Module], Packing]]:
-    """The weights to pack, with the modules that hold each and what packs it."""
+    """The weights to pack, each with its modules and its packing."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(parameter, []).append((module, name))
     groups: list[tuple[nn.Parameter, list[nn.Module], Packing]] = []
-    for parameter, held in holders.items():
-        modules = [module for module, _ in held]
+    for parameter, named_modules in holders.items():
+        modules = [module for module, _ in named_modules]
         linears = [module for module in modules if _is_linear(module)]
         embeddings = [
             module for module in modules if isinstance(module, nn.Embedding) and _gathers_rows(module)
         ]
         if not (
-            len(linears) + len(embeddings) == len(held)
-            and all(name == "weight" for _, name in held)
+            len(linears) + len(embeddings) == len(named_modules)
+            and all(name == "weight" for _, name in named_modules)
             and parameter.device.type == device
             and type(parameter) is nn.Parameter
             and parameter.dim() == 2
@@ -387,7 +385,7 @@ def _packable(
         ):
             continue
         kind = packing or choose_packing(parameter.dtype)
-        serves = (
+        can_pack = (
             kind is not None
             and kind != "watched"
             and bool(linears)
@@ -396,7 +394,7 @@ def _packable(
             and parameter.dtype in DTYPE_NAMES
             and all(_has_plain_bias(module, parameter.dtype, device) for module in linears)
         )
-        if serves and kind is not None:
+        if can_pack and kind is not None:
             groups.append((parameter, modules, kind))
         elif embeddings or kind == "watched":
             groups.append((parameter, modules, "watched"))
@@ -410,32 +408,32 @@ def _pack(
     release: Callable[[torch.Tensor], None] | None,
     pack: Callable[[torch.Tensor], PackedWeight],
 ) -> Callable[[], None] | None:
-    """Pack one weight for all modules that hold it; returns what undoes that.
+    """Pack one weight for all its modules; returns the undo.
 
-    None where torch does not let the Parameter's place be taken (a graph holds it): it stays as it is.
+    None if torch does not let the Parameter be replaced (a graph references it): the weight stays dense.
     """
     transposed = is_transposed(modules[0])
     dense = parameter.detach()
     if kind == "watched":
-        held = LazyDenseWeight(dense=dense)
+        lazy_weight = LazyDenseWeight(dense=dense)
     else:
         oriented = dense.t() if transposed else dense
         packed: PackedWeight = OneDnnWeight(oriented) if kind == "onednn" else pack(oriented)
-        held = LazyDenseWeight(packed=packed, unpack=functools.partial(_unpacked, packed, transposed))
-    if not PackedParameter.take_place(parameter, held, dense):
+        lazy_weight = LazyDenseWeight(packed=packed, unpack=functools.partial(_unpacked, packed, transposed))
+    if not PackedParameter.replace_parameter(parameter, lazy_weight, dense):
         return None
     for module in modules:
-        lies_transposed = is_transposed(module)
+        is_module_transposed = is_transposed(module)
         module.__class__ = packed_class(type(module))
-        cast(PackedModule, module).hold(held, lies_transposed)
+        cast(PackedModule, module).use_weight(lazy_weight, is_module_transposed)
     if release is not None and kind != "watched":
         release(dense)
 
     def undo() -> None:
         for module in modules:
-            let_go(module)
+            restore_class(module)
         if isinstance(parameter, PackedParameter):
-            parameter.give_back()
+            parameter.restore()
 
     return undo
 
@@ -450,7 +448,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is transformers' `Conv1D`, whose weight is [num_inputs, num_outputs]."""
+    """Whether the module is transformers' `Conv1D`, whose weight is [num_inputs, num_outputs]."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 

@@ -1,17 +1,17 @@
-"""A model and its tokenizer out of one GGUF file, its weights as the file's codes, or widened.
+"""Loads a model and its tokenizer from one GGUF file, with its weights quantized as in the file, or dequantized.
 
-`quire.model.gguf` says what the header's keys and the tensors of each architecture mean; transformers says how the
-parameters of its models are called in a file. Its own way (`gguf_file=`) reads the whole vocabulary three times and
-holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
+`quire.model.gguf` interprets the header's keys and the tensors of each architecture; transformers maps the names of its
+models' parameters to tensor names. Its own loader (`gguf_file=`) reads the whole vocabulary three times and keeps the
+largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
 
 Invariants:
-    L1  A key of the header or a tensor that nothing here reads refuses the file by its name.
+    L1  A key of the header or a tensor that is not read here refuses the file by its name.
 
-Codes are kept of linear layers, heads, embeddings and experts whose type has a reader (`quire.quantized.readers`), each
-in its own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
+Linear layers, heads, embeddings and experts stay quantized if their type has a reader (`quire.quantized.readers`), each
+in its own type, and if the writer only reordered their rows: that is undone on the rows of codes.
 
-Cost: the codes as the kernels take them, and while it is loaded a byte for each of some million values, or for each of
-one expert's. Of what is widened the weights in `dtype`, and while it is loaded once more its largest tensor in float32.
+Cost: the codes in the kernels' layout, and during the load a byte for each of some million values, or for each value of
+one expert. For dequantized weights, the weights in `dtype`, and during the load the largest tensor in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ from quire.model.gguf import ARCHITECTURES, GGUFHeader
 from quire.model.gguf.names import tensor_names
 from quire.model.gguf_experts import gguf_experts
 from quire.model.linear import is_transposed
-from quire.model.meta_weights import CheckpointLinear, MetaWeights, SaveTarget, may_hold, quantized_forms
+from quire.model.meta_weights import (
+    CheckpointLinear,
+    MetaWeights,
+    SaveTarget,
+    can_be_quantized,
+    quantized_forms,
+)
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.quantized_experts import ExpertForms
 from quire.model.saved_codes import can_save
@@ -48,7 +54,7 @@ from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = [
-    "DenseWeights",
+    "GGUFRanges",
     "end_ids",
     "gguf_config",
     "load_gguf_model",
@@ -58,15 +64,13 @@ __all__ = [
 
 _log = logging.getLogger("quire")
 _READ_AT_ONCE = 1 << 22  # values of a weight whose codes are unpacked
-_COLUMNS = (
-    8  # of the weight that tells what a processor does: more than one, so that a change of columns shows
-)
+_COLUMNS = 8  # of the row numbers given to a processor: more than one, so that a change of columns is visible
 
 
-class DenseWeights:
-    """Which tensor of a GGUF file each weight of a model was widened from, for `saved_weights`.
+class GGUFRanges:
+    """The tensor of a GGUF file that each weight of a model was dequantized from, for `saved_weights`.
 
-    The counterpart of `MappedFiles` for weights that are no bytes of a file but follow from some.
+    The counterpart of `MappedFiles` for weights that are computed from bytes of a file.
     """
 
     def __init__(self, source: GGUFSource) -> None:
@@ -76,21 +80,21 @@ class DenseWeights:
         self._offsets: dict[tuple[int, torch.Size], int] = {}
 
     def origin(self, offset: int) -> FileRange:
-        """Of codes that stand there in the file."""
+        """The file range of codes at this offset."""
         return FileRange(self._path, self._stamp, offset, dequantizer_versions())
 
     def add(self, weight: torch.Tensor, offset: int) -> None:
-        """`weight` has been widened from the tensor at `offset`."""
+        """Records that `weight` was dequantized from the tensor at `offset`."""
         self._offsets[weight.data_ptr(), weight.shape] = offset
 
     def release(self, weight: torch.Tensor) -> None:
-        """Nothing: its memory is the model's own and goes with it."""
+        """Does nothing: the weight has memory of its own."""
 
-    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
-        """Nothing, as `release`."""
+    def release_files(self, remaining: Iterable[torch.Tensor]) -> None:
+        """Does nothing, as `release`."""
 
     def origins(self, weights: Sequence[torch.Tensor]) -> list[FileRange | None]:
-        """As of `MappedFiles`; None where it is in no tensor of the file alone."""
+        """As of `MappedFiles`; None if the weight is not made from a single tensor of the file."""
         offsets = [self._offsets.get((weight.data_ptr(), weight.shape)) for weight in weights]
         by = dequantizer_versions()
         return [
@@ -101,7 +105,7 @@ class DenseWeights:
 def gguf_config(source: GGUFSource) -> Any:
     """The config of the file's model.
 
-    *raises:* LoadError: the architecture is not known, or a key of the header is not read.
+    *raises:* LoadError: the architecture is unknown, or a key of the header is not read.
     """
     return _config(source)[0]
 
@@ -110,30 +114,30 @@ def load_gguf_model(
     source: GGUFSource,
     dtype: torch.dtype,
     *,
-    widened: bool = False,
+    is_dense: bool = False,
     rounded: WeightFormats | None = None,
-    keep: SavedFolder | None = None,
+    saved_folder: SavedFolder | None = None,
     backend: str | None = None,
-) -> tuple[PreTrainedModel, dict[str, Any], DenseWeights, tuple[SavedWeights, ...]]:
-    """The model in `dtype`, transformers' report of the loading, where its weights come from, and what codes are read
-    from (`saved_codes`).
+) -> tuple[PreTrainedModel, dict[str, Any], GGUFRanges, tuple[SavedWeights, ...]]:
+    """The model in `dtype`, transformers' report of the loading, the file ranges of its weights, and the files of its
+    saved codes (`saved_codes`).
 
-    widened: no codes are kept. rounded: as what the experts are held, beside `widened`; the caller rounds the rest.
-    keep: a folder for codes. backend: what computes from codes.
+    is_dense: all weights are dequantized. rounded: the formats to round experts to, with `is_dense`; the caller rounds
+    the other weights. saved_folder: a folder for codes. backend: the back end that computes from codes.
 
-    *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
-    raises them.
+    *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` matches no weight; the errors of
+    transformers.
     """
-    weights = DenseWeights(source)
+    weights = GGUFRanges(source)
     config, fields, header = _config(source)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    forms = None if widened else {}
+    forms = None if is_dense else {}
     if rounded is not None:
-        planned_forms(shape, rounded)  # a pattern that fits nothing is refused
+        planned_forms(shape, rounded)  # refuses a pattern without a match
         forms = expert_forms(shape, rounded) or None
-    unread = MetaWeights(backend)
-    tensors = _tensors(header, shape, fields, dtype, weights, unread, widened, forms)
+    meta_weights = MetaWeights(backend)
+    tensors = _tensors(header, shape, fields, dtype, weights, meta_weights, is_dense, forms)
     loaded: Any = type(shape).from_pretrained(
         None,
         config=config,
@@ -147,60 +151,63 @@ def load_gguf_model(
         name, stored, expected = wrong[0]
         raise LoadError(
             f"cannot load the model {source.path}: {len(wrong)} of its tensors have other shapes than the config "
-            f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
+            f"that transformers {transformers_version} derives from it: the first, {name}, is {list(stored)} instead "
             f"of {list(expected)}"
         )
-    # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
-    MappedFiles(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
+    # In a file that was just written each page maps up to 2 MiB around it: norms bring in a part of the codes.
+    MappedFiles(str(source.path.resolve())).release_files(tensor.read() for tensor in source)
     by = f"readers {readers.VERSION}"
-    kept = unread.read_into(
-        model, SaveTarget(keep, by) if keep is not None and can_save(keep, backend) else None
+    saved_weights = meta_weights.read_into(
+        model,
+        SaveTarget(saved_folder, by)
+        if saved_folder is not None and can_save(saved_folder, backend)
+        else None,
     )
     model.config.name_or_path = str(source.path)
-    return model, report, weights, kept
+    return model, report, weights, saved_weights
 
 
 def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, CodeForm | ExpertForms]:
-    """Which parameters of `shape`, the model on torch's meta device, `load_gguf_model` would leave as codes, and of
-    what form. The header is read."""
+    """The parameters of `shape`, the model on torch's meta device, that `load_gguf_model` would leave quantized, with
+    their forms. Reads the header."""
     _, fields, header = _config(source)
     processor, names = _processing(header, shape, fields)
     process, mapped = partial(_process, processor, names, fields), MappedFiles(str(source.path.resolve()))
-    of_codes = [tensor for tensor in header.weights if tensor.saved_type in GGUF_TYPES]
-    found = gguf_experts(of_codes, shape, process, names, mapped)
+    quantized = [tensor for tensor in header.weights if tensor.saved_type in GGUF_TYPES]
+    experts_by_place = gguf_experts(quantized, shape, process, names, mapped)
     forms = {}
     for tensor in header.weights:
         place = names.get(tensor.name)
-        if place is not None and _rows(tensor, place, shape, processor, names) is not None:
+        if place is not None and _row_order(tensor, place, shape, processor, names) is not None:
             forms[place] = gguf_form(str(tensor.saved_type), tensor.shape[1])
-    return quantized_forms(shape, forms, {place: experts for place, (_, experts) in found.items()})
+    return quantized_forms(shape, forms, {place: experts for place, (_, experts) in experts_by_place.items()})
 
 
 def load_gguf_tokenizer(source: GGUFSource, config: Any) -> Any:
-    """The tokenizer and its chat template; None where the file has no vocabulary."""
+    """The tokenizer and its chat template; None if the file has no vocabulary."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     if not source.num_words:
         return None
-    # The class is chosen here: `AutoTokenizer` would make a config of the file in its own way.
-    named = TOKENIZER_MAPPING_NAMES.get(config.model_type)
-    kind: Any = tokenizer_class_from_name(named) if named else None
+    # The class is chosen here: `AutoTokenizer` would derive a config from the file in its own way.
+    class_name = TOKENIZER_MAPPING_NAMES.get(config.model_type)
+    kind: Any = tokenizer_class_from_name(class_name) if class_name else None
     if kind is None or not issubclass(kind, PreTrainedTokenizerFast):
         kind = PreTrainedTokenizerFast
-    with _alone(source) as (folder, name):
+    with _only_file(source) as (folder, name):
         tokenizer: Any = kind.from_pretrained(folder, gguf_file=name)
     tokenizer.name_or_path = str(source.path)
     return tokenizer
 
 
 def end_ids(source: GGUFSource) -> tuple[int, ...]:
-    """Ids that end an answer beside the end of a text: of a turn, of a message."""
-    found = [source.field(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
-    return tuple(int(token) for token in found if token is not None)
+    """Ids that end an answer, in addition to the end of the text: of a turn, of a message."""
+    ids = [source.field(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    return tuple(int(token) for token in ids if token is not None)
 
 
 def _config(source: GGUFSource) -> tuple[Any, dict[str, Any], GGUFHeader]:
-    """The config, the fields that it was made of, and the header that they were taken from."""
+    """The config, the fields that it is made from, and their header."""
     architecture = ARCHITECTURES.get(source.architecture)
     if architecture is None:
         raise LoadError(
@@ -230,15 +237,15 @@ def _tensors(
     shape: PreTrainedModel,
     fields: dict[str, Any],
     dtype: torch.dtype,
-    weights: DenseWeights,
-    unread: MetaWeights,
-    widened: bool,
+    weights: GGUFRanges,
+    meta_weights: MetaWeights,
+    is_dense: bool,
     forms: dict[str, Rounding] | None,
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model `shape`, with stand-ins for what `unread` takes.
+    """The state dict of the model `shape`, with stand-ins for the weights of `meta_weights`.
 
-    widened: of linear layers, heads and embeddings no codes are kept. forms: as what experts are rounded; none: they
-    are as the file has them; None: no codes are kept of them.
+    is_dense: linear layers, heads and embeddings are dequantized. forms: the formats to round experts to; empty:
+    experts stay quantized as in the file; None: they are dequantized.
     """
     source = header.source
     processor, names = _processing(header, shape, fields)
@@ -248,28 +255,30 @@ def _tensors(
     process = partial(_process, processor, names, fields)
     read_later: set[str] = set()
     if forms is not None:
-        of_codes = [tensor for tensor in header.weights if forms or tensor.saved_type in GGUF_TYPES]
-        found = gguf_experts(of_codes, shape, process, names, mapped, weights.origin)
-        for place, (of_place, experts) in found.items():
+        candidates = [tensor for tensor in header.weights if forms or tensor.saved_type in GGUF_TYPES]
+        experts_by_place = gguf_experts(candidates, shape, process, names, mapped, weights.origin)
+        for place, (tensor_names, experts) in experts_by_place.items():
             if not forms or place in forms:
-                of_model = shape.get_parameter(place).shape
-                tensors[place] = unread.experts_stand_in(place, of_model, dtype, experts, forms.get(place))
-                read_later |= of_place
+                model_shape = shape.get_parameter(place).shape
+                tensors[place] = meta_weights.experts_stand_in(
+                    place, model_shape, dtype, experts, forms.get(place)
+                )
+                read_later |= tensor_names
     for tensor in header.weights:
         if tensor.name in read_later:
             continue
         place = names.get(tensor.name)
-        rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
+        rows = None if is_dense or place is None else _row_order(tensor, place, shape, processor, names)
         if place is not None and rows is not None:
             form = partial(gguf_form, str(tensor.saved_type), tensor.shape[1])
             origins = partial(_origins, weights, tensor)
             linear = CheckpointLinear(
-                partial(_read, tensor, rows, mapped, unread.takes_parts), form, origins, rows
+                partial(_read, tensor, rows, mapped, meta_weights.takes_parts), form, origins, rows
             )
-            tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, linear)
+            tensors[place] = meta_weights.stand_in(place, shape.get_parameter(place).shape, dtype, linear)
             continue
-        if tensor.is_quantized and not widened:
-            unread.widen(
+        if tensor.is_quantized and not is_dense:
+            meta_weights.note_dense(
                 tensor.name, f"{tensor.saved_type} is not read as codes, or not for what the model has there"
             )
         try:
@@ -278,9 +287,9 @@ def _tensors(
             raise LoadError(
                 f"expected tensors that fit the header, {tensor.name} of {source.path} is {list(tensor.shape)}: {error}"
             ) from error
-        observer().has_read(tensor.read().nbytes)
+        observer().add_read(tensor.read().nbytes)
         if result.name in names:
-            # What was not widened may lie in the file's mapping still.
+            # A tensor that was not dequantized may still lie in the file's mapping.
             weight = torch.from_numpy(np.ascontiguousarray(result.weights))
             weight = weight.to(dtype, copy=not tensor.is_quantized)
             tensors[names[result.name]] = weight
@@ -292,10 +301,10 @@ def _tensors(
 
 
 def _refuse_unread(header: GGUFHeader, names: Sequence[str]) -> None:
-    """Refuse the file if there are any tensors that the model has no place for."""
+    """Refuse the file if it has tensors without a place in the model."""
     if names:
         raise LoadError(
-            f"expected tensors of the architecture {header.architecture} that are read here, got {names[0]}"
+            f"expected known tensors of the architecture {header.architecture}, got {names[0]}"
             f"{f' and {len(names) - 1} more' if len(names) > 1 else ''} - in {header.source.path}; answers would "
             "differ from the model's. Take the model as safetensors."
         )
@@ -304,7 +313,7 @@ def _refuse_unread(header: GGUFHeader, names: Sequence[str]) -> None:
 def _processing(
     header: GGUFHeader, shape: PreTrainedModel, fields: dict[str, Any]
 ) -> tuple[Any, dict[str, str]]:
-    """The processor of the file's tensors, and which parameter of the model each tensor becomes."""
+    """The processor of the file's tensors, and the model's parameter name of each tensor."""
     processor = ARCHITECTURES[header.architecture].tensors(config=fields)
     return processor, tensor_names(header.architecture, shape, processor)
 
@@ -317,7 +326,7 @@ def _process(
     values: np.ndarray,
     parsed: dict[str, torch.Tensor],
 ) -> Any:
-    """What transformers makes of a tensor's values. A processor of experts puts it into `parsed` itself."""
+    """transformers' processing of a tensor's values. A processor of experts puts them into `parsed` itself."""
     return processor.process(
         weights=values,
         name=tensor.name,
@@ -326,50 +335,50 @@ def _process(
     )
 
 
-def _rows(
+def _row_order(
     tensor: CheckpointTensor, place: str, shape: PreTrainedModel, processor: Any, names: dict[str, str]
 ) -> torch.Tensor | None:
-    """In which order the model wants the tensor's rows, if its codes can be the weight at `place`; else None.
+    """The model's order of the tensor's rows, if the weight at `place` can stay quantized; else None.
 
-    transformers says what the file's writer did to a tensor only by undoing it to values: here to numbers of rows.
+    transformers undoes the file writer's reordering on values only: this runs it on row numbers.
     """
     if (
         tensor.saved_type not in GGUF_TYPES
         or len(tensor.shape) != 2
-        or not may_hold(shape, place, *tensor.shape)
+        or not can_be_quantized(shape, place, *tensor.shape)
     ):
         return None
-    asked = np.arange(tensor.shape[0] * _COLUMNS, dtype=np.float64).reshape(-1, _COLUMNS)
+    row_ids = np.arange(tensor.shape[0] * _COLUMNS, dtype=np.float64).reshape(-1, _COLUMNS)
     try:
-        found = processor.process(
-            weights=asked.copy(),
+        result = processor.process(
+            weights=row_ids.copy(),
             name=tensor.name,
             tensor_key_mapping=names,
             parsed_parameters={"tensors": {}, "config": {}},
         )
-    except (ValueError, IndexError):  # it counts on the weight's own columns
+    except (ValueError, IndexError):  # the processor relies on the weight's own columns
         return None
-    values = found.weights
-    if found.name != tensor.name or values is None:
+    values = result.weights
+    if result.name != tensor.name or values is None:
         return None
     if is_transposed(shape.get_submodule(place.rpartition(".")[0])):
         values = values.T
-    if values.shape != asked.shape:
+    if values.shape != row_ids.shape:
         return None
     rows = values[:, 0] // _COLUMNS
-    if not np.array_equal(values, asked[rows.astype(np.int64)]) or len(np.unique(rows)) != len(rows):
+    if not np.array_equal(values, row_ids[rows.astype(np.int64)]) or len(np.unique(rows)) != len(rows):
         return None
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def _origins(weights: DenseWeights, tensor: CheckpointTensor) -> tuple[FileRange, ...]:
+def _origins(weights: GGUFRanges, tensor: CheckpointTensor) -> tuple[FileRange, ...]:
     return (weights.origin(tensor.offset),)
 
 
 def _read(
     tensor: CheckpointTensor, rows: torch.Tensor, mapped: MappedFiles, in_parts: bool
 ) -> Iterator[QuantizedWeight]:
-    """The weight, or some of its outputs at a time. Pages of the file are given back once they are read."""
+    """The weight, or some of its outputs at a time. Pages of the file are released once they are read."""
     data = tensor.read()
     data = data.reshape(-1, data.shape[-1])
     is_ordered = torch.equal(rows, torch.arange(len(rows)))
@@ -382,13 +391,14 @@ def _read(
             yield read_gguf(str(tensor.saved_type), part)
             if is_ordered:
                 mapped.release_pages(part)
-    finally:  # who has the whole weight asks for no more
+    finally:  # a reader with the whole weight stops early
         mapped.release(data)
 
 
 @contextmanager
-def _alone(source: GGUFSource) -> Iterator[tuple[str, str]]:
-    """(folder, name) of the file, in a folder with nothing else: transformers prefers what lies beside a file."""
+def _only_file(source: GGUFSource) -> Iterator[tuple[str, str]]:
+    """(folder, name) of the file, alone in a temporary folder: transformers prefers other files in a GGUF file's
+    folder."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         (Path(folder) / "model.gguf").symlink_to(source.path.resolve())
         yield folder, "model.gguf"

@@ -1,16 +1,16 @@
-"""Changing what one module does, in place, so that the change stays with that object.
+"""Replaces methods of one module, in place; the change stays with that object.
 
-A module that Quire changes is switched to a subclass of its own class, made for the purpose; nothing is put over its
-methods in its `__dict__`. What the subclass needs lies in the module under names of Quire's own. So isinstance, names
-and signatures are what they were, a copy or a pickle of the module is one of the class it had, with nothing of Quire's,
-and a method that was taken from the module before goes on working after the undoing.
+A module that Quire changes is switched to a subclass of its own class, made for the purpose; its `__dict__` gets no
+method. The subclass's data lies in the module under names of Quire's own. So isinstance, names and signatures stay, a
+copy or a pickle of the module has its original class and no data of Quire's, and a bound method that was taken from the
+module before still works after the undo.
 
-`install` replaces methods: each call on top of what is there; a method that somebody has set on the object itself is
-kept aside, serves as the original, and comes back. `below` is what a replacement calls for the original.
+`patch_methods` replaces methods: each call on top of the previous; a method that was set on the object itself is saved,
+serves as the original, and comes back. `current_method` is the method that a replacement calls for the original.
 
 Invariants
-    V1  after the undoing of all that was installed the module has the class it had, whatever was undone first.
-    V2  a copy or pickle is of the module's own class, and holds none of `OUR_NAMES`.
+    V1  after the undo of all patches the module has its original class, in whatever order they were undone.
+    V2  a copy or pickle is of the module's original class, and has none of `QUIRE_NAMES`.
 
 Cost: one call more for a replaced method.
 """
@@ -24,71 +24,79 @@ from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["OUR_NAMES", "Changed", "below", "install", "let_go", "own_class"]
+__all__ = [
+    "QUIRE_NAMES",
+    "SwitchedModule",
+    "current_method",
+    "original_class",
+    "patch_methods",
+    "restore_class",
+]
 
-_METHODS, _ASIDE = "_quire_methods", "_quire_aside"
+_METHODS, _SAVED = "_quire_methods", "_quire_saved"
 # Entries of a changed module's __dict__ that are Quire's.
-OUR_NAMES = frozenset({
-    _METHODS, _ASIDE, "_quire_hold", "_quire_accelerated", "_packed", "_held", "_transposed", "_names",
+QUIRE_NAMES = frozenset({
+    _METHODS, _SAVED, "_quire_hold", "_quire_accelerated", "_packed", "_lazy_weight", "_transposed", "_names",
 })  # fmt: skip
 
 
-class Changed(nn.Module):
-    """What every subclass has that Quire switches a module to."""
+class SwitchedModule(nn.Module):
+    """Base of every subclass that Quire switches a module to."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made, arguments, *rest = super().__reduce_ex__(protocol)
-        own = own_class(self)
-        arguments = tuple(own if value is type(self) else value for value in arguments)
-        if made is copyreg.__newobj__:  # pickle asks it for an object of this very class  # pyright: ignore
-            made, arguments = copyreg._reconstructor, (own, object, None)  # pyright: ignore
+        original = original_class(self)
+        arguments = tuple(original if value is type(self) else value for value in arguments)
+        if made is copyreg.__newobj__:  # which pickle would check against type(self)  # pyright: ignore
+            made, arguments = copyreg._reconstructor, (original, object, None)  # pyright: ignore
         if rest and isinstance(rest[0], dict):
-            state = {name: value for name, value in rest[0].items() if name not in OUR_NAMES}
-            rest[0] = {**state, **self.__dict__.get(_ASIDE, {})}
+            state = {name: value for name, value in rest[0].items() if name not in QUIRE_NAMES}
+            rest[0] = {**state, **self.__dict__.get(_SAVED, {})}
         return made, arguments, *rest
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
+def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without Quire's."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, Changed))
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, SwitchedModule))
 
 
-class _PatchedModule(Changed):
-    """A module with methods replaced: `_quire_methods`, one list a method, the last of which serves."""
+class _PatchedModule(SwitchedModule):
+    """A module with replaced methods: `_quire_methods` has one list per method, whose last entry serves."""
 
 
-def let_go(module: nn.Module) -> None:
-    """Take a packed module (`linear`, `experts`) back to the class it had; what is installed on it stays.
+def restore_class(module: nn.Module) -> None:
+    """Switch a packed module (`linear`, `experts`) back to its original class; patched methods stay.
 
-    Where somebody has switched its class on top of Quire's (a parametrization), that class stays, over nothing.
+    If another library has switched its class on top of Quire's (a parametrization), that class stays, without effect of
+    Quire's.
     """
-    for name in ("_packed", "_held"):
+    for name in ("_packed", "_lazy_weight"):
         if name in module.__dict__:
             module.__dict__[name] = None
     base = _base(type(module))
-    if not issubclass(base, Changed) or "_quire_switched" not in base.__dict__:
+    if not issubclass(base, SwitchedModule) or "_quire_switched" not in base.__dict__:
         return
-    own = own_class(module)
-    for name in ("_packed", "_held", "_transposed", "_names"):
+    original = original_class(module)
+    for name in ("_packed", "_lazy_weight", "_transposed", "_names"):
         module.__dict__.pop(name, None)
-    is_overlaid = isinstance(module, _PatchedModule)
+    is_patched = isinstance(module, _PatchedModule)
     cast(Any, module).__class__ = (
-        _patched_class(own, tuple(sorted(module.__dict__[_METHODS]))) if is_overlaid else own
+        _patched_class(original, tuple(sorted(module.__dict__[_METHODS]))) if is_patched else original
     )
 
 
-def install(module: nn.Module, **methods: Callable[..., Any]) -> Callable[[], None]:
-    """Have `methods` serve for the module's own, in place; returns what undoes that, and does nothing twice.
+def patch_methods(module: nn.Module, **methods: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the module's methods by `methods`, in place; returns the undo, whose second call does nothing.
 
     Each is called without the module.
     """
     if not isinstance(module, _PatchedModule):
         module.__dict__[_METHODS] = {}
-        module.__dict__[_ASIDE] = {}
+        module.__dict__[_SAVED] = {}
     installed: dict[str, list[Any]] = module.__dict__[_METHODS]
     for name, method in methods.items():
         if name in module.__dict__:
-            module.__dict__[_ASIDE][name] = module.__dict__.pop(name)
+            module.__dict__[_SAVED][name] = module.__dict__.pop(name)
         installed.setdefault(name, []).append(method)
     _switch(module)
 
@@ -101,57 +109,57 @@ def install(module: nn.Module, **methods: Callable[..., Any]) -> Callable[[], No
                 replaced.remove(method)
             if not replaced:
                 installed.pop(name, None)
-                aside = module.__dict__[_ASIDE].pop(name, None)
-                if aside is not None:
-                    module.__dict__.setdefault(name, aside)  # somebody may have set another meanwhile
+                saved = module.__dict__[_SAVED].pop(name, None)
+                if saved is not None:
+                    module.__dict__.setdefault(name, saved)  # unless another was set since
         _switch(module)
 
     return undo
 
 
-def below(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What serves as the module's method `name` now, for a replacement that is about to be installed."""
+def current_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The present method `name` of the module, for a replacement that is about to be installed."""
     if isinstance(module, _PatchedModule):
         replaced = module.__dict__[_METHODS].get(name)
         if replaced:
             return replaced[-1]
-        aside = module.__dict__[_ASIDE].get(name)
-        if aside is not None and name not in module.__dict__:
-            return aside
+        saved = module.__dict__[_SAVED].get(name)
+        if saved is not None and name not in module.__dict__:
+            return saved
     if name in module.__dict__:
         return module.__dict__[name]
     return getattr(_base(type(module)), name).__get__(module)
 
 
 def _switch(module: nn.Module) -> None:
-    """Give the module the class that what is installed asks for."""
+    """Give the module the class for its patched methods."""
     base, installed = _base(type(module)), module.__dict__[_METHODS]
     if installed:
         module.__class__ = _patched_class(base, tuple(sorted(installed)))
     else:
         cast(Any, module).__class__ = base
-        del module.__dict__[_METHODS], module.__dict__[_ASIDE]
+        del module.__dict__[_METHODS], module.__dict__[_SAVED]
 
 
 def _base(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class under the overlay."""
+    """The class below the patched one."""
     return cls.__dict__["_base"] if "_base" in cls.__dict__ and issubclass(cls, _PatchedModule) else cls
 
 
 @functools.cache
 def _patched_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose methods `names` may be replaced; called what `base` is called."""
+    """The subclass of `base` whose methods `names` may be replaced; it has the name of `base`."""
     namespace: dict[str, Any] = {name: _method(base, name) for name in names}
     namespace |= {"_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (_PatchedModule, base), namespace)
 
 
 def _method(base: type[nn.Module], name: str) -> Any:
-    own = getattr(base, name)
+    original = getattr(base, name)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         replaced = self.__dict__.get(_METHODS, {}).get(name)
-        return replaced[-1](*args, **kwargs) if replaced else own(self, *args, **kwargs)
+        return replaced[-1](*args, **kwargs) if replaced else original(self, *args, **kwargs)
 
     return method

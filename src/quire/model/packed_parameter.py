@@ -1,19 +1,19 @@
-"""A weight that Quire holds in another form, and the Parameter that stands for it wherever torch looks.
+"""A packed weight, and the Parameter that stands for it in torch.
 
-`PackedParameter` takes a Parameter's place within the very same Python object (`torch.utils.swap_tensors`): same name,
-shape, dtype and device, no memory of its own. So parameters(), state_dict(), optimizers, adapters and whoever has kept
-the object see a weight; what they do to it happens to the `LazyDenseWeight` behind it, which its aliases (`.data`,
-`.detach()`, what state_dict gives) share.
+`PackedParameter` replaces a Parameter within the very same Python object (`torch.utils.swap_tensors`): same name,
+shape, dtype and device, no memory of its own. So parameters(), state_dict(), optimizers, adapters and other references
+to the object see a weight; their operations apply to the `LazyDenseWeight` behind it, which its aliases (`.data`,
+`.detach()`, entries of state_dict) share. Its states:
 
     packed    the kernels' form is the weight. Reading unpacks a copy.
-    lent      somebody was given memory of the weight (a view, a pointer): dense memory is the weight from then on, and
-              the modules compute from it. Where its bytes have stayed what they were, `settle` packs it away again.
-    written   as lent, and the packed form is another weight's: gone.
+    lent      a caller has memory of the weight (a view, a pointer): dense memory is the weight from then on, and the
+              modules compute from it. If its bytes are unchanged, `settle` drops it again.
+    written   as lent, and the packed form is outdated: gone.
 
 Not a lock. Invariants
-    H1  a read gives the weight's bits, a write is never lost; `num_writes` has grown when the bits may be others.
+    H1  a read gives the weight's bits, a write is never lost; `num_writes` has grown when the bits may differ.
     H2  a module that computes from the packed form has it as `_packed`, or None there while dense memory is the weight.
-    H3  after `give_back` the object is an ordinary Parameter again, with the bits, the gradient and the attributes it
+    H3  after `restore` the object is an ordinary Parameter again, with the bits, the gradient and the attributes it
         has by then.
     H4  a copy or a pickle of the parameter is an ordinary one.
 
@@ -36,7 +36,7 @@ __all__ = ["LazyDenseWeight", "PackedParameter", "bytes_of", "hash_of"]
 
 aten = torch.ops.aten
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-_READS_BEFORE_KEPT = 2
+_READS_BEFORE_CACHED = 2
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -45,15 +45,15 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    """Of its bits; equal bits give equal hashes."""
+    """Hash of its bits; equal bits give equal hashes."""
     return xxhash.xxh3_64_intdigest(bytes_of(tensor))
 
 
 class LazyDenseWeight:
     """See the module's text.
 
-    packed: the kernels' form, what the modules have as `_packed`; None for a weight that is only watched, and then
-    `dense` is given. unpack: the weight from it, in the Parameter's shape, memory of its own.
+    packed: the kernels' form, which the modules have as `_packed`; None for a weight that is only watched, and then
+    `dense` is given. unpack: returns the weight unpacked, in the Parameter's shape, in memory of its own.
     """
 
     def __init__(
@@ -67,70 +67,70 @@ class LazyDenseWeight:
         self.num_writes = 0
         self.users: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unpack = unpack
-        self._kept: torch.Tensor | None = None  # a copy of a packed weight that is read again and again
+        self._copy: torch.Tensor | None = None  # of a packed weight that is read repeatedly
         self._num_reads = 0
-        self._hash: int | None = None  # of dense memory, when it was first lent
-        self._own_references = 0 if dense is None else _references(dense)
+        self._hash: int | None = None  # of dense memory when it was first lent
+        self._base_references = 0 if dense is None else _references(dense)
 
     def read(self) -> torch.Tensor:
-        """The weight, not to be written, nor handed to anybody who may."""
+        """The weight, which the caller neither writes nor passes on for writing."""
         if self.dense is not None:
             return self.dense
-        if self._kept is not None:
-            return self._kept
+        if self._copy is not None:
+            return self._copy
         dense = self._unpacked()
         self._num_reads += 1
-        if self._num_reads > _READS_BEFORE_KEPT:
-            self._kept = dense
+        if self._num_reads > _READS_BEFORE_CACHED:
+            self._copy = dense
         return dense
 
     def lend(self) -> torch.Tensor:
-        """The weight's own memory, for somebody who may keep views of it."""
-        dense = self._thawed()
+        """The weight's own memory, for a caller that may keep views of it."""
+        dense = self._dense_memory()
         if self._hash is None and dense.device.type == "cpu":
             self._hash = hash_of(dense)
         return dense
 
     def write(self) -> torch.Tensor:
         """The weight's own memory, about to be written."""
-        dense = self._thawed()
+        dense = self._dense_memory()
         self.num_writes += 1
         self.packed = self._unpack = None
         return dense
 
     def settle(self) -> None:
-        """Find out whether lent memory was written; pack away what nobody looks at any more."""
-        self._kept, self._num_reads = None, 0
+        """Detect writes to lent memory, and drop it once no view of it is left."""
+        self._copy, self._num_reads = None, 0
         dense = self.dense
         if dense is None or self._hash is None or dense.device.type != "cpu":
             return
-        found = hash_of(dense)
-        if found != self._hash:
+        current_hash = hash_of(dense)
+        if current_hash != self._hash:
             self.write()
-            self._hash = found
-        if _references(dense) > self._own_references:
+            self._hash = current_hash
+        if _references(dense) > self._base_references:
             return
         self._hash = None
         if self.packed is not None:
             self.dense = None
-            self._show(self.packed)
+            self._set_packed(self.packed)
 
     def _unpacked(self) -> torch.Tensor:
         assert self._unpack is not None
-        with torch.inference_mode(False):  # a forward in that mode may ask; what it gets may outlive the mode
+        with torch.inference_mode(False):  # a caller within that mode may keep the tensor beyond it
             return self._unpack()
 
-    def _thawed(self) -> torch.Tensor:
+    def _dense_memory(self) -> torch.Tensor:
         if self.dense is None:
-            self.dense = self._unpacked() if self._kept is None else self._kept
-            self._kept = None
-            self._own_references = _references(self.dense)
-            self._show(None)
+            self.dense = self._unpacked() if self._copy is None else self._copy
+            self._copy = None
+            self._base_references = _references(self.dense)
+            self._set_packed(None)
         return self.dense
 
-    def _show(self, packed: Any) -> None:
+    def _set_packed(self, packed: Any) -> None:
         for module in self.users:
-            if module.__dict__.get("_held") is self:
+            if module.__dict__.get("_lazy_weight") is self:
                 module.__dict__["_packed"] = packed
 
 
@@ -139,45 +139,48 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 class PackedParameter(torch.Tensor):
-    """The Parameter that stands for `held`, or, where `_is_param` is not set, an alias of it."""
+    """The Parameter that stands for `lazy_weight`, or, where `_is_param` is not set, an alias of it."""
 
-    held: LazyDenseWeight
+    lazy_weight: LazyDenseWeight
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, held: LazyDenseWeight, like: torch.Tensor, requires_grad: bool = False
+        cls, lazy_weight: LazyDenseWeight, like: torch.Tensor, requires_grad: bool = False
     ) -> PackedParameter:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
-        self.held = held
+        self.lazy_weight = lazy_weight
         return self
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
     @classmethod
-    def take_place(cls, parameter: nn.Parameter, held: LazyDenseWeight, like: torch.Tensor) -> bool:
-        """Put `held` behind the object `parameter`, of which `like` is an alias; False where torch refuses."""
-        new = cls(held, like, parameter.requires_grad)
-        vars(new).update(parameter.__dict__, held=held, _is_param=True)
+    def replace_parameter(
+        cls, parameter: nn.Parameter, lazy_weight: LazyDenseWeight, like: torch.Tensor
+    ) -> bool:
+        """Put `lazy_weight` behind the object `parameter`, of which `like` is an alias; False if torch refuses."""
+        new = cls(lazy_weight, like, parameter.requires_grad)
+        vars(new).update(parameter.__dict__, lazy_weight=lazy_weight, _is_param=True)
         new.grad = parameter.grad
-        return _swapped(parameter, new)
+        return _swap(parameter, new)
 
-    def give_back(self) -> None:
-        """Make this object the ordinary Parameter that it would be by now."""
-        held = self.held
-        dense = held._thawed()
-        plain = nn.Parameter(dense, requires_grad=self.requires_grad)
-        vars(plain).update(
-            {name: value for name, value in self.__dict__.items() if name not in ("held", "_is_param")}
+    def restore(self) -> None:
+        """Turn this object into the ordinary Parameter that it would be by now."""
+        lazy_weight = self.lazy_weight
+        dense = lazy_weight._dense_memory()
+        ordinary = nn.Parameter(dense, requires_grad=self.requires_grad)
+        vars(ordinary).update(
+            {name: value for name, value in self.__dict__.items() if name not in ("lazy_weight", "_is_param")}
         )
-        plain.grad = self.grad
-        if not _swapped(self, plain):
+        ordinary.grad = self.grad
+        if not _swap(self, ordinary):
             gc.collect()
-            _swapped(self, plain)  # where a graph still holds it, it goes on as it is, with dense memory
-        held.packed = held._unpack = None
+            # If a graph still references the object, it stays a PackedParameter on dense memory.
+            _swap(self, ordinary)
+        lazy_weight.packed = lazy_weight._unpack = None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,18 +188,20 @@ class PackedParameter(torch.Tensor):
         if func is aten.detach.default or func is aten.alias.default:
             return args[0]._alias()
         arguments = func._schema.arguments
-        opened = [_opened(value, about.alias_info) for value, about in zip(args, arguments, strict=False)]
+        opened = [
+            _dense_arguments(value, about.alias_info) for value, about in zip(args, arguments, strict=False)
+        ]
         infos = {about.name: about.alias_info for about in arguments}
-        named = {name: _opened(value, infos.get(name)) for name, value in kwargs.items()}
+        named = {name: _dense_arguments(value, infos.get(name)) for name, value in kwargs.items()}
         result = func(*opened, **named)
         for about in func._schema.returns:
             if about.alias_info is not None and about.alias_info.is_write and len(func._schema.returns) == 1:
-                return _written(about.alias_info, arguments, args, kwargs)
+                return _written_argument(about.alias_info, arguments, args, kwargs)
         return result
 
     def _alias(self) -> PackedParameter:
-        with torch.inference_mode(False):  # whose tensors have no versions, which an alias shares
-            return PackedParameter(self.held, self)
+        with torch.inference_mode(False):  # an inference tensor has no version counter to share
+            return PackedParameter(self.lazy_weight, self)
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -206,87 +211,94 @@ class PackedParameter(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """As torch's: other memory behind this object, not behind its aliases."""
         if isinstance(value, PackedParameter):
-            if value.held is self.held:
+            if value.lazy_weight is self.lazy_weight:
                 return
-            value = value.held.lend()
+            value = value.lazy_weight.lend()
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        before, self.held = self.held, LazyDenseWeight(dense=value.detach())
+        before, self.lazy_weight = self.lazy_weight, LazyDenseWeight(dense=value.detach())
         for module in list(before.users):
-            if module.__dict__.get("_held") is before:
-                self.held.users.add(module)
-                module.__dict__.update(_held=self.held, _packed=None)
+            if module.__dict__.get("_lazy_weight") is before:
+                self.lazy_weight.users.add(module)
+                module.__dict__.update(_lazy_weight=self.lazy_weight, _packed=None)
 
-    # What reads memory past torch's operators.
+    # Methods that access memory without torch's operators.
 
     def data_ptr(self) -> int:
-        return self.held.lend().data_ptr()
+        return self.lazy_weight.lend().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.lend().untyped_storage()
+        return self.lazy_weight.lend().untyped_storage()
 
     def storage(self) -> Any:
-        return self.held.lend().storage()
+        return self.lazy_weight.lend().storage()
 
     def numpy(self, **options: Any) -> Any:
         if self.requires_grad:
-            return nn.Parameter(self.held.read()).numpy(**options)  # torch's own refusal
-        return self.held.lend().numpy(**options)
+            return nn.Parameter(self.lazy_weight.read()).numpy(**options)  # torch's own refusal
+        return self.lazy_weight.lend().numpy(**options)
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
-        dense: Any = self.held.lend()
+        dense: Any = self.lazy_weight.lend()
         return dense.__array__(*arguments, **options)
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.held.lend().__dlpack__(**options)
+        return self.lazy_weight.lend().__dlpack__(**options)
 
     def tolist(self) -> Any:
-        return self.held.read().tolist()
+        return self.lazy_weight.read().tolist()
 
     def share_memory_(self) -> PackedParameter:
-        self.held.write().share_memory_()
+        self.lazy_weight.write().share_memory_()
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self._plain())
+        return repr(self._ordinary())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            dense = self.held.read().clone()
-            memo[id(self)] = self._as_it_is(dense)
+            dense = self.lazy_weight.read().clone()
+            memo[id(self)] = self._like_self(dense)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        return self._ordinary().__reduce_ex__(protocol)
 
-    def _plain(self) -> torch.Tensor:
-        return self._as_it_is(self.held.lend())
+    def _ordinary(self) -> torch.Tensor:
+        return self._like_self(self.lazy_weight.lend())
 
-    def _as_it_is(self, dense: torch.Tensor) -> torch.Tensor:
+    def _like_self(self, dense: torch.Tensor) -> torch.Tensor:
         is_parameter = self.__dict__.get("_is_param", False)
         return nn.Parameter(dense, requires_grad=self.requires_grad) if is_parameter else dense
 
 
-def _swapped(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Exchange what the two objects are; False, and nothing done, where torch finds another hold on one of them."""
+def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Exchange the contents of the two objects; False, without a change, if torch finds another reference to one of
+    them."""
     with contextlib.suppress(RuntimeError):
         torch.utils.swap_tensors(old, new)
         return True
     return False
 
 
-def _opened(value: Any, info: Any) -> Any:
-    """`value`, an argument, with the dense memory of held weights for them. info: what the operator says it does."""
+def _dense_arguments(value: Any, info: Any) -> Any:
+    """The argument `value` with packed weights replaced by dense memory. info: the operator's alias annotation."""
     if isinstance(value, PackedParameter):
-        held = value.held
-        return held.read() if info is None else held.write() if info.is_write else held.lend()
+        lazy_weight = value.lazy_weight
+        return (
+            lazy_weight.read()
+            if info is None
+            else lazy_weight.write()
+            if info.is_write
+            else lazy_weight.lend()
+        )
     if isinstance(value, list | tuple):
-        return type(value)(_opened(each, info) for each in value)
+        return type(value)(_dense_arguments(item, info) for item in value)
     return value
 
 
-def _written(info: Any, arguments: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _written_argument(info: Any, arguments: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The argument that the operator wrote to and returns."""
     for index, about in enumerate(arguments):
         if about.alias_info is not None and about.alias_info.before_set == info.before_set:
             return args[index] if index < len(args) else kwargs[about.name]
-    raise AssertionError("an operator that returns what it wrote names it")
+    raise AssertionError("expected an operator that names the argument it wrote to")

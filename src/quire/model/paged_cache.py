@@ -1,9 +1,9 @@
-"""The cache a transformers model is given: it writes K and V to their slots and keeps no history of its own.
+"""The cache that is given to a transformers model: writes K and V to their slots and keeps no history of its own.
 
-`update()` scatters the new keys and values into the paged storage and returns its very arguments, tagged with the
-layer they belong to; `attention_function` finds the tag on what reaches it and reads the pages. The tag is how a
-layer that shares another's KV finds it, and how a model that alters K or V in between is found out.
-Not an owner of blocks: which slot belongs to whom comes with each step.
+`update()` scatters the new keys and values into the paged storage and returns its very arguments, tagged with their
+layer; `attention_function` finds the tag on its arguments and reads the pages. By the tag a layer finds K and V that it
+shares with another layer, and a model that alters K or V in between is detected. Not an owner of blocks: each step
+brings its slots.
 
 Invariants
     M1  between `begin` and `end` there is exactly one step; outside of it `update` refuses.
@@ -14,6 +14,7 @@ Cost: one back end write per layer and forward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,18 +28,25 @@ from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage
 from quire.memory.view import KVView
-from quire.model.own_cache import own_cache_class
 from quire.spec import KVSpec, LayerSpec
 from quire.step import AttentionBatch, ForwardStep, RecurrenceStep
 
-__all__ = ["KVTag", "PagedCache", "paged_cache_class", "rows_to_store", "tag_of"]
+__all__ = [
+    "KVTag",
+    "PagedCache",
+    "empty_model_cache",
+    "model_cache_class",
+    "paged_cache_class",
+    "rows_to_store",
+    "tag_of",
+]
 
 _TAG = "_quire_kv"
 
 
 @dataclass(frozen=True, eq=False)
 class KVTag:
-    """Whose K and V a tensor is."""
+    """The cache and layer of a K or V tensor."""
 
     cache: PagedCache
     layer: int
@@ -50,9 +58,10 @@ def tag_of(tensor: torch.Tensor) -> KVTag | None:
 
 
 def rows_to_store(layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model gives its cache, [1, heads, T, width] each, as the back ends write it: [T, heads, width].
+    """The K and V that a model gives its cache, [1, heads, T, width] each, in the layout of the back ends' `write`: [T,
+    heads, width].
 
-    Of a latent layer that is the latent with its turned part behind it, and the latent among it.
+    For a latent layer: the latent with its rotary part behind it, and the latent as a view of the same rows.
     """
     if layer.latent:
         rows = torch.cat((k, v), dim=-1)[0].transpose(0, 1)
@@ -60,8 +69,8 @@ def rows_to_store(layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     return k[0].transpose(0, 1), v[0].transpose(0, 1)
 
 
-class _InPages:
-    """A layer's place in transformers' list of them, an empty one: what it keeps lies in pages."""
+class _PagedLayer:
+    """A layer's empty entry in transformers' list of layers: its K and V lie in pages."""
 
     is_initialized = False
     keys = values = None
@@ -73,9 +82,9 @@ class PagedCache(Cache):
     Args:
         spec: the model's KV shape.
         storage: where K and V go.
-        backend: whose attention writes and reads them; `self.backend` may be one around it.
+        backend: its attention writes and reads them; `self.backend` may be a wrapper of it.
         model_type: for messages.
-        states: where the states of state layers are, of a model that has some.
+        states: the states of state layers, for a model that has some.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class PagedCache(Cache):
         model_type: str,
         states: StateSlots | None = None,
     ) -> None:
-        Cache.__init__(self, layers=[_InPages() for _ in spec.layers])  # type: ignore[list-item]
+        Cache.__init__(self, layers=[_PagedLayer() for _ in spec.layers])  # type: ignore[list-item]
         self.spec = spec
         self.storage = storage
         self.backend: AttentionBackend = backend
@@ -95,14 +104,13 @@ class PagedCache(Cache):
         self.states = states
         self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
         self.num_attended = 0  # attention calls of the current forward: what the probe counts
-        self.attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = (
-            None  # where it is asked for
-        )
+        # Layer and settings by module, if a caller wants them recorded.
+        self.attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None
         self.latents: dict[torch.nn.Module, Any] = {}  # of `attention_function`: the heads of latent modules
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
         self.key_offsets: Mapping[int, torch.Tensor] = {}  # by layer, of keys in codes: see `KVView.k_offset`
-        self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
+        self.compiled: Any = None  # `FusedDecoder`'s data over the views of this cache
         self._views: dict[int, KVView] = {}  # by layer that attends
         self.generation = -1  # another number whenever `view` answers with others than before
         self._step: ForwardStep | None = None
@@ -131,14 +139,14 @@ class PagedCache(Cache):
         self._step = None
 
     def close(self) -> None:
-        """Hold no memory of the storage any more, whoever still holds this."""
+        """Drop all references to the storage's memory; the object may live on."""
         self._views, self.generation, self.compiled = {}, -1, None
 
     def view(self, layer: int) -> KVView:
         return self._views[layer]
 
     def table_of(self, layer: int) -> int:
-        """Which of a step's tables leads to `layer`, one that stores KV."""
+        """The index among a step's tables of the table of `layer`, which stores KV."""
         return self._table_of[layer]
 
     def batch(self, layer: int) -> AttentionBatch:
@@ -151,7 +159,7 @@ class PagedCache(Cache):
         assert self._step is not None  # M1
         return self._step.slot_mappings[self._table_of[layer]]
 
-    # Of state layers, which find both here (`StateSource`).
+    # For state layers (`StateSource`).
 
     @property
     def state_step(self) -> RecurrenceStep | None:
@@ -169,7 +177,7 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged.
 
-        Of a latent layer: the latents `[1, 1, T, rank]` and their turned parts.
+        For a latent layer: the latents `[1, 1, T, rank]` and their rotary parts.
         """
         slots = self.check_new(key_states, value_states, layer_idx, None)
         rows = rows_to_store(self.spec.layers[layer_idx], key_states, value_states)
@@ -181,15 +189,15 @@ class PagedCache(Cache):
     def check_new(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, num_tokens: int | None
     ) -> torch.Tensor:
-        """The step's slots for the layer. *raises:* ArgumentError, UnsupportedModelError: K or V of a layer or shape
-        that the spec does not have. num_tokens: of the step's, how many K and V are of; None: all."""
+        """The step's slots for the layer. num_tokens: the tokens of K and V; None: all of the step. *raises:*
+        ArgumentError, UnsupportedModelError: K or V of a layer or shape that the spec does not have."""
         if self._step is None:
             raise ArgumentError("expected a step before PagedCache.update; PreparedModel.forward begins it")
         table = self._table_of.get(layer_idx)
         if table is None:
             raise UnsupportedModelError(
-                f"model type {self.model_type}: layer {layer_idx} stores K and V, where its config lets it share "
-                f"another layer's or knows only {len(self.spec.layers)} layers"
+                f"model type {self.model_type}: layer {layer_idx} stores K and V, but by its config it shares another "
+                f"layer's, or the model has only {len(self.spec.layers)} layers"
             )
         slots, layer = self._step.slot_mappings[table], self.spec.layers[layer_idx]
         k_width, v_width = layer.input_dims
@@ -203,10 +211,10 @@ class PagedCache(Cache):
             )
         return slots
 
-    # What models ask a cache before they attend: as if it were empty, since positions come with the step.
+    # Queries of models before they attend: answered as by an empty cache, since positions come with the step.
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:  # type: ignore[override]
-        """0; for a layer that asks for itself, int64 [T], what each row has to add to its number to get its position.
+        """0; if a layer is named, int64 [T]: the difference between each row's position and its index in the step.
 
         Llama 4's attention computes positions of its own, `arange(T) + get_seq_length(layer)`, for its temperature.
         """
@@ -245,6 +253,25 @@ class PagedCache(Cache):
 
 
 def paged_cache_class(model: PreTrainedModel) -> type[PagedCache]:
-    """`PagedCache`, as one of the class that the model insists on."""
-    own = own_cache_class(model)
-    return PagedCache if own is DynamicCache else type(PagedCache.__name__, (PagedCache, own), {})
+    """`PagedCache`, as a subclass of the model's own cache class too."""
+    model_class = model_cache_class(model)
+    if model_class is DynamicCache:
+        return PagedCache
+    return type(PagedCache.__name__, (PagedCache, model_class), {})
+
+
+def model_cache_class(model: PreTrainedModel) -> type[Cache]:
+    """The cache class that the model requires: DynamicCache, or a class that its own file defines (MiniMax)."""
+    module = sys.modules[type(model).__module__]
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, DynamicCache) and value.__module__ == module.__name__
+    ]
+    return classes[0] if len(classes) == 1 else DynamicCache
+
+
+def empty_model_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache of the model's own class, as `generate` begins with."""
+    cache_class = model_cache_class(model)
+    return DynamicCache(config=model.config) if cache_class is DynamicCache else cache_class()

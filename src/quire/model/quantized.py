@@ -1,19 +1,19 @@
-"""Modules of a model that compute from a weight held as codes (`quire.quantized`), and the rounding of a whole model.
+"""Modules that compute from quantized weights (`quire.quantized`), and the rounding of a whole model.
 
-`hold_quantized` is for whoever has the codes, a reader of a checkpoint; `quantize_model` makes them of dense weights,
-one at a time. Either is done to a model before it is prepared, and stays: preparation leaves such modules as they are,
-and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
-dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
+`install_quantized` is for callers with quantized weights, such as a reader of a checkpoint; `quantize_model` rounds
+dense weights, one at a time. Both are applied to a model before it is prepared, and stay: preparation and its undo
+leave such modules alone. Such a module is a packed one (`linear`): same object and name, its `.weight` reads as the
+dequantized weight rounded once to the model's dtype, and a write to it makes the module dense.
 
-Not here: products (`quire.quantized`), files, how experts given as 3-D parameters are held (`quantized_experts`). Fused
-layers take codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight
-has an order of inputs of its own, the module runs unfused.
+Not here: products (`quire.quantized`), files, experts given as 3-D parameters (`quantized_experts`). Fused layers use
+codes if one kernel takes all weights that they multiply together, such as q, k and v; otherwise, and if a weight has an
+order of inputs of its own, the module runs unfused.
 
 Invariants
-    Q3  a weight that several modules share is held once.
-    Q4  a held weight asks for no gradient.
+    Q3  a weight that several modules share exists once.
+    Q4  a quantized weight requires no gradient.
 
-Cost: `quantize_model` holds the codes made so far and the float32 form of one weight, or of one expert.
+Cost: `quantize_model` needs the codes made so far and the float32 form of one weight, or of one expert.
 """
 
 from __future__ import annotations
@@ -31,81 +31,82 @@ from transformers import PreTrainedModel
 
 from quire.errors import ArgumentError
 from quire.memory.heap import give_back_freed
-from quire.model.experts import coded_form, projections_of
+from quire.model.experts import expert_panels, projections_of
 from quire.model.linear import PackedModule, is_transposed, packed_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.model.quantized_experts import (
     QuantizedExperts,
-    give_back_unproved,
     install_quantized_experts,
     packed_parameter,
+    restore_unproved,
 )
 from quire.quantized import QuantizedPanels, QuantizedWeight, round_to_codes
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = [
     "WeightToRound",
-    "coded_weights",
+    "bytes_by_format",
     "expert_forms",
-    "hold_coded",
-    "hold_quantized",
+    "install_panels",
+    "install_quantized",
     "planned_forms",
     "quantize_model",
-    "require_plain",
+    "quantized_weights",
+    "require_quantizable",
     "round_and_pack",
-    "tell_weights",
     "weights_to_round",
 ]
 
 _log = logging.getLogger("quire")
-_MOST_OF_A_CONVOLUTION = 16  # elements along an axis of a weight that is one
+_MAX_CONVOLUTION_SIDE = 16  # elements along an axis of a convolution's weight
 
 
-def hold_quantized(
+def install_quantized(
     modules: nn.Module | Sequence[nn.Module], weight: QuantizedWeight, dtype: torch.dtype
 ) -> None:
-    """Have `modules` compute from `weight`, in place. Their dense weight is let go of.
+    """Have `modules` compute from `weight`, in place. Their dense weight is dropped.
 
-    modules: an `nn.Linear`, an `nn.Embedding` or a subclass, or transformers' `Conv1D`; several that are to share the
-    weight. Their `.weight` may be on "meta": it is never made. dtype: what they take and give.
+    modules: an `nn.Linear`, an `nn.Embedding` or a subclass, or transformers' `Conv1D`; several modules share the
+    weight. Their `.weight` may be on "meta". dtype: of their inputs and outputs.
 
-    *raises:* ArgumentError: one of them is something else, has another shape, or there is no product of this format.
+    *raises:* ArgumentError: a module is of another kind or has another shape, or there is no product of this format.
     """
-    together = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for module in together:
+    holders = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for module in holders:
         _checked(module, weight)
-    hold_coded(together, QuantizedPanels(weight, dtype))
+    install_panels(holders, QuantizedPanels(weight, dtype))
 
 
-def hold_coded(together: Sequence[nn.Module], packed: QuantizedPanels) -> None:
-    """As `hold_quantized`, of a weight that is packed, in its dtype."""
-    transposed, dtype = [_checked(module, packed) for module in together], packed.dtype
+def install_panels(modules: Sequence[nn.Module], packed: QuantizedPanels) -> None:
+    """As `install_quantized`, for a weight that is packed, in its dtype."""
+    transposed, dtype = [_checked(module, packed) for module in modules], packed.dtype
 
     def unpack() -> torch.Tensor:
         dense = packed.unpack()
         return dense.t().contiguous() if transposed[0] else dense
 
-    held = LazyDenseWeight(packed=packed, unpack=unpack)
-    parameter = packed_parameter(held, _weight(together[0]).shape, dtype)
-    for module, lies_transposed in zip(together, transposed, strict=True):
+    lazy_weight = LazyDenseWeight(packed=packed, unpack=unpack)
+    parameter = packed_parameter(lazy_weight, _weight(modules[0]).shape, dtype)
+    for module, is_module_transposed in zip(modules, transposed, strict=True):
         module._parameters["weight"] = parameter
         module.__class__ = packed_class(type(module))
-        cast(PackedModule, module).hold(held, lies_transposed)
-    give_back_freed()  # what it was packed from lay between what stays
+        cast(PackedModule, module).use_weight(lazy_weight, is_module_transposed)
+    give_back_freed()  # the unpacked codes lay between memory that stays
 
 
-def require_plain(module: nn.Module, label: str) -> None:
-    """*raises:* ArgumentError: the module is none that computes from a weight held as codes (`label`: whose)."""
-    plain = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
-    if not plain or (isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse)):
+def require_quantizable(module: nn.Module, label: str) -> None:
+    """*raises:* ArgumentError: the module cannot compute from a quantized weight. label: the weight's format."""
+    is_known = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
+    if not is_known or (isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse)):
         raise ArgumentError(
             f"{label}: expected an nn.Linear, a plain nn.Embedding or a Conv1D, got {type(module).__name__}"
         )
 
 
 def _checked(module: nn.Module, weight: QuantizedWeight | QuantizedPanels) -> bool:
-    """Whether the module's weight is [num_inputs, num_outputs]; an error where it is none that can be held."""
-    require_plain(module, weight.label)
+    """Whether the module's weight is [num_inputs, num_outputs]. *raises:* ArgumentError: it cannot be replaced by
+    `weight`."""
+    require_quantizable(module, weight.label)
     transposed = is_transposed(module)
     shape = tuple(_weight(module).shape[::-1] if transposed else _weight(module).shape)
     if shape != (weight.num_outputs, weight.num_inputs):
@@ -120,30 +121,30 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return cast(nn.Parameter, module._parameters["weight"])
 
 
-def coded_weights(model: nn.Module) -> dict[str, QuantizedPanels | QuantizedExperts]:
-    """Each weight held as codes, once, by the name of the first module that has it; of experts by their parameter's."""
-    found: dict[int, tuple[str, QuantizedPanels | QuantizedExperts]] = {}
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedPanels | QuantizedExperts]:
+    """Each quantized weight, once, by the name of its first module; experts by the name of their parameter."""
+    by_id: dict[int, tuple[str, QuantizedPanels | QuantizedExperts]] = {}
     for name, module in model.named_modules():
         packed = module.__dict__.get("_packed")
         if isinstance(packed, QuantizedPanels):
-            found.setdefault(id(packed), (name, packed))
-        for own, parameter in module._parameters.items():
-            if isinstance(experts := coded_form(parameter), QuantizedExperts):
-                found.setdefault(id(experts), (f"{name}.{own}", experts))
-    return dict(found.values())
+            by_id.setdefault(id(packed), (name, packed))
+        for parameter_name, parameter in module._parameters.items():
+            if isinstance(experts := expert_panels(parameter), QuantizedExperts):
+                by_id.setdefault(id(experts), (f"{name}.{parameter_name}", experts))
+    return dict(by_id.values())
 
 
-def tell_weights(model: nn.Module) -> dict[str, int]:
-    """Bytes of the weights by format: those held as codes by their labels, the others by their dtypes."""
-    found: dict[str, int] = {}
-    for packed in coded_weights(model).values():
-        found[packed.label] = found.get(packed.label, 0) + packed.num_bytes
+def bytes_by_format(model: nn.Module) -> dict[str, int]:
+    """Bytes of the weights by format: a quantized weight's label, another weight's dtype."""
+    totals: dict[str, int] = {}
+    for packed in quantized_weights(model).values():
+        totals[packed.label] = totals.get(packed.label, 0) + packed.num_bytes
     for parameter in model.parameters():
-        packed = parameter.held.packed if isinstance(parameter, PackedParameter) else None
+        packed = parameter.lazy_weight.packed if isinstance(parameter, PackedParameter) else None
         if not isinstance(packed, QuantizedPanels | QuantizedExperts):
             name = str(parameter.dtype).removeprefix("torch.")
-            found[name] = found.get(name, 0) + parameter.numel() * parameter.element_size()
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+            totals[name] = totals.get(name, 0) + parameter.numel() * parameter.element_size()
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1]))
 
 
 # -- rounding a model ------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def tell_weights(model: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class WeightToRound:
-    """A weight [num_outputs, num_inputs], on the model's own memory; name: of its module, or of all experts."""
+    """A weight [num_outputs, num_inputs], a view of the model's memory; name: of its module, or of all experts."""
 
     name: str
     weight: torch.Tensor
@@ -159,27 +160,27 @@ class WeightToRound:
 
 
 def weights_to_round(model: PreTrainedModel, formats: WeightFormats) -> list[WeightToRound]:
-    """What `quantize_model(model, formats, pack=...)` would call `pack` with.
+    """The weights for which `quantize_model(model, formats, pack=...)` would call `pack`.
 
-    *raises:* as `quantize_model`, of patterns.
+    *raises:* as `quantize_model`, for patterns.
     """
-    found = [
+    to_round = [
         WeightToRound(name, _oriented(weight.detach(), is_transposed(modules[0])), rounding)
         for name, weight, modules, rounding in _chosen(model, formats)
     ]
     for name, rounding in _experts_to_round(model, formats).items():
-        module, own = _place(model, name)
-        experts = cast(torch.Tensor, module._parameters[own]).detach()
-        found += [
-            WeightToRound(name, _oriented(one, bool(module.is_transposed)), rounding) for one in experts
+        module, parameter_name = _place(model, name)
+        experts = cast(torch.Tensor, module._parameters[parameter_name]).detach()
+        to_round += [
+            WeightToRound(name, _oriented(expert, bool(module.is_transposed)), rounding) for expert in experts
         ]
-    return found
+    return to_round
 
 
 def round_and_pack(
     weight: torch.Tensor, rounding: Rounding, dtype: torch.dtype, backend: str | None = None
 ) -> QuantizedPanels:
-    """`weight` [num_outputs, num_inputs] as codes, for activations of `dtype`."""
+    """`weight` [num_outputs, num_inputs] quantized, for activations of `dtype`."""
     return QuantizedPanels(round_to_codes(weight, rounding), dtype, backend=backend)
 
 
@@ -191,11 +192,11 @@ def quantize_model(
 ) -> None:
     """Round the weights of the model's linear layers, experts, head and embeddings to codes, in place, one at a time.
 
-    What a loader has rounded before stays. Weights of experts in a form that is not known stay too, and a line says so.
-    release: called with each dense weight before it is let go of. pack: gives the codes of each weight [num_outputs,
-    num_inputs], for activations of the model's dtype; None rounds it.
+    Weights that a loader has rounded stay. Weights of experts in an unknown form stay too, with a line in the log.
+    release: called with each dense weight before it is dropped. pack: returns the quantized form of each weight
+    [num_outputs, num_inputs], for activations of the model's dtype; None rounds it.
 
-    *raises:* ArgumentError: a pattern fits no layer's name, with the pattern and some names; a weight is not finite.
+    *raises:* ArgumentError: a pattern matches no layer's name, with the pattern and some names; a weight is not finite.
     """
     chosen, pack = _chosen(model, formats), pack or partial(round_and_pack, dtype=model.dtype)
     while chosen:
@@ -205,20 +206,21 @@ def quantize_model(
         if release is not None:
             release(dense)
         del weight, dense
-        hold_coded(modules, packed)
+        install_panels(modules, packed)
     to_round = _experts_to_round(model, formats)
     for name, rounding in to_round.items():
-        module, own = _place(model, name)
-        dense = cast(torch.Tensor, module._parameters[own]).detach()
-        oriented = [_oriented(one, bool(module.is_transposed)) for one in dense]
-        install_quantized_experts(module, own, (pack(one, rounding) for one in oriented), model.dtype)
+        module, parameter_name = _place(model, name)
+        dense = cast(torch.Tensor, module._parameters[parameter_name]).detach()
+        oriented = [_oriented(expert, bool(module.is_transposed)) for expert in dense]
+        packed = (pack(expert, rounding) for expert in oriented)
+        install_quantized_experts(module, parameter_name, packed, model.dtype)
         if release is not None:
             release(dense)
         del dense, oriented
-    computes_otherwise = give_back_unproved(model) if to_round else []
+    computes_otherwise = restore_unproved(model) if to_round else []
     if left := [*computes_otherwise, *_of_unknown_form(model, formats)]:
         _log.warning(
-            "%d weights of experts stay in %s, the first %s: their module computes with them in a way of its own",
+            "%d weights of experts stay in %s, the first %s: their module computes with them in another way",
             len(left),
             str(model.dtype).removeprefix("torch."),
             left[0],
@@ -230,25 +232,25 @@ def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def _experts_to_round(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:
-    """Those of `expert_forms` that are no codes yet."""
+    """`expert_forms` without experts that are quantized already."""
     forms = expert_forms(model, formats)
-    return {name: forms[name] for name in forms if coded_form(model.get_parameter(name)) is None}
+    return {name: forms[name] for name in forms if expert_panels(model.get_parameter(name)) is None}
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter `name`, and what it calls it."""
-    module_name, _, own = name.rpartition(".")
-    return model.get_submodule(module_name), own
+    """The module of the parameter `name`, and the parameter's name within it."""
+    module_name, _, parameter_name = name.rpartition(".")
+    return model.get_submodule(module_name), parameter_name
 
 
 def expert_forms(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:
-    """How the projections of experts are rounded, by their parameters' names; those that are coded too."""
+    """The rounding of each projection of experts, by parameter name, quantized ones included."""
     return {name: rounding for name in _experts(model) if (rounding := formats.rounding_of(name)) is not None}
 
 
 def _experts(model: nn.Module) -> list[str]:
-    found = ((name, projections_of(module)) for name, module in model.named_modules())
-    return [f"{name}.{own}" for name, names in found for own in names or ()]
+    projections = ((name, projections_of(module)) for name, module in model.named_modules())
+    return [f"{name}.{projection}" for name, names in projections for projection in names or ()]
 
 
 def _of_unknown_form(model: nn.Module, formats: WeightFormats) -> list[str]:
@@ -258,14 +260,14 @@ def _of_unknown_form(model: nn.Module, formats: WeightFormats) -> list[str]:
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() == 3
-        and min(parameter.shape[1:]) > _MOST_OF_A_CONVOLUTION
+        and min(parameter.shape[1:]) > _MAX_CONVOLUTION_SIDE
         and name not in known
         and formats.rounding_of(name) is not None
     ]
 
 
 def planned_forms(model: PreTrainedModel, formats: WeightFormats) -> dict[str, str]:
-    """Which of the model's parameters `quantize_model` would round, by name, and to what ("int4:64").
+    """The parameters that `quantize_model` would round, with their format ("int4:64"), by name.
 
     The model may lie on "meta".
 
@@ -278,11 +280,11 @@ def planned_forms(model: PreTrainedModel, formats: WeightFormats) -> dict[str, s
 def _chosen(
     model: PreTrainedModel, formats: WeightFormats
 ) -> list[tuple[str, nn.Parameter, list[nn.Module], Rounding]]:
-    """Each weight to round, the name of the first module that holds it, all of those, and how."""
+    """For each weight to round: the name of its first module, the weight, all its modules, and its rounding."""
     by_weight: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
-        plain = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
-        weight = module._parameters.get("weight") if plain else None
+        is_known = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
+        weight = module._parameters.get("weight") if is_known else None
         if type(weight) is nn.Parameter:
             by_weight.setdefault(weight, []).append((name, module))
     ends = {id(end) for end in (model.get_output_embeddings(), model.get_input_embeddings())}
@@ -290,17 +292,17 @@ def _chosen(
     experts = _experts(model)
     for pattern, _ in formats.by_pattern:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in (*linears, *experts)):
-            shown = ", ".join([*linears[:3], *experts[:2]]) or "none"
+            examples = ", ".join([*linears[:3], *experts[:2]]) or "none"
             raise ArgumentError(
-                f"expected a pattern of linear layers' names ({shown} ...), got {pattern!r} - in `weights`"
+                f"expected a pattern of linear layers' names ({examples} ...), got {pattern!r} - in `weights`"
             )
-    found: list[tuple[str, nn.Parameter, list[nn.Module], Rounding]] = []
+    to_round: list[tuple[str, nn.Parameter, list[nn.Module], Rounding]] = []
     for weight, holders in by_weight.items():
         modules = [module for _, module in holders]
         is_end = any(id(module) in ends for module in modules)
         if not is_end and any(isinstance(module, nn.Embedding) for module in modules):
-            continue  # positions, kinds of tokens: small, and not asked for
+            continue  # positions, token types: small, and never requested
         rounding = formats.head if is_end else formats.rounding_of(holders[0][0])
         if rounding is not None:
-            found.append((holders[0][0], weight, modules, rounding))
-    return found
+            to_round.append((holders[0][0], weight, modules, rounding))
+    return to_round

@@ -1,18 +1,17 @@
-"""Experts of a mixture, given as 3-D parameters, that compute from codes: one coded weight for each expert.
+"""Quantized experts of a mixture, given as 3-D parameters: one quantized weight for each expert.
 
-`install_quantized_experts` is to a projection of an experts module what `quantized.hold_quantized` is to a linear
-layer: same
-parameter name, which reads as the dequantized weights rounded once to the model's dtype; who writes to it makes it
-dense. `give_back_unproved` asks one module of all that are alike whether it computes what its own forward does with the
-dequantized weights (`experts.is_proved`); where it does not, the weights of those modules become dense ones.
+`install_quantized_experts` is to a projection of an experts module what `quantized.install_quantized` is to a linear
+layer: same parameter name, which reads as the dequantized weights rounded once to the model's dtype; a write to it
+makes it dense. `restore_unproved` runs one module of each group of equal modules to compare it with its own forward on
+the dequantized weights (`experts.has_equal_outputs`); if they differ, the weights of those modules become dense.
 
-Not here: products (`quire.quantized`), the routed forward and its proof (`experts`), files.
+Not here: products (`quire.quantized`), the packed forward and its proof (`experts`), files.
 
 Invariants
-    X1  an expert is one coded weight of all outputs of its projection, in the order of the parameter's.
+    X1  an expert is one quantized weight of all outputs of its projection, in the order of the parameter's.
     X2  nothing is changed before the codes of all experts are packed.
 
-Cost: the codes of the experts packed so far, and what the caller makes for one expert.
+Cost: the codes of the experts packed so far, and the caller's memory for one expert.
 """
 
 from __future__ import annotations
@@ -25,21 +24,27 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.memory.heap import give_back_freed
-from quire.model.experts import coded_form, compute_from, is_proved, projections_of, unpacked
-from quire.model.module_patch import let_go
+from quire.model.experts import (
+    expert_panels,
+    has_equal_outputs,
+    projections_of,
+    switch_to_packed,
+    unpack_experts,
+)
+from quire.model.module_patch import restore_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.model.prove.equal_modules import kind_of
 from quire.quantized import CodeForm, QuantizedPanels, QuantizedWeight
 
-__all__ = ["ExpertForms", "QuantizedExperts", "give_back_unproved", "install_quantized_experts"]
+__all__ = ["ExpertForms", "QuantizedExperts", "install_quantized_experts", "restore_unproved"]
 
 
 class QuantizedExperts(list[QuantizedPanels]):
-    """The coded weight of each expert."""
+    """The quantized weight of each expert."""
 
     @property
     def label(self) -> str:
-        """The format's name, or those of all formats."""
+        """The format's name, or the names of all formats."""
         return ", ".join(dict.fromkeys(weight.label for weight in self))
 
     @property
@@ -48,7 +53,7 @@ class QuantizedExperts(list[QuantizedPanels]):
 
     @property
     def is_saved(self) -> bool:
-        """As of `QuantizedPanels`, of all."""
+        """As of `QuantizedPanels`, for all experts."""
         return all(weight.is_saved for weight in self)
 
 
@@ -61,7 +66,7 @@ class ExpertForms(tuple[CodeForm, ...]):
         return ", ".join(dict.fromkeys(form.label for form in self))
 
     def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
-        """What `QuantizedExperts.num_bytes` is of experts of that shape."""
+        """The `QuantizedExperts.num_bytes` of experts of that shape."""
         return sum(form.num_bytes(num_outputs, num_inputs, backend) for form in self)
 
 
@@ -70,11 +75,11 @@ def install_quantized_experts(
 ) -> None:
     """Have an experts module compute its projection `name` from `weights`, one for each expert, in place.
 
-    Its dense parameter, which may be on "meta", is let go of. dtype: what the module takes and gives, and a weight that
-    is packed already is packed for.
+    Its dense parameter, which may be on "meta", is dropped. dtype: of the module's inputs and outputs, for which a
+    weight that is packed already must be packed.
 
-    *raises:* ArgumentError: it is no such module or projection, the weights have other shapes, or there is no product
-    of their format. Nothing is changed then.
+    *raises:* ArgumentError: the module has no such projection, the weights have other shapes, or there is no product of
+    their format. Nothing is changed then.
     """
     names = projections_of(module)
     if names is None or name not in names:
@@ -93,46 +98,44 @@ def install_quantized_experts(
         packed.append(weight if isinstance(weight, QuantizedPanels) else QuantizedPanels(weight, dtype))
     if len(packed) != shape[0]:
         raise ArgumentError(f"expected {shape[0]} experts, got {len(packed)} - in {name}")
-    held = LazyDenseWeight(packed=packed, unpack=partial(unpacked, packed, transposed))
-    module._parameters[name] = packed_parameter(held, shape, dtype)
-    compute_from(module, names)
-    give_back_freed()  # what they were packed from lay between what stays
+    lazy_weight = LazyDenseWeight(packed=packed, unpack=partial(unpack_experts, packed, transposed))
+    module._parameters[name] = packed_parameter(lazy_weight, shape, dtype)
+    switch_to_packed(module, names)
+    give_back_freed()  # the unpacked codes lay between memory that stays
 
 
-def packed_parameter(held: LazyDenseWeight, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A Parameter without memory that stands for `held`, and asks for no gradient."""
+def packed_parameter(lazy_weight: LazyDenseWeight, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """A Parameter without memory that stands for `lazy_weight`, and requires no gradient."""
     like = torch.empty((), dtype=dtype).expand(shape)  # no memory
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-    if not PackedParameter.take_place(parameter, held, like):
-        raise AssertionError("a parameter that nobody else has can be taken the place of")
+    if not PackedParameter.replace_parameter(parameter, lazy_weight, like):
+        raise AssertionError("expected torch to swap a parameter without other references")
     return parameter
 
 
-def give_back_unproved(model: nn.Module) -> list[str]:
-    """Names of the projections that were made dense again, as their module computes something else with them."""
+def restore_unproved(model: nn.Module) -> list[str]:
+    """Makes projections dense again if their module's outputs differ from its own forward; returns their names."""
     proved: dict[Hashable, bool] = {}
-    given_back: list[str] = []
+    restored: list[str] = []
     for module_name, module in model.named_modules():
         names = projections_of(module)
-        coded = (
-            [] if names is None else [one for one in names if coded_form(module._parameters[one]) is not None]
-        )
-        if names is None or not coded:
+        quantized = [name for name in names or () if expert_panels(module._parameters[name]) is not None]
+        if names is None or not quantized:
             continue
         kind = kind_of(module, *(_label(module, name) for name in names))
         if kind not in proved:
-            proved[kind] = is_proved(module, names)
+            proved[kind] = has_equal_outputs(module, names)
         if proved[kind]:
             continue
-        let_go(module)
-        for name in coded:
+        restore_class(module)
+        for name in quantized:
             parameter = module._parameters[name]
             assert isinstance(parameter, PackedParameter)
-            parameter.give_back()
-            given_back.append(f"{module_name}.{name}")
-    return given_back
+            parameter.restore()
+            restored.append(f"{module_name}.{name}")
+    return restored
 
 
 def _label(module: nn.Module, name: str) -> str | None:
-    codes = coded_form(module._parameters[name])
-    return codes.label if isinstance(codes, QuantizedExperts) else None
+    panels = expert_panels(module._parameters[name])
+    return panels.label if isinstance(panels, QuantizedExperts) else None

@@ -1,11 +1,11 @@
-"""Rotary embeddings that switch with the length of the row, held still.
+"""Freezes rotary embeddings that switch with the length of the row.
 
-`longrope` and `dynamic` rotary modules choose their frequencies by the largest position in the whole input. In a row
-that holds many sequences one long sequence would change all others, and keys already stored. So a model is prepared
-for one range of lengths:
+`longrope` and `dynamic` rotary modules choose their frequencies by the largest position in the whole input. In a row of
+many sequences one long sequence would change all others, and keys already stored. So a model is prepared for one range
+of lengths:
 
-    max_model_len within the original length: nothing ever switches, and answers equal `model.generate`'s;
-    beyond it: the long frequencies hold for every sequence, short ones included.
+    max_model_len within the original length: no module ever switches, and answers equal `model.generate`'s;
+    beyond it: the long frequencies apply to every sequence, short ones included.
 
 Cost: once per preparation.
 """
@@ -27,7 +27,7 @@ def kinds(model: torch.nn.Module) -> set[str]:
 
 
 def original_length(model: torch.nn.Module) -> int | None:
-    """The longest length at which no rotary module switches; None where none ever does."""
+    """The longest length at which no rotary module switches; None if none ever does."""
     limits = [
         limit
         for module in model.modules()
@@ -38,19 +38,19 @@ def original_length(model: torch.nn.Module) -> int | None:
 
 
 def note(model: torch.nn.Module, max_model_len: int, longest: int) -> str:
-    """Which frequencies hold for sequences of `max_model_len`, and why; "" where none ever switch."""
+    """The frequencies for sequences of `max_model_len`, and why; "" if no module ever switches."""
     limit = original_length(model)
     if limit is None:
         return ""
-    which = f"max_model_len {max_model_len}, {' and '.join(sorted(kinds(model)))} rotary embeddings of {limit} tokens"
+    setting = f"max_model_len {max_model_len}, {' and '.join(sorted(kinds(model)))} rotary embeddings of {limit} tokens"
     if max_model_len > limit:
-        return f"{which}: the frequencies for longer sequences hold for every sequence, short ones too"
-    more = f"; max_model_len of up to {longest} takes those for longer ones" if longest > limit else ""
-    return f"{which}: the frequencies for short sequences hold{more}"
+        return f"{setting}: the frequencies for longer sequences hold for every sequence, short ones too"
+    hint = f"; max_model_len of up to {longest} takes those for longer ones" if longest > limit else ""
+    return f"{setting}: the frequencies for short sequences hold{hint}"
 
 
 def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:
-    """Hold every switching module that `max_model_len` would switch at its long frequencies. Returns the undo."""
+    """Freeze every module that `max_model_len` would switch at its long frequencies. Returns the undo."""
     undo: list[tuple[Any, str, Any]] = []
 
     def replace(module: Any, name: str, value: Any) -> None:
@@ -85,7 +85,8 @@ def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:
 
 
 def _switching(module: Any) -> list[tuple[str | None, str]]:
-    """(layer type, rope type) of the module's rotary embeddings that switch; no layer type where there is one."""
+    """(layer type, rope type) of the module's rotary embeddings that switch; layer type None if the module has a single
+    type."""
     rope_type = getattr(module, "rope_type", None)
     kinds: list[tuple[str | None, Any]] = (
         list(rope_type.items()) if isinstance(rope_type, dict) else [(None, rope_type)]
@@ -96,8 +97,8 @@ def _switching(module: Any) -> list[tuple[str | None, str]]:
 
 
 def _switches(module: Any, layer_type: str | None, rope_type: str) -> bool:
-    """A file's own factors are longrope with the same factors for every length: see
-    `quire.model.gguf.rope_parameters`."""
+    """Whether the frequencies change with the length. Factors of a GGUF file are longrope with equal factors for every
+    length, and do not: see `quire.model.gguf.rope_parameters`."""
     if rope_type != "longrope":
         return "dynamic" in rope_type
     parameters = _parameters(module, layer_type)

@@ -1,26 +1,26 @@
-"""Torch operators whose bits depend on the other rows, found by running the model and replaced where they are used.
+"""Finds torch operators whose bits depend on the other rows, by running the model, and replaces them in their modules.
 
 Torch computes the last elements of an array with other instructions than the rest (silu, gelu, sigmoid ... then differ
 in the last bit), and its products and some of its sums add in an order that depends on the number of rows. In a
 flattened row of many sequences both would make one request's answer depend on the others.
 
-    watch     a forward under `Recorder` finds the modules that call such operators in a shape where it matters;
-    replace   the forward of each of these modules, and of no other, has them replaced from then on, while somebody
-              is `serving`; any other call is the module's own.
+    find      a forward under `Recorder` finds the modules that call such operators in a shape where it matters;
+    replace   the forward of each of these modules, and of no other, has them replaced from then on, within `serving`;
+              any other call is the module's own.
 
-So a model whose layers are fused, or all of whose widths are whole vectors, pays nothing, and no list of model types
-is kept. What is replaced, and by what:
+So a model whose layers are fused, or all of whose widths are whole vectors, pays no cost, and there is no list of model
+types. The operators and their replacements:
     functions of one element   the array is extended to whole vectors (_WHOLE elements): no element is a last one
-    products with a weight     the extension's packed product; its packed copy is kept beside the weight (routers
+    products with a weight     the extension's packed product; its packed copy is stored next to the weight (routers
                                are small; linear layers and experts were packed in place before: `linear`, `experts`)
     products of activations    a float32 sum in order of k, by elementwise steps: slow, rare, always the same bits
-    sums not along the rows    the summed dimensions are brought to the end, where torch's order is a row's own
-    var, std, complex products from means along the rows, and from real ones
-Left alone: operators that round exactly once, and what tests/model/test_row_invariant.py measures to be invariant:
-norms, softmax, sums along the last dimension, all on one thread.
+    sums not along the rows    the summed dimensions are moved to the end, where torch's order is a row's own
+    var, std, complex products from means along the rows, and from real products
+Left alone: operators that round exactly once, and operators that tests/model/test_row_invariant.py measures to be
+invariant: norms, softmax, sums along the last dimension, all on one thread.
 
 Invariants
-    V1  after the undoing every module has the forward it had.
+    V1  after the undo every module has its previous forward.
     V2  in a replaced forward the bits of a row depend on that row alone.
 
 Cost: none for modules left alone; about 5 us per operator in a replaced forward.
@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.model.linear import NativeWeight, choose_packing
-from quire.model.module_patch import below, install
+from quire.model.module_patch import current_method, patch_methods
 from quire.model.packed_parameter import PackedParameter
 
 __all__ = ["Recorder", "on_whole_vectors", "replace", "serving"]
@@ -48,8 +48,8 @@ aten = torch.ops.aten
 _local = threading.local()
 _WHOLE = 64  # two vectors of the widest kind in 16-bit elements: torch's loops take two at a time
 
-# Functions of one element that torch computes in two ways. Exactly rounded ones (+, *, /, sqrt, comparisons) are not
-# here: any way gives the same bits.
+# Functions of one element that torch computes in two ways. Exactly rounded functions (+, *, /, sqrt, comparisons) are
+# not here: both ways give the same bits.
 _FUNCTIONS = frozenset(
     (
         aten.celu, aten.cos, aten.elu, aten.erf, aten.exp, aten.exp2, aten.expm1, aten.gelu, aten.log,
@@ -98,9 +98,11 @@ class Recorder:
 
 
 def replace(model: nn.Module, modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Run the forwards of `modules`, parts of `model`, row-invariantly; returns what undoes that."""
+    """Run the forwards of `modules`, parts of `model`, row-invariantly; returns the undo."""
     mode = _ExactMode(model)
-    undos = [install(module, forward=_under(mode, below(module, "forward"))) for module in modules]
+    undos = [
+        patch_methods(module, forward=_under(mode, current_method(module, "forward"))) for module in modules
+    ]
 
     def undo() -> None:
         while undos:
@@ -111,7 +113,7 @@ def replace(model: nn.Module, modules: Sequence[nn.Module]) -> Callable[[], None
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Inside, in this thread, the forwards that were replaced are row-invariant; outside they are the models' own."""
+    """Within it, in this thread, the replaced forwards are row-invariant; outside they are the models' own."""
     before, _local.serving = getattr(_local, "serving", False), True
     try:
         yield
@@ -120,7 +122,7 @@ def serving() -> Iterator[None]:
 
 
 def _under(mode: _ExactMode, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)  # `generate` and Quire read what a forward takes off its signature
+    @functools.wraps(forward)  # `generate` and Quire read the signature
     def exact_forward(*args: Any, **kwargs: Any) -> Any:
         if mode.is_active or not getattr(_local, "serving", False):  # or within another module's forward
             return forward(*args, **kwargs)
@@ -135,10 +137,10 @@ def _under(mode: _ExactMode, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`function`, of one element each, such that an element's bits depend on it alone: what `replace` makes of it.
+    """`function`, of one element each, computed so that an element's bits depend on it alone, as by `replace`.
 
-    For code of ours, whose module then need not be replaced. x: any shape; the result has it. Cost: one more copy of x
-    where a row of it is no whole vectors.
+    For Quire's own code, whose modules then need not be replaced. x: any shape; the result has it. Cost: one more copy
+    of x if its rows are not whole vectors.
     """
     return function(x) if _is_whole(x, True) else _on_whole_vectors(function, (x,), {})
 
@@ -159,30 +161,32 @@ class _RecordingMode(TorchDispatchMode):
 
 
 class _ExactMode(TorchDispatchMode):
-    """Every operator a function of its row alone. Holds the packed weights it has met."""
+    """Makes every operator a function of its row alone. Caches the packed weights it has met."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.is_active = False
-        # A held weight's own modules compute with it; its memory, if it has any, is nobody's constant.
+        # A packed weight's own modules compute with it; its dense memory, if any, is not constant.
         tensors = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, PackedParameter)]
         self._constants = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self._packed: dict[tuple[Any, ...], NativeWeight] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, kwargs = func.overloadpacket, kwargs or {}
-        plain = _IN_PLACE.get(packet, packet)
-        if not (plain in _PRODUCTS or plain in _MADE_OF_PRODUCTS or _differs(plain, args, kwargs)):
+        functional = _IN_PLACE.get(packet, packet)
+        if not (
+            functional in _PRODUCTS or functional in _MADE_OF_PRODUCTS or _differs(functional, args, kwargs)
+        ):
             return func(*args, **kwargs)
-        out = args[0] if plain is not packet else kwargs.get("out")
+        out = args[0] if functional is not packet else kwargs.get("out")
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        if plain in _PRODUCTS:
-            result = getattr(self, "_" + plain.__name__.lstrip("_"))(*args, **kwargs)
-        elif plain in _MADE_OF_PRODUCTS:
+        if functional in _PRODUCTS:
+            result = getattr(self, "_" + functional.__name__.lstrip("_"))(*args, **kwargs)
+        elif functional in _MADE_OF_PRODUCTS:
             with self:
                 result = func.decompose(*args, **kwargs)
         else:
-            result = _computed(plain, args, kwargs)
+            result = _computed(functional, args, kwargs)
         return result if out is None else out.copy_(result)
 
     # -- products --------------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ def _sum_in_order(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def _differs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an element's bits may depend on where in the array it stands, or on how many stand beside it."""
+    """Whether an element's bits may depend on its index in the array, or on the number of other elements."""
     tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
     if not tensors:
         return False
@@ -277,19 +281,19 @@ def _differs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _dims(x: torch.Tensor, args: Sequence[Any]) -> list[int]:
-    """The dimensions that a reduction of `x` names, rising; [] where it takes all."""
+    """The dimensions that a reduction of `x` names, ascending; [] for all."""
     named = args[1] if len(args) > 1 else None
     named = [named] if isinstance(named, int) else named
     return sorted(dim % x.dim() for dim in named) if isinstance(named, list | tuple) else []
 
 
 def _is_whole(x: torch.Tensor, needs_contiguous: bool) -> bool:
-    """Whether every row of x is whole vectors. gelu of a contiguous array is oneDNN's, of another torch's own."""
+    """Whether every row of x is whole vectors. gelu of a contiguous array is oneDNN's, of any other torch's own."""
     return x.shape[-1] % _WHOLE == 0 and (x.is_contiguous() or (x.stride(-1) == 1 and not needs_contiguous))
 
 
 def _computed(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What `packet` gives, for the packets and arguments that `_differs` names."""
+    """The result of `packet`, for the packets and arguments for which `_differs` holds."""
     if packet in _FUNCTIONS:
         return _on_whole_vectors(packet, args, kwargs)
     if packet is aten.mul:
@@ -305,11 +309,11 @@ def _computed(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch
 
 def _on_whole_vectors(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """`packet` of arrays extended to whole vectors, so that all elements are computed by the same instructions."""
-    where = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor) and value.dim()]
-    tensors = torch.broadcast_tensors(*(args[index] for index in where))
+    indices = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor) and value.dim()]
+    tensors = torch.broadcast_tensors(*(args[index] for index in indices))
     shape, count = tensors[0].shape, tensors[0].numel()
     extended = list(args)
-    for index, x in zip(where, tensors, strict=True):
+    for index, x in zip(indices, tensors, strict=True):
         flat = x.new_ones(-(-count // _WHOLE) * _WHOLE)
         flat[:count].view(shape).copy_(x)
         extended[index] = flat

@@ -1,13 +1,14 @@
-"""Whether a mapped file of packed weights holds what was written into it: asked in a thread, while the model runs.
+"""Checks in a thread, while the model runs, that a mapped file of packed weights holds the bytes that were written to
+it.
 
-To read all of a file before a start would cost what keeping it saves. So the model starts at once, and its weights are
-read through behind it; where they are not those that were written, no step is computed any more. What was computed
-until then was computed with them, so no tier is given it before the check has ended (`is_right`).
+Reading the whole file before a start would cost as much as saving it gains. So the model starts at once, and a thread
+reads its weights; if they are damaged, no further step is computed. Earlier steps were computed with the damaged
+weights, so no tier gets their results before the check has ended (`is_intact`).
 
 Invariants
     P1  once `damage` is set it stays; the file is removed by then, as far as the folder allows.
 
-Cost: one pass of XXH3 over the file in one thread: 5 to 10 GB/s from the page cache, else what the disk gives.
+Cost: one pass of XXH3 over the file in one thread: 5 to 10 GB/s from the page cache, else the speed of the disk.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from threading import Thread
 import numpy as np
 import xxhash
 
-__all__ = ["SavedCheck", "SavedChecks", "digest_of"]
+__all__ = ["SavedCheck", "SavedChecks", "file_digest"]
 
 _log = logging.getLogger("quire")
 _AT_ONCE = 16 << 20
 
 
-def digest_of(header: bytes, digests: Mapping[int, bytes]) -> bytes:
-    """16 bytes that stand for a file: its header, and the XXH3-128 of the weight at each offset."""
-    together = xxhash.xxh3_128(header)
+def file_digest(header: bytes, digests: Mapping[int, bytes]) -> bytes:
+    """16 bytes that identify a file: its header, and the XXH3-128 of the weight at each offset."""
+    combined = xxhash.xxh3_128(header)
     for offset in sorted(digests):
-        together.update(offset.to_bytes(8, "little") + digests[offset])
-    return together.digest()
+        combined.update(offset.to_bytes(8, "little") + digests[offset])
+    return combined.digest()
 
 
 class SavedCheck:
     """See the module's text.
 
-    pages: the mapped file, uint8. sizes: bytes of the weight at each offset. digest: what `digest_of` gave when it was
-    written. damage: what is wrong, None while nothing is known to be.
+    pages: the mapped file, uint8. sizes: bytes of the weight at each offset. digest: the `file_digest` when it was
+    written. damage: a description, None while no damage is known.
     """
 
     def __init__(
@@ -57,19 +58,19 @@ class SavedCheck:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether all has been read."""
+        """Whether all bytes have been read."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def is_right(self, timeout_s: float) -> bool:
-        """Whether all has been read, within that time, and is what was written."""
+        """Whether all bytes were read within that time and are those that were written."""
         return self.wait(timeout_s) and self.damage is None
 
     def _run(
         self, path: Path, header: bytes, pages: np.ndarray, sizes: dict[int, int], digest: bytes
     ) -> None:
-        found = {offset: _digest(pages[offset : offset + size]) for offset, size in sizes.items()}
-        if digest_of(header, found) == digest:
+        digests = {offset: _digest(pages[offset : offset + size]) for offset, size in sizes.items()}
+        if file_digest(header, digests) == digest:
             return
         with contextlib.suppress(OSError):
             path.unlink()
@@ -83,9 +84,9 @@ class SavedCheck:
 
 
 class SavedChecks:
-    """The checks of all the files that a model is read from, asked as one.
+    """The checks of all the files that a model is read from, as one check.
 
-    damage: what is wrong with one of them, None while nothing is known to be. Every step looks at it.
+    damage: the damage of the first file found damaged, None while no damage is known. Every step reads it.
     """
 
     def __init__(self, checks: Sequence[SavedCheck]) -> None:
@@ -100,19 +101,19 @@ class SavedChecks:
         self.damage = self.damage or damage
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether all has been read."""
+        """Whether all bytes have been read."""
         end = None if timeout is None else time.monotonic() + timeout
         return all(
             check.wait(None if end is None else max(0.0, end - time.monotonic())) for check in self._checks
         )
 
     def is_right(self, timeout_s: float) -> bool:
-        """Whether all has been read, within that time, and is what was written."""
+        """Whether all bytes were read within that time and are those that were written."""
         return self.wait(timeout_s) and self.damage is None
 
 
 def _digest(part: np.ndarray) -> bytes:
-    own = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for start in range(0, len(part), _AT_ONCE):
-        own.update(part[start : start + _AT_ONCE].data)
-    return own.digest()
+        digest.update(part[start : start + _AT_ONCE].data)
+    return digest.digest()

@@ -1,14 +1,16 @@
-"""Codes of a model's weights kept from one start to the next (`saved_weights`): rounded ones, and a checkpoint's own.
+"""Codes of a model's weights, saved from one start to the next (`saved_weights`): rounded codes, and a checkpoint's
+own.
 
-A start that finds its file rounds nothing and unpacks no codes: each weight is read from it as it was, the same codes
-and scales. `SavedCodes` is for whoever makes codes (`quantized`, `meta_weights`), `quantize_saved` rounds a model so.
-Kept are weights of which it is certain from which bytes of which files they follow; the others are made at each start,
-and a line of the log says how many. Beside those bytes the file's name tells what decides the codes: the rounding that
-was asked for, its version and what torch computes it with (scales are sums), the version of what reads a checkpoint.
+A start that finds its file rounds no weight and unpacks no codes: it reads each weight from the file, with the same
+codes and scales. `SavedCodes` is for makers of codes (`quantized`, `meta_weights`), `quantize_saved` rounds a model
+with it. Saved are weights that are certain to follow from certain bytes of certain files; the others are made at each
+start, and a line of the log has their number. In addition to those bytes the file's name covers everything that decides
+the codes: the rounding, its version and torch's instruction set (scales are sums), the version of the checkpoint's
+reader.
 
-Not here: the rounding (`quire.quantized`), which weights are rounded (`quantized`).
+Not here: the rounding (`quire.quantized`), the choice of weights to round (`quantized`).
 
-Cost: of the first start what `saved_weights` says; a later one maps.
+Cost: of the first start that of `saved_weights`; a later start maps.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.backends import extension
-from quire.model.file_ranges import FileRange, FileRanges, key_of
+from quire.model.file_ranges import FileRange, FileRanges, weight_key
 from quire.model.quantized import quantize_model, round_and_pack, weights_to_round
 from quire.model.saved_weights import SavedWeights, WeightToSave
 from quire.quantized import PANEL_LAYOUT, QuantizedPanels, rounded_form, rounding
@@ -37,10 +39,10 @@ _log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class CodesToSave:
-    """A weight of codes.
+    """A quantized weight to save.
 
-    name: for messages. origins: the bytes it follows from, in order; none where that is not certain. how: what is made
-    of them, beside its shape. num_bytes: of its panels.
+    name: for messages. origins: its file ranges, in order; empty if they are not certain. settings: of its making, in
+    addition to its shape. num_bytes: of its panels.
     """
 
     key: object
@@ -49,37 +51,42 @@ class CodesToSave:
     num_outputs: int
     num_inputs: int
     num_bytes: int
-    how: tuple[int | str, ...]
+    settings: tuple[int | str, ...]
 
 
 class SavedCodes(SavedWeights):
-    """Those of `weights`. by: what decides the codes of all of them beside the bytes they follow from."""
+    """The saved codes of `weights`. by: the versions and settings that decide the codes of all of them, in addition to
+    their file ranges."""
 
     def __init__(self, folder: SavedFolder, weights: Sequence[CodesToSave], by: str) -> None:
         layout = ("codes", f"panels {PANEL_LAYOUT}, {by}")
-        wanted = [
+        to_save = [
             WeightToSave(
-                one.key, one.origins, (one.num_outputs, one.num_inputs, *one.how), layout, one.num_bytes
+                codes.key,
+                codes.origins,
+                (codes.num_outputs, codes.num_inputs, *codes.settings),
+                layout,
+                codes.num_bytes,
             )
-            for one in weights
+            for codes in weights
         ]
-        super().__init__(folder, wanted)
-        left = [one.name for one in weights if not one.origins]
-        if left and folder.keeps(sum(one.num_bytes for one in weights)):
+        super().__init__(folder, to_save)
+        unsaved = [codes.name for codes in weights if not codes.origins]
+        if unsaved and folder.is_worth_saving(sum(codes.num_bytes for codes in weights)):
             _log.warning(
-                "%d of %d weights of codes are not kept in %s and are made at each start, the first %s: they were cast "
-                "or widened as they were loaded, or their file was replaced meanwhile",
-                len(left),
+                "%d of %d quantized weights are not saved in %s and are made at each start, the first %s: they were "
+                "cast or dequantized as they were loaded, or their file was replaced meanwhile",
+                len(unsaved),
                 len(weights),
                 folder.path,
-                left[0],
+                unsaved[0],
             )
 
     def pack(
         self, key: object, shape: tuple[int, int], dtype: torch.dtype, make: Callable[[], QuantizedPanels]
     ) -> QuantizedPanels:
-        """The weight `key`, for activations of `dtype`: mapped, or made now (and written). shape: outputs, inputs."""
-        return self.take(
+        """The weight `key`, for activations of `dtype`: mapped, or made now (and saved). shape: outputs, inputs."""
+        return self.load_or_make(
             key, make, lambda packed, metadata: QuantizedPanels.from_packed(packed, metadata, *shape, dtype)
         )
 
@@ -87,53 +94,56 @@ class SavedCodes(SavedWeights):
 def quantize_saved(
     model: PreTrainedModel,
     formats: WeightFormats,
-    mapped: FileRanges,
+    file_ranges: FileRanges,
     folder: SavedFolder | None,
     backend: str | None = None,
 ) -> tuple[SavedWeights, ...]:
-    """`quantize_model`, with the codes taken from `folder` or kept there where that can be done.
+    """`quantize_model`, with the codes read from `folder` or saved there if possible.
 
-    Returns what the codes are read from; nothing where none are kept. *raises:* as `quantize_model`.
+    Returns the files of saved codes; empty if none are saved. *raises:* as `quantize_model`.
     """
     if folder is None or not formats.has_rounding or not can_save(folder, backend):
         quantize_model(
-            model, formats, mapped.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
+            model, formats, file_ranges.release, partial(round_and_pack, dtype=model.dtype, backend=backend)
         )
         return ()
-    kept = SavedCodes(folder, _to_keep(model, formats, mapped), rounded_by())
+    saved = SavedCodes(folder, _codes_to_save(model, formats, file_ranges), rounded_by())
 
     def pack(weight: torch.Tensor, rounding: Rounding) -> QuantizedPanels:
         num_outputs, num_inputs = weight.shape
-        return kept.pack(
-            key_of(weight),
+        return saved.pack(
+            weight_key(weight),
             (num_outputs, num_inputs),
             model.dtype,
             lambda: round_and_pack(weight, rounding, model.dtype, backend),
         )
 
-    with kept:
-        quantize_model(model, formats, mapped.release, pack)
-    return (kept,)
+    with saved:
+        quantize_model(model, formats, file_ranges.release, pack)
+    return (saved,)
 
 
-def _to_keep(model: PreTrainedModel, formats: WeightFormats, mapped: FileRanges) -> list[CodesToSave]:
-    to_round, found = weights_to_round(model, formats), []
-    for one, origin in zip(to_round, mapped.origins([one.weight for one in to_round]), strict=True):
-        num_outputs, num_inputs = one.weight.shape
-        num_bytes = rounded_form(num_inputs, one.rounding).panel_bytes(num_outputs, num_inputs)
-        how = (*one.weight.stride(), str(one.weight.dtype), str(one.rounding))
+def _codes_to_save(
+    model: PreTrainedModel, formats: WeightFormats, file_ranges: FileRanges
+) -> list[CodesToSave]:
+    entries, to_save = weights_to_round(model, formats), []
+    for entry, origin in zip(entries, file_ranges.origins([entry.weight for entry in entries]), strict=True):
+        weight, rounding = entry.weight, entry.rounding
+        num_outputs, num_inputs = weight.shape
+        num_bytes = rounded_form(num_inputs, rounding).panel_bytes(num_outputs, num_inputs)
+        settings = (*weight.stride(), str(weight.dtype), str(rounding))
         origins = () if origin is None else (origin,)
-        found.append(
-            CodesToSave(key_of(one.weight), one.name, origins, num_outputs, num_inputs, num_bytes, how)
+        to_save.append(
+            CodesToSave(weight_key(weight), entry.name, origins, num_outputs, num_inputs, num_bytes, settings)
         )
-    return found
+    return to_save
 
 
 def can_save(folder: SavedFolder, backend: str | None) -> bool:
-    """Whether there are panels to keep; a line of the log where not."""
+    """Whether there are panels to save; logs the reason if not."""
     if extension(backend) is None:
         _log.warning(
-            "codes are not kept in %s: the extension, whose panels they are, does not compute here",
+            "codes are not saved in %s: only the extension's panels can be, and it does not compute here",
             folder.path,
         )
         return False
@@ -141,10 +151,10 @@ def can_save(folder: SavedFolder, backend: str | None) -> bool:
 
 
 def rounded_by() -> str:
-    """All that decides the codes of a rounded weight beside its values and what was asked for."""
+    """The versions that decide the codes of a rounded weight, in addition to its values and its format."""
     return f"rounding {rounding.VERSION}, torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def digest_of_order(order: torch.Tensor | None) -> str:
-    """Of an order of outputs; "" where they come as they are."""
+    """Digest of an order of outputs; "" for the order of the file."""
     return "" if order is None else hashlib.sha256(order.contiguous().numpy().data).hexdigest()

@@ -1,23 +1,25 @@
-"""What the proof of a model found out, kept beside its packed weights, so that the next start need not prove it again.
+"""The findings of the proof of a model, saved next to its packed weights, so that the next start need not prove it
+again.
 
-The proof (`prepare`) costs three small forwards and their comparisons, a second for half a billion weights; what it
-finds is a few names: which modules run fused, and how, whose forward is replaced, whether the decoder is one call. That
-there are findings says too that the adapters of state layers were proved (`quire.model.state.state_proof`).
-Not a proof of anything else than what it was made for: the key names all that the findings follow from.
+The proof (`prepare`) costs three small forwards and their comparisons, a second for half a billion weights; its
+findings are a few names: the fused modules, with their form, the modules whose forward is replaced, and whether the
+decoder is one call. That there are findings implies that the adapters of state layers were proved
+(`quire.model.state.state_proof`). They hold only for the model that was proved: the key names everything that the
+findings follow from.
 
     file   _MAGIC, SHA-256 of the rest, then JSON: {"key": ..., "found": ...}
     key    the files of packed weights (which name their sources and the variant), the bytes of every other parameter
-           and buffer, the config, what the modules are told to do (`prove.stamp`), dtype, longest sequence and back
+           and buffer, the config, the settings of the modules (`prove.model_record`), dtype, longest sequence and back
            end, the versions of Python, torch and transformers, the vector instructions torch uses, and size and time of
            every source file of this package and of the model's
     name   SHA-256 of the key, .proof
 
 Invariants
-    P1  findings are taken only under exactly the key they were found under, from a file whose checksum holds.
-        Anything else is proved as if there were no file, and the file is written again.
-    P2  only a model read by `load`, all of whose linear weights, of codes or not, are mapped from files of packed
+    P1  findings are used only under exactly the key of their proof, from a file whose checksum matches. Otherwise the
+        model is proved as without a file, and the file is written again.
+    P2  only a model read by `load`, all of whose linear weights, quantized or not, are mapped from files of packed
         weights, has a key.
-    P3  a refusal is never kept. A failure to write is one warning.
+    P3  a refusal is never saved. A failure to write is one warning.
 
 Cost: a hash of the parameters that are not packed (norms: under a megabyte), and a `stat` of a few hundred files.
 """
@@ -38,7 +40,7 @@ import transformers
 
 from quire.atomic_file import AtomicFile
 from quire.backends import native_module
-from quire.model.dense_weights import is_packed, plain
+from quire.model.dense_weights import dense_weight, is_packed
 from quire.model.packed_parameter import bytes_of
 from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour
@@ -51,24 +53,24 @@ __all__ = ["SavedProof"]
 
 _MAGIC = b"quire proof 1\n"
 _SUFFIX = ".proof"
-_MOST_HASHED = 64 << 20  # bytes of parameters beyond the packed ones: more than that are no norms
+_MAX_HASHED_BYTES = 64 << 20  # of parameters that are not packed: norms take less
 
 
 class SavedProof:
-    """The findings in `folder` for a prepared model, JSON: `found` (None: not there) and `keep`."""
+    """The findings in `folder` for a prepared model, JSON: `findings` (None: there are none) and `save`."""
 
     def __init__(self, folder: SavedFolder, key: dict[str, Any]) -> None:
         self._folder = folder
         self._key = json.dumps(key, sort_keys=True)
         self.path = folder.path / (hashlib.sha256(self._key.encode()).hexdigest()[:32] + _SUFFIX)
-        self.found: Any = self._read()
+        self.findings: Any = self._read()
 
     @classmethod
-    def of(
+    def for_model(
         cls, folder: SavedFolder, packed_weights: Sequence[Path], loaded: LoadedModel, max_model_len: int
     ) -> SavedProof | None:
-        """Of a model whose linear layers are all mapped from the files `saved_weights` of `folder`; None if it has no
-        key."""
+        """The proof of a model whose linear layers are all mapped from the files `packed_weights` of `folder`; None if
+        the model has no key."""
         rest = _hash_of_tensors(loaded.model)
         if rest is None or first_hook(loaded.model) is not None:
             return None
@@ -91,16 +93,16 @@ class SavedProof:
             },
         )
 
-    def keep(self, found: Any) -> None:
-        """Write `found`, JSON, to be read by the next start."""
-        body = json.dumps({"key": self._key, "found": found}).encode()
+    def save(self, findings: Any) -> None:
+        """Write `findings`, JSON, for the next start."""
+        body = json.dumps({"key": self._key, "found": findings}).encode()
         content = _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
         try:
             self._folder.make_room(len(content))
             with AtomicFile(self.path) as file:
                 file.write(content)
         except OSError as error:
-            self._folder.tell("the proof of the model is", error)
+            self._folder.warn_not_saved("the proof of the model is", error)
 
     def _read(self) -> Any:
         try:
@@ -111,33 +113,34 @@ class SavedProof:
         head, body = content[: len(_MAGIC) + 65], content[len(_MAGIC) + 65 :]
         if head != _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n":
             return None
-        kept = json.loads(body)
-        return kept["found"] if kept["key"] == self._key else None
+        proof = json.loads(body)
+        return proof["found"] if proof["key"] == self._key else None
 
 
 def _hash_of_tensors(model: torch.nn.Module) -> str | None:
-    """Of the name, shape, dtype and bytes of every parameter and buffer; None if they are too many to read."""
+    """Hash of name, shape, dtype and bytes of every parameter and buffer that is not packed; None if they are too
+    large."""
     tensors = [
         (name, tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if not is_packed(tensor)  # the packed files name those
+        if not is_packed(tensor)  # whose files are in the key
     ]
-    if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MOST_HASHED:
+    if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MAX_HASHED_BYTES:
         return None
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if tensor.numel():
-            digest.update(bytes_of(plain(tensor)))
+            digest.update(bytes_of(dense_weight(tensor)))
     return digest.hexdigest()
 
 
 def _own_files() -> list[str]:
     """Every source file of this package, the extension included."""
-    found = []
+    files = []
     for folder, _, names in os.walk(Path(__file__).parents[1]):
-        found += [os.path.join(folder, name) for name in names if name.endswith((".py", ".so", ".pyd"))]
-    return found
+        files += [os.path.join(folder, name) for name in names if name.endswith((".py", ".so", ".pyd"))]
+    return files
 
 
 def _files_of(modules: Iterable[str]) -> list[str]:

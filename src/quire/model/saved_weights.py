@@ -1,37 +1,34 @@
-"""Packed weights of a model, kept in a file from one start to the next and mapped: 16-bit panels, and panels of codes.
+"""Packed weights of a model, saved in a file from one start to the next and mapped: 16-bit panels, and panels of codes.
 
-A start that finds its file packs nothing, rounds nothing, reads no dense weight and allocates no memory for one: the
-kernels read the mapped file, whose pages all processes share and the kernel may take back under pressure. Where memory
-is ample they are then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel`
-decides).
-Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
-What is kept, and as what, is said by whoever packs: `saved_linears` and `saved_codes`, each with a file of its own.
+A start that finds its file packs and rounds no weight, reads no dense weight and allocates no memory for one: the
+kernels read the mapped file, whose pages all processes share and the kernel may reclaim under pressure. If memory is
+ample, the pages are then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel`
+decides). Not a model format: a file serves this machine's variant and these very source files, and can be deleted any
+time. The makers of packed weights decide which to save, and in what layout: `saved_linears` and `saved_codes`, each
+with a file of its own.
 
-    file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one,
-              then JSON: what of each weight its bytes do not say (`metadata`; null: it is not there); then 16
-              bytes twice: XXH3-128 of that JSON, and `saved_check.digest_of` all of it
-    header    _MAGIC, then JSON: the layouts (variant included), the source files with size, times and inode, and of
-              each weight its places in them, how it is made of what stands there (`WeightToSave.made`), and its
-              place here
+    file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at a
+              multiple, then JSON: the metadata of each weight (`PackedData.metadata`; null: the weight is missing);
+              then 16 bytes twice: XXH3-128 of that JSON, and `saved_check.file_digest` of the whole file
+    header    _MAGIC, then JSON: the layouts (variant included), the source files with size, times and inode, and for
+              each weight its places in them, the settings of its making (`WeightToSave.settings`), and its place here
     name      SHA-256 of the header, .packed
 
 Invariants
-    K1  the header follows from the weights asked for, before anything is read: a file is used only if it begins with
-        exactly that header, has exactly its size, and what is told of its weights is what was written. So nothing of a
-        foreign file is interpreted, and anything that changes (a source file, the variant, the layout, the rounding)
-        is another file.
-    K2  only weights are kept of which it is certain from which bytes of which files they follow
-    (`WeightToSave.origins`); the
-        others are packed in memory.
-    K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one
-        stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that
-        somebody else cuts short while it is mapped ends the process, as with any mapped file.)
+    K1  the header follows from the requested weights, before anything is read: a file is used only if it begins with
+        exactly that header, has exactly its size, and the checksum of its metadata matches. So no content of a
+        foreign file is interpreted, and any change (a source file, the variant, the layout, the rounding) leads to
+        another file.
+    K2  only weights are saved whose file ranges are certain (`WeightToSave.origins`); the others are packed in memory.
+    K3  a file appears under its name complete: written under another name, synced, renamed. Of two writers the last
+        stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay valid. (If another
+        program truncates a mapped file, the process ends, as with any mapping.)
     K4  a failure to write (disk full) is one warning; the weights packed so far stay in memory.
 
-Whose the folder is, how large it gets and which files go first: `quire.saved_folder`.
+Not here: the folder's owner, its size limit and the order of deletion (`quire.saved_folder`).
 
-The packed bytes themselves are not checked at a start: that would read them all. A thread does it afterwards
-(`saved_check`). A source file changed in place without a change of its size and times is not noticed.
+The packed bytes are not checked at a start, which would read them all; a thread checks them afterwards (`saved_check`).
+A source file changed in place without a change of its size and times is not noticed.
 
 Cost: the first start writes as many bytes as the weights have, and syncs them; a later one reads the header and maps.
 """
@@ -56,7 +53,7 @@ import xxhash
 from quire.atomic_file import AtomicFile
 from quire.memory.free_memory import count_as_taken
 from quire.model.file_ranges import FileRange
-from quire.model.saved_check import SavedCheck, digest_of
+from quire.model.saved_check import SavedCheck, file_digest
 from quire.saved_folder import SavedFolder
 
 __all__ = ["PackedData", "SavedWeights", "WeightToSave"]
@@ -80,11 +77,11 @@ class PackedData(Protocol):
 
     @property
     def metadata(self) -> Any:
-        """JSON, not null: what is needed beside its bytes to read them again."""
+        """JSON, not null: what reading the weight needs in addition to its bytes."""
         ...
 
     def move(self, packed: np.ndarray) -> None:
-        """Read these bytes, the same, from now on. Before anybody has taken `native`."""
+        """Read these bytes, the same, from now on. To be called before any caller has taken `native`."""
         ...
 
 
@@ -93,35 +90,35 @@ _AnyPacked = TypeVar("_AnyPacked", bound=PackedData)
 
 @dataclass(frozen=True)
 class WeightToSave:
-    """A packed weight that may be kept.
+    """A packed weight that may be saved.
 
-    key: what it is found by. origins: the bytes of files that it follows from, in order; none: it is not kept. made:
-    how it follows from them, JSON. layout: the name of its packed form, and a text that changes when the form does.
-    num_bytes: of the packed form.
+    key: identifies it. origins: its file ranges, in order; empty: it is not saved. settings: of its making from them,
+    JSON. layout: the name of its packed form, and a text that changes when the form does. num_bytes: of the packed
+    form.
     """
 
     key: Hashable
     origins: tuple[FileRange, ...]
-    made: tuple[int | str, ...]
+    settings: tuple[int | str, ...]
     layout: tuple[str, str]
     num_bytes: int
 
 
 class SavedWeights:
-    """The file in `folder` of those of `wanted` that can be kept.
+    """The file in `folder` of the `weights` that can be saved.
 
-    A context: inside, `take` gives each weight's packed form; a file that was missing is there after it.
+    A context: within it `load_or_make` returns each weight's packed form; a missing file exists after it.
     """
 
-    def __init__(self, folder: SavedFolder, wanted: Sequence[WeightToSave]) -> None:
-        self._num_in_memory = 0  # of the weights taken, those that are not read from the file
+    def __init__(self, folder: SavedFolder, weights: Sequence[WeightToSave]) -> None:
+        self._num_in_memory = 0  # returned weights that are not read from the file
         self._offsets: dict[Hashable, int] = {}
         self._sizes: dict[int, int] = {}  # of the packed form at each offset
-        self._digests: dict[int, bytes] = {}  # of what was written there
-        self._told: dict[int, Any] = {}  # of the weight there
+        self._digests: dict[int, bytes] = {}  # of the written weight at each offset
+        self._metadata: dict[int, Any] = {}  # of the weight at each offset
         self._sources: set[tuple[str, tuple[int, ...]]] = set()
         self.check: SavedCheck | None = None
-        self._header, self._end = self._plan([one for one in wanted if one.origins])
+        self._header, self._end = self._plan([weight for weight in weights if weight.origins])
         self._folder = folder
         self.path = folder.path / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
         self._pages: np.ndarray | None = None  # the mapped file
@@ -129,7 +126,7 @@ class SavedWeights:
         self._in_memory: list[tuple[PackedData, int]] = []
 
     def __enter__(self) -> Self:
-        if self.is_kept and not self._map():
+        if self.has_file and not self._map():
             self._begin()
         return self
 
@@ -146,52 +143,48 @@ class SavedWeights:
 
     @property
     def pages(self) -> np.ndarray | None:
-        """The mapped file, uint8; None where nothing is read from one."""
+        """The mapped file, uint8; None if no file is mapped."""
         return self._pages
 
     @property
-    def is_kept(self) -> bool:
-        """Whether there is a file of so many bytes to read or to write."""
-        return bool(self._offsets) and self._folder.keeps(self._end)
+    def has_file(self) -> bool:
+        """Whether there are weights for a file, large enough for the folder."""
+        return bool(self._offsets) and self._folder.is_worth_saving(self._end)
 
     @property
     def holds_all(self) -> bool:
-        """Whether every weight that was taken, if any was, is read from the file."""
+        """Whether every weight that was returned, if any was, is read from the file."""
         return self._num_in_memory == 0
 
-    def can_save(self, key: Hashable) -> bool:
-        """Whether it is certain from which files the weight follows."""
-        return key in self._offsets
-
-    def take(
+    def load_or_make(
         self, key: Hashable, make: Callable[[], _AnyPacked], at: Callable[[np.ndarray, Any], _AnyPacked]
     ) -> _AnyPacked:
-        """The weight `key`: mapped, which `at` makes of its bytes and of what was told of it, or made (and written)."""
+        """The weight `key`: mapped, made by `at` of its bytes and metadata, or made by `make` (and saved)."""
         offset = self._offsets.get(key)
         if offset is not None and self._pages is not None:
-            return at(self._bytes(offset), self._told[offset])
+            return at(self._bytes(offset), self._metadata[offset])
         packed = make()
         self._num_in_memory += 1
         if offset is not None and self._writer is not None:
             self._write(self._writer, packed, offset)
         return packed
 
-    def _plan(self, wanted: Sequence[WeightToSave]) -> tuple[bytes, int]:
-        """The header, and where the weights end; fills in their places."""
+    def _plan(self, weights: Sequence[WeightToSave]) -> tuple[bytes, int]:
+        """The header, and the end offset of the weights; sets their offsets."""
         files: dict[tuple[str | tuple[int, ...], ...], int] = {}
         entries: list[list[Any]] = []
         position = 0  # from the end of the header
-        for one in wanted:
+        for weight in weights:
             places: list[list[int]] = []
-            for origin in one.origins:
-                dequantizer_versions = (origin.dequantizer_versions,) if origin.dequantizer_versions else ()
-                file = files.setdefault((origin.path, origin.stamp, *dequantizer_versions), len(files))
+            for origin in weight.origins:
+                reader_versions = (origin.reader_versions,) if origin.reader_versions else ()
+                file = files.setdefault((origin.path, origin.stamp, *reader_versions), len(files))
                 places.append([file, origin.offset])
                 self._sources.add((origin.path, origin.stamp))
-            self._offsets[one.key] = position
-            entries.append([places, *one.made, one.layout[0], position, one.num_bytes])
-            position += _round_up(one.num_bytes)
-        layouts = dict(one.layout for one in wanted)
+            self._offsets[weight.key] = position
+            entries.append([places, *weight.settings, weight.layout[0], position, weight.num_bytes])
+            position += _round_up(weight.num_bytes)
+        layouts = dict(weight.layout for weight in weights)
         text = json.dumps({"layouts": layouts, "files": list(files), "weights": entries}, sort_keys=True)
         header = _MAGIC + text.encode() + b"\n"
         start = _round_up(len(header))
@@ -203,12 +196,12 @@ class SavedWeights:
         return cast(np.ndarray, self._pages)[offset : offset + self._sizes[offset]]
 
     def _map(self) -> bool:
-        """Map the file if it is the one that was planned."""
+        """Map the file if it has the planned header."""
         try:
             with self._folder.open(self.path) as file:
                 if file.read(len(self._header)) != self._header or (end := self._read_end(file)) is None:
                     return False
-                told, digest, num_bytes = end
+                metadata, digest, num_bytes = end
                 pages = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError:
             return False
@@ -216,31 +209,33 @@ class SavedWeights:
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
         count_as_taken(self._pages)
         Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
-        self._told = dict(zip(self._offsets.values(), json.loads(told), strict=True))
+        self._metadata = dict(zip(self._offsets.values(), json.loads(metadata), strict=True))
         self._offsets = {
-            key: offset for key, offset in self._offsets.items() if self._told[offset] is not None
+            key: offset for key, offset in self._offsets.items() if self._metadata[offset] is not None
         }
-        own = {offset: self._sizes[offset] for offset in self._offsets.values()}
-        self.check = SavedCheck(self.path, self._header + told, self._pages, own, digest)
+        sizes = {offset: self._sizes[offset] for offset in self._offsets.values()}
+        self.check = SavedCheck(self.path, self._header + metadata, self._pages, sizes, digest)
         return True
 
     def _read_end(self, file: BinaryIO) -> tuple[bytes, bytes, int] | None:
-        """What is told of the weights, the digest of all, and the size of the file; None of another file."""
+        """The metadata of the weights, the digest of the file, and its size; None for another file."""
         file.seek(self._end)
         end = file.read()
-        told, own, of_all = (
+        metadata, checksum, digest = (
             end[: -2 * _DIGEST_BYTES],
             end[-2 * _DIGEST_BYTES : -_DIGEST_BYTES],
             end[-_DIGEST_BYTES:],
         )
-        return (told, of_all, self._end + len(end)) if own == xxhash.xxh3_128_digest(told) else None
+        return (
+            (metadata, digest, self._end + len(end)) if checksum == xxhash.xxh3_128_digest(metadata) else None
+        )
 
     def _begin(self) -> None:
         try:
             self._folder.make_room(self._end)
             self._writer = AtomicFile(self.path)
             fcntl.flock(self._writer.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._writer.descriptor, self._end)  # other processes see what it will take
+            os.ftruncate(self._writer.descriptor, self._end)  # shows other processes its final size
             self._writer.write(self._header)
         except OSError as error:
             self._fail(error)
@@ -248,7 +243,7 @@ class SavedWeights:
     def _write(self, writer: AtomicFile, packed: PackedData, offset: int) -> None:
         if packed.native.num_bytes != self._sizes[offset]:
             _log.warning(
-                "expected %d bytes of a packed weight as its file's header tells, got %d: it is not kept",
+                "expected %d bytes of a packed weight by its file's header, got %d: it is not saved",
                 self._sizes[offset],
                 packed.native.num_bytes,
             )
@@ -260,22 +255,22 @@ class SavedWeights:
             self._fail(error)
             return
         self._digests[offset] = xxhash.xxh3_128_digest(view.data)
-        self._told[offset] = packed.metadata
+        self._metadata[offset] = packed.metadata
         self._in_memory.append((packed, offset))
 
     def _publish(self, writer: AtomicFile) -> bool:
-        """Give the file its name; not if a source file changed meanwhile."""
-        told = json.dumps([self._told.get(offset) for offset in self._offsets.values()]).encode()
+        """Give the file its name, unless a source file has changed since."""
+        metadata = json.dumps([self._metadata.get(offset) for offset in self._offsets.values()]).encode()
         try:
             os.ftruncate(writer.descriptor, self._end)  # the last weight's padding
-            of_all = digest_of(self._header + told, self._digests)
-            writer.write(told + xxhash.xxh3_128_digest(told) + of_all, self._end)
+            digest = file_digest(self._header + metadata, self._digests)
+            writer.write(metadata + xxhash.xxh3_128_digest(metadata) + digest, self._end)
             if not self._sources_stand():
                 self._abandon()
                 return False
             self._writer = None
             writer.publish()
-            self._folder.written(self.path)
+            self._folder.add_saved(self.path)
         except OSError as error:
             self._fail(error)
             return False
@@ -289,7 +284,7 @@ class SavedWeights:
         return True
 
     def _fail(self, error: OSError) -> None:
-        self._folder.tell("packed weights are", error)
+        self._folder.warn_not_saved("packed weights are", error)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -307,9 +302,10 @@ def _pointer(address: int) -> Any:
 
 
 def _touch(pages: np.ndarray) -> None:
-    """Has the kernel map all pages, read from the disk if need be, so that the first forward does not wait for each."""
+    """Have the kernel map all pages, reading from the disk if needed, so that the first forward does not wait for
+    each."""
     start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
     for address in range(start, stop, _TOUCHED_AT_ONCE):
         size = min(_TOUCHED_AT_ONCE, stop - address)
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_READ):
-            return  # before Linux 5.14: they come as they are read
+            return  # before Linux 5.14: reads map the pages

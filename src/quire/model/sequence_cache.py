@@ -1,19 +1,17 @@
-"""The cache of a model that runs by its own forward, one sequence at a time: `update` gives all K and V of it.
+"""The cache of a model that runs by its own forward, one sequence at a time: `update` returns all its K and V.
 
 It is over the same storage as `PagedCache`: new rows go to the step's slots, so prefix hits, copy-on-write, swap and
-tiers are those of every model. What is read back is [1, heads, tokens, head_dim], as transformers' own caches give it:
-a view of the storage where one entry of the table reaches the whole sequence (virtual, contiguous, growing, a sequence
-of one block), a gathered copy where it does not (paged). Of a layer with a window those are the tokens of the window
-alone, and `get_mask_sizes` says where they begin. The two parts of a latent come back apart. An indexer's keys (DSA)
-are rows of a layer of their own, `update_indexer`.
-Not for several sequences in one forward: `turns` says whose the next forward is.
+tiers are those of every model. It returns [1, heads, tokens, head_dim], as transformers' own caches do: a view of the
+storage if one entry of the table reaches the whole sequence (virtual, contiguous, growing, a sequence of one block),
+else a gathered copy (paged). For a layer with a window it returns the tokens of the window only, and `get_mask_sizes`
+says where they begin. The two parts of a latent come back apart. An indexer's keys (DSA) are rows of a layer of their
+own, `update_indexer`. Not for several sequences in one forward: `forwards` yields the sequence of the next forward.
 
 Invariants
     S1  in a forward every layer that stores K and V, and every indexer, does so once.
-    S2  positions count from the tokens that the sequence has before the forward; its new ones are behind those.
+    S2  positions count from the tokens that the sequence has before the forward; its new tokens follow those.
 
-Cost: one back end write a layer; beyond it nothing where a view is given, else a copy of the sequence's K and V of the
-layer.
+Cost: one back end write per layer; in addition nothing for a view, else a copy of the sequence's K and V of the layer.
 """
 
 from __future__ import annotations
@@ -34,13 +32,14 @@ class SequenceCache(PagedCache):
 
     _sequence = _num_past = _first_row = _num_rows = 0
 
-    def turns(self, *, by_token: bool) -> Iterator[tuple[int, int, int]]:
-        """Each forward of the step: one a sequence, or one a row with `by_token`. Until the next this is its cache.
+    def forwards(self, *, by_token: bool) -> Iterator[tuple[int, int, int]]:
+        """Yields each forward of the step: one per sequence, or one per row with `by_token`; until the next this is its
+        cache.
 
         Yields: its first row in the step, the row behind its last one, and the sequence's tokens before that row.
         """
         if self._step is None:
-            raise ArgumentError("expected a step before SequenceCache.turns; begin one")
+            raise ArgumentError("expected a step before SequenceCache.forwards; begin one")
         batch = self._step.batches[0]
         starts = batch.query_start.tolist()
         for sequence, length in enumerate(batch.context_lengths.tolist()):
@@ -58,7 +57,7 @@ class SequenceCache(PagedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns those of all tokens that the layer sees.
 
-        Of a latent layer: the latents `[1, 1, T, rank]` and their turned parts.
+        For a latent layer: the latents `[1, 1, T, rank]` and their rotary parts.
         """
         slots = self.check_new(key_states, value_states, layer_idx, self._num_rows)
         layer = self.spec.layers[layer_idx]
@@ -88,18 +87,18 @@ class SequenceCache(PagedCache):
         """Write rows [T, heads, width] of the current forward."""
         if layer in self._stored:  # S1
             raise UnsupportedModelError(
-                f"model type {self.model_type}: layer {layer} stores K and V twice in a forward, where one of each "
-                "a token is kept"
+                f"model type {self.model_type}: expected each layer to store K and V once in a forward, got layer "
+                f"{layer} twice"
             )
         self._stored.add(layer)
         self.num_attended += 1
         view = self.view(layer)
-        mine = slots[self._first_row : self._first_row + self._num_rows]
-        self.backend.write(view, k.to(view.dtype), v.to(view.dtype), mine)
+        forward_slots = slots[self._first_row : self._first_row + self._num_rows]
+        self.backend.write(view, k.to(view.dtype), v.to(view.dtype), forward_slots)
 
     def _tokens(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
-        """[1, heads, tokens, width] of pool [blocks, heads, block_size, width]: what the layer sees of the sequence,
-        this forward's tokens with it; a view if one entry has all."""
+        """[1, heads, tokens, width] of pool [blocks, heads, block_size, width]: the tokens of the sequence that the
+        layer sees, with this forward's; a view if one entry has all."""
         batch = self.batch(layer)
         first, stop = self._first_seen(layer, self._num_past), self._num_past + self._num_rows
         skipped = first // batch.block_size
@@ -110,12 +109,13 @@ class SequenceCache(PagedCache):
         return pool.transpose(0, 1)[:, entries].flatten(1, 2)[:, first:stop].unsqueeze(0)
 
     def _first_seen(self, layer: int, num_past: int) -> int:
-        """The first token that a window still has once the sequence has `num_past`; 0 where there is none."""
+        """The first token in a window once the sequence has `num_past` tokens; 0 without a window."""
         window = self.spec.layers[layer].span.window
         return max(0, num_past - window + 1) if window else 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Tokens of the sequence before this step; with this step's, once the layer (the first one) has stored them."""
+        """Tokens of the sequence before this step; including this step's, once the layer (the first one) has stored
+        them."""
         return self._num_past + (self._num_rows if (layer_idx or 0) in self._stored else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

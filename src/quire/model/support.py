@@ -1,13 +1,13 @@
-"""How well what Quire runs is proved: the levels, and which model types and forms of weights have which.
+"""How well each model type and form of weights is tested: the levels, and the level of each type and form.
 
-    proved         bits or tokens are those of an outside judge: transformers' model or `generate`, llama.cpp, the
+    proved         bits or tokens equal those of an outside judge: transformers' model or `generate`, llama.cpp, the
                    package or the code that defines a format
-    works          tests of Quire's own hold it
-    experimental   nothing that runs regularly holds it
-    refused        it is refused before it answers
+    works          covered by Quire's own tests
+    experimental   not covered by regular tests
+    refused        refused before the first answer
 
 `FORMS` names the test of each form of weights; docs/support.md, which `scripts/support` prints, has the other parts of
-Quire too. Model types are those of docs/models.md, kept here in families.txt (`scripts/support families` prints it).
+Quire too. Model types are those of docs/models.md, saved here in families.txt (`scripts/support families` prints it).
 
 Cost: a look-up; families.txt is read once.
 """
@@ -21,13 +21,13 @@ from pathlib import Path
 from quire.quantized.readers import GGUF_TYPES
 
 __all__ = [
+    "DEQUANTIZED_NOTE",
     "EXPERIMENTAL",
     "FAMILIES",
     "FORMS",
     "GGUF",
     "PROVED",
     "REFUSED",
-    "WIDENED_NOTE",
     "WORKS",
     "Form",
     "Support",
@@ -40,7 +40,7 @@ PROVED, WORKS, EXPERIMENTAL, REFUSED = ("proved", "works", "experimental", "refu
 
 @dataclass(frozen=True)
 class Support:
-    """part: "family" or "weights". name: of the model type or form. note: by what, or what to know."""
+    """part: "family" or "weights". name: of the model type or form. note: the judge or a remark."""
 
     part: str
     name: str
@@ -53,14 +53,14 @@ class Support:
 
 @dataclass(frozen=True)
 class Form:
-    """level, and the test that holds it, as FILE::NAME. note: the judge, or how far it goes."""
+    """level, and its test, as FILE::NAME. note: the judge, or the limits."""
 
     level: str
     test: str
     note: str = ""
 
 
-# How a model type runs, as families.txt has it: level and note.
+# By the mode of a model type in families.txt: level and note.
 FAMILIES = {
     "paged": (PROVED, "float32 tokens of model.generate"),
     "own": (PROVED, "float32 tokens of model.generate, by its own forward, one sequence at a time"),
@@ -68,7 +68,7 @@ FAMILIES = {
     "refused": (REFUSED, "the start says why"),
     "not built": (EXPERIMENTAL, "no tiny model of it could be tried; a start proves the model or refuses it"),
 }
-_UNKNOWN = (EXPERIMENTAL, "a type that was not tried; a start proves the model or refuses it")
+_UNKNOWN = (EXPERIMENTAL, "an untested type; a start proves the model or refuses it")
 
 _SWEEP = "tests/model/test_model_list.py::test_the_page_is_what_the_script_prints"
 _CHECKPOINTS = "tests/quantized/test_checkpoint_methods.py::"
@@ -78,7 +78,7 @@ _GGUF = Form(
     "bits of the package gguf",
 )
 GGUF = "GGUF "
-"""Before the name of a type of GGUF's."""
+"""Prefix of the name of a GGUF type."""
 FORMS = {
     "float32": Form(PROVED, _SWEEP, "tokens of model.generate"),
     "bfloat16": Form(PROVED, _SWEEP, "tokens of model.generate, unless rounding decides"),
@@ -100,27 +100,27 @@ FORMS = {
         WORKS, "tests/model/test_quantized.py::test_a_model_is_rounded_by_pattern", "rounded at load"
     ),
 }
-"""By what a plan calls the weights: the dtype of a plain checkpoint, a quant_method, a GGUF type, a rounding."""
-WIDENED_NOTE = "widened by the package gguf at load"
-"""Of GGUF types that are not read as codes."""
+"""By a plan's name of the weights: the dtype of a dense checkpoint, a quant_method, a GGUF type, a rounding."""
+DEQUANTIZED_NOTE = "dequantized by the package gguf at load"
+"""For GGUF types that are not read as codes."""
 
 
 def family_support(model_type: str) -> Support:
-    """Of a model type of transformers, whether it is known or not."""
+    """The support of a model type of transformers, known or unknown."""
     level, note = FAMILIES.get(_families().get(model_type, ""), _UNKNOWN)
     return Support("family", model_type, level, note)
 
 
 def weight_support(name: str) -> Support:
-    """Of a form of weights; int4 stands for int4:64 too."""
+    """The support of a form of weights; int4 stands for int4:64 too."""
     form = FORMS.get(name) or FORMS.get(name.partition(":")[0])
     if form is None:
-        return Support("weights", name, EXPERIMENTAL, WIDENED_NOTE * name.startswith(GGUF))
+        return Support("weights", name, EXPERIMENTAL, DEQUANTIZED_NOTE * name.startswith(GGUF))
     return Support("weights", name, form.level, form.note)
 
 
 @functools.cache
 def _families() -> dict[str, str]:
-    """By model type the key of `FAMILIES`."""
+    """The key of `FAMILIES` by model type."""
     lines = Path(__file__).with_name("families.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines)

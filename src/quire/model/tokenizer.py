@@ -1,9 +1,9 @@
-"""A tokenizer's memory: counted from its file before it is loaded, and what of it goes once it is loaded.
+"""A tokenizer's memory: predicted from its file before it is loaded, and reduced once it is loaded.
 
-The library `tokenizers` holds a vocabulary in hash tables: each word twice, by its text and by its id, each merge once,
-and for a model of kind Unigram a tree of all beginnings of words. Slots are a power of two, of which 7 of 8 are used;
-so the memory follows from the counts. `transformers` holds what it made them of as Python objects too, word by word
-and merge by merge, twice as much again: `release_copies` lets go of that.
+The library `tokenizers` stores a vocabulary in hash tables: each word twice, by its text and by its id, each merge
+once, and for a model of kind Unigram a trie of word prefixes. The number of slots is a power of two, of which 7 of 8
+are used; so the memory follows from the counts. `transformers` stores its input to the library as Python objects too,
+word by word and merge by merge, twice as much again: `release_copies` drops those.
 
 Not here: the loading of a tokenizer (`load`, `load_gguf`), encoding.
 
@@ -36,21 +36,19 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of them is where a tokenizer is."""
+"""A folder with a tokenizer has at least one of them."""
 
-# What a class of transformers makes its backend of, and leaves as attributes.
+# The attributes that a class of transformers builds its backend from, and leaves in place.
 _COPIES = ("_vocab", "_merges", "_vocab_scores")
 
-_WORD_SLOT, _MERGE_SLOT = 33, 17  # bytes: text or id, the other, and a byte of its hash; two ids for two
-_TEXT = 32  # the C library's least piece, which holds 24 bytes of text
+_WORD_SLOT, _MERGE_SLOT = 33, 17  # bytes: text and id, and a byte of the hash; two ids for two
+_TEXT = 32  # the C library's smallest allocation, with 24 bytes of text
 _SCORED_WORD = 32  # of Unigram's list: text and score
-_NODE, _NODES_A_WORD = (
-    272,
-    2.3,
-)  # of Unigram's tree; measured on words of Gemma and Qwen, 32 000 to 250 000 of them
-# Measured: what reading leaves between what stays. A file of JSON leaves twice what a GGUF file does.
+# Of Unigram's trie; measured on words of Gemma and Qwen, 32 000 to 250 000 of them.
+_NODE, _NODES_A_WORD = 272, 2.3
+# Measured: freed memory that reading leaves between live memory. A file of JSON leaves twice as much as a GGUF file.
 _LEFT_A_WORD, _LEFT_A_WORD_OF_GGUF, _LEFT_A_MERGE = 50, 25, 8
-_MERGES_A_WORD = 2  # of the merges that follow from words' scores: 1.96 in Gemma, 1.91 in Llama 2
+_MERGES_A_WORD = 2  # if the merges follow from words' scores: 1.96 in Gemma, 1.91 in Llama 2
 _ADDED = 1200  # measured: in the automaton that finds added tokens, by id, by text, and as a Python object
 
 
@@ -59,11 +57,11 @@ _BEFORE_LIST, _IN_PAIRS = re.compile(rb"\s*:\s*(?=[\[{])"), re.compile(rb"\[\s*\
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What decides a tokenizer's memory.
+    """The counts that decide a tokenizer's memory.
 
-    num_words, num_merges, num_added: added tokens are those beside or in front of the model's words.
-    is_unigram: words have scores and no merges. is_counted: by a file that says it; else by the model's config.
-    of_gguf: whether a GGUF file has it.
+    num_words, num_merges, num_added: added tokens come in addition to the model's words, or take precedence over them.
+    is_unigram: words have scores and no merges. is_counted: by its file; else estimated from the model's config.
+    of_gguf: whether it is a GGUF file's.
     """
 
     num_words: int
@@ -74,34 +72,34 @@ class Vocabulary:
     of_gguf: bool = False
 
     @property
-    def held_bytes(self) -> int:
-        """Of the library's tables and texts."""
+    def table_bytes(self) -> int:
+        """The bytes of the library's tables and texts."""
         slots = _num_slots(self.num_words)
-        found = slots * _WORD_SLOT + 2 * self.num_words * _TEXT
+        num_bytes = slots * _WORD_SLOT + 2 * self.num_words * _TEXT
         if self.is_unigram:
-            found += self.num_words * _SCORED_WORD + int(self.num_words * _NODES_A_WORD) * _NODE
+            num_bytes += self.num_words * _SCORED_WORD + int(self.num_words * _NODES_A_WORD) * _NODE
         else:
-            found += slots * _WORD_SLOT
-        return found + _num_slots(self.num_merges) * _MERGE_SLOT
+            num_bytes += slots * _WORD_SLOT
+        return num_bytes + _num_slots(self.num_merges) * _MERGE_SLOT
 
     @property
     def num_bytes(self) -> int:
-        """Of the process, once it is loaded."""
+        """The bytes of the process once the tokenizer is loaded."""
         left = _LEFT_A_WORD_OF_GGUF if self.of_gguf else _LEFT_A_WORD
         left_bytes = self.num_words * left + self.num_merges * _LEFT_A_MERGE
-        return self.held_bytes + self.num_added * _ADDED + left_bytes
+        return self.table_bytes + self.num_added * _ADDED + left_bytes
 
     @property
     def label(self) -> str:
-        """The counts in words."""
+        """The counts as text."""
         merges = f", {self.num_merges} merges" * bool(self.num_merges)
         return f"{'' if self.is_counted else 'about, '}{self.num_words} words{merges}"
 
 
 def planned_vocabulary(where: str, revision: str | None, vocab_size: int) -> Vocabulary | None:
-    """Of a folder, or of a Hub id in the local cache; None where there is no tokenizer."""
+    """The vocabulary of a folder, or of a Hub id in the local cache; None without a tokenizer."""
 
-    def found(name: str) -> Path | None:
+    def cached_path(name: str) -> Path | None:
         options = {
             "revision": revision,
             "local_files_only": True,
@@ -110,15 +108,17 @@ def planned_vocabulary(where: str, revision: str | None, vocab_size: int) -> Voc
         path = cached_file(where, name, _raise_exceptions_for_connection_errors=False, **options)
         return None if path is None else Path(path)
 
-    if (path := found(TOKENIZER_FILES[0])) is not None and (counted := count_words(path)) is not None:
-        return counted
-    if not any(map(found, TOKENIZER_FILES)):
+    path = cached_path(TOKENIZER_FILES[0])
+    if path is not None and (vocabulary := count_words(path)) is not None:
+        return vocabulary
+    if not any(map(cached_path, TOKENIZER_FILES)):
         return None
     return Vocabulary(vocab_size, _MERGES_A_WORD * vocab_size, is_counted=False)
 
 
 def gguf_vocabulary(source: GGUFSource) -> Vocabulary | None:
-    """Of a GGUF file; None where it has none. Merges that it leaves to its reader are reckoned by its words."""
+    """The vocabulary of a GGUF file; None if it has none. Merges that the file leaves to its reader are estimated from
+    its words."""
     if not (num_words := source.num_words):
         return None
     if source.field("tokenizer.ggml.model") == "t5":
@@ -127,7 +127,7 @@ def gguf_vocabulary(source: GGUFSource) -> Vocabulary | None:
 
 
 def count_words(path: Path) -> Vocabulary | None:
-    """Of a tokenizer.json, by its quotation marks, so to within a few; None where it has no vocabulary."""
+    """The vocabulary of a tokenizer.json, counted by its quotation marks, so to within a few; None if it has none."""
     data = path.read_bytes()
     names = ("added_tokens", "vocab", "merges")
     places = {name: place for name in names if (place := _list_of(data, name)) is not None}
@@ -139,7 +139,7 @@ def count_words(path: Path) -> Vocabulary | None:
             return 0
         start = places[name].stop
         stop = min((other.start for other in places.values() if other.start > start), default=len(data))
-        text = data[start:stop].replace(rb"\\", b"")  # then a backslash before a mark makes it one of a word
+        text = data[start:stop].replace(rb"\\", b"")  # so that a backslash before a mark always escapes it
         return text.count(mark) - text.count(b"\\" + mark)
 
     num_words, num_merges = num_of("vocab", b'"') // 2, num_of("merges", b'"') // 2
@@ -150,23 +150,23 @@ def count_words(path: Path) -> Vocabulary | None:
 
 
 def _list_of(data: bytes, name: str) -> range | None:
-    """From the name of a list or table to its bracket. A word of a vocabulary may have the name too."""
+    """The range from the name of a list or table to its bracket. A word of a vocabulary may equal the name."""
     key = f'"{name}"'.encode()
-    found = data.find(key)
-    while found >= 0:
-        if (after := _BEFORE_LIST.match(data, found + len(key))) is not None:
-            return range(found, after.end())
-        found = data.find(key, found + 1)
+    position = data.find(key)
+    while position >= 0:
+        if (bracket := _BEFORE_LIST.match(data, position + len(key))) is not None:
+            return range(position, bracket.end())
+        position = data.find(key, position + 1)
     return None
 
 
 def _num_slots(num_entries: int) -> int:
-    """Of a hash table that has grown to so many."""
+    """The slots of a hash table that has grown to `num_entries`."""
     return 0 if not num_entries else max(4, 1 << (-(-num_entries * 8 // 7) - 1).bit_length())
 
 
 def release_copies(tokenizer: Any) -> None:
-    """Let go of the Python objects that a fast tokenizer's vocabulary was made of, where no method reads them."""
+    """Drop the Python objects that a fast tokenizer's vocabulary was built from, if no method reads them."""
     if not getattr(tokenizer, "is_fast", False):
         return
     used = set(_names_in_methods(type(tokenizer)))
@@ -174,14 +174,14 @@ def release_copies(tokenizer: Any) -> None:
     for name in released:
         delattr(tokenizer, name)
     if released:
-        # Added tokens were made last and lie between the copies: made anew, they keep no memory around them.
-        with suppress(Exception):  # an option that cannot be copied stays where it is
+        # Added tokens were allocated last, between the copies; a copy of them lets that memory be freed.
+        with suppress(Exception):  # an option that cannot be copied stays in place
             tokenizer.init_kwargs = pickle.loads(pickle.dumps(tokenizer.init_kwargs))
     give_back_freed()
 
 
 def _names_in_methods(kind: type) -> Iterator[str]:
-    """Names that the methods of a class and its bases use, constructors left out."""
+    """Names that the methods of a class and its bases use, except constructors."""
     for base in kind.__mro__:
         for name, member in vars(base).items():
             parts = (member.fget, member.fset) if isinstance(member, property) else (member,)

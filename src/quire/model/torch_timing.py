@@ -1,9 +1,9 @@
-"""Reports when torch's own linear layers and attention run: what no native kernel records.
+"""Reports calls of torch's own linear layers and attention, which no native kernel records.
 
-For the profile of a step on `backend="python"`, where it costs a hook per linear layer and a call per attention; on
-the native back end there is next to nothing to watch, the kernels record themselves (native/kernels/profile.hpp).
+For the profile of a step on `backend="python"`, at the cost of a hook per linear layer and a call per attention; on the
+native back end the kernels record themselves (native/kernels/profile.hpp), and little is left to report.
 
-Cost: about 2 us for each of those calls, and nothing for a model that is not watched.
+Cost: about 2 us for each of those calls, and nothing for a model without it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from quire.model.linear import NativeWeight
 from quire.quantized import QuantizedPanels
 from quire.step import AttentionBatch
 
-__all__ = ["Record", "watch_attention", "watch_linears"]
+__all__ = ["RecordCall", "time_attention", "time_linears"]
 
 # record(kind, start, duration): kind 0 a linear layer, 1 attention, 2 a KV write; ns of time.perf_counter_ns().
-Record = Callable[[int, int, int], None]
+RecordCall = Callable[[int, int, int], None]
 
 _LINEAR, _ATTENTION, _KV_WRITE = range(3)
 
 
 class _TimedAttention:
-    """A back end with every call reported."""
+    """A back end that reports every call."""
 
-    def __init__(self, backend: AttentionBackend, record: Record) -> None:
+    def __init__(self, backend: AttentionBackend, record: RecordCall) -> None:
         self._backend = backend
         self._record = record
 
@@ -57,13 +57,13 @@ class _TimedAttention:
         return result
 
 
-def watch_attention(backend: Device, record: Record) -> AttentionBackend:
-    """`backend`, its calls reported unless it is the native one, which records itself."""
+def time_attention(backend: Device, record: RecordCall) -> AttentionBackend:
+    """`backend`, with its calls reported; the native back end itself, which records its own."""
     return backend if backend.is_native else _TimedAttention(backend, record)
 
 
-def watch_linears(model: nn.Module, record: Record) -> Callable[[], None]:
-    """Report every call of a linear layer that the native kernels do not compute; returns what ends it."""
+def time_linears(model: nn.Module, record: RecordCall) -> Callable[[], None]:
+    """Report every call of a linear layer that the native kernels do not compute; returns a function that stops it."""
     handles = []
     for module in model.modules():
         is_linear = isinstance(module, (nn.Linear, Conv1D)) and not any(module.children())
@@ -74,14 +74,14 @@ def watch_linears(model: nn.Module, record: Record) -> Callable[[], None]:
         if is_linear and not by_kernels:
             started: list[int] = []
 
-            def before(*_: Any, started: list[int] = started) -> None:
+            def note_start(*_: Any, started: list[int] = started) -> None:
                 started.append(time.perf_counter_ns())
 
-            def after(*_: Any, started: list[int] = started) -> None:
+            def report(*_: Any, started: list[int] = started) -> None:
                 start = started.pop()
                 record(_LINEAR, start, time.perf_counter_ns() - start)
 
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            handles += [module.register_forward_pre_hook(note_start), module.register_forward_hook(report)]
 
     def stop() -> None:
         while handles:

@@ -1,6 +1,6 @@
-"""What Quire lacks for a model, in the model's own terms: for refusals.
+"""Describes the unsupported feature of a model, in the model's own terms: for refusals.
 
-Read from the model's modules and their code, after a refusal only: nothing is refused for what is said here.
+Read from the model's modules and their code, after a refusal only: the descriptions never decide a refusal.
 
 Cost: a look at every module's class.
 """
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["attends_itself", "counts_padding", "what_is_missing", "why_not_called"]
+__all__ = ["attends_itself", "counts_padding", "forward_mismatch", "unsupported_feature"]
 
-# What forwards call a past that is no cache of K and V.
+# The names that forwards use for a past other than K and V.
 _OTHER_PASTS = ("mems", "state", "past_buckets_states", "cache_params")
 
 
-def what_is_missing(model: torch.nn.Module) -> str | None:
-    """Why the model does not run on paged memory, where that can be told from its modules."""
+def unsupported_feature(model: torch.nn.Module) -> str | None:
+    """Why the model does not run on paged memory, if its modules show it."""
     if _has_alibi(model):
-        return "its positions are biases on attention's scores (ALiBi), of a kind that Quire's attention does not add"
+        return "its positions are biases on attention's scores (ALiBi), in a form that Quire's attention does not add"
     for module in model.modules():
         if attends_itself(type(module)):
             return (
@@ -32,24 +32,22 @@ def what_is_missing(model: torch.nn.Module) -> str | None:
     return None
 
 
-def why_not_called(model: torch.nn.Module, missing: Collection[str], parameters: Collection[str]) -> str:
-    """Why the model's forward takes none of `missing`, of position_ids and cache. parameters: what it takes."""
+def forward_mismatch(model: torch.nn.Module, missing: Collection[str], parameters: Collection[str]) -> str:
+    """Why the model's forward lacks the arguments `missing`, of position_ids and cache. parameters: the arguments it
+    has."""
     name = type(model).__name__
     if "cache" in missing:
-        kept = [past for past in _OTHER_PASTS if past in parameters]
-        what = (
-            f"it keeps its past as {kept[0]}, not as K and V"
-            if kept
-            else "it computes all tokens in every step"
-        )
-        return f"{name} takes no cache: {what}"
+        pasts = [past for past in _OTHER_PASTS if past in parameters]
+        if pasts:
+            return f"{name} takes no cache: it keeps its past as {pasts[0]}, not as K and V"
+        return f"{name} takes no cache: it computes all tokens in every step"
     if _has_alibi(model):
         return f"{name} takes no position_ids: its positions are biases on attention's scores (ALiBi)"
     return f"{name} takes no position_ids: it counts positions itself, of one sequence"
 
 
 def attends_itself(cls: type) -> bool:
-    """Whether the class's forward stores K and V in a cache, and does not attend through transformers' interface."""
+    """Whether the class's forward stores K and V in a cache without attending through transformers' interface."""
     names = _names(cls)
     return "update" in names and "get_interface" not in names
 
@@ -63,9 +61,9 @@ def counts_padding(cls: type) -> bool:
 def _has_alibi(model: torch.nn.Module) -> bool:
     configs: list[Any] = [getattr(model, "config", None)]
     configs += [getattr(configs[0], "attn_config", None)]
-    said = [getattr(config, "alibi", None) for config in configs]
-    if any(value is not None for value in said):
-        return any(said)
+    flags = [getattr(config, "alibi", None) for config in configs]
+    if any(flag is not None for flag in flags):
+        return any(flags)
     return any("build_alibi_tensor" in _names(type(module), "forward") for module in model.modules())
 
 

@@ -1,17 +1,17 @@
-"""How the weights of a model are held once it serves, in bytes, by kind: told ahead, and of a model that serves.
+"""Bytes of a model's weights in memory once it serves, by kind: planned, and measured on a serving model.
 
-    codes         weights that are held as codes, by their format
+    codes         quantized weights, by their format
     linear        packed panels of linear layers, with their padding. A weight that is the embedding too is here, once
     experts       packed panels of experts, or their codes
     latents       kv_b_proj of latent layers once more, head by head, as it is multiplied into queries and results
     embeddings    dense embeddings that no linear layer shares
-    dense         all else: norms, convolutions, routers, layers that stay as they are; buffers
+    dense         all else: norms, convolutions, routers, layers that stay dense; buffers
 
-`planned_weights` takes a model without memory, on torch's meta device, and asks what chooses the packing (`linear`,
-`experts`) the same questions; `held_weights` looks at the packed model. What a packed weight takes is asked of
-`WEIGHT_FORMS`, where a form that weights are held in is registered by its name.
+`planned_weights` takes a model without memory, on torch's meta device, and calls the functions that choose the packing
+(`linear`, `experts`); `measured_weights` takes the packed model. `WEIGHT_FORMS` gives the size of a packed weight; a
+new form of weights registers there by its name.
 
-Not here: small copies that a model's own forward leaves (a router packed beside its weight).
+Not here: small copies of a model's own forward (a router packed next to its weight).
 
 Cost: O(modules and parameters); no weight is read.
 """
@@ -49,7 +49,7 @@ from quire.spec.weight_formats import Rounding
 __all__ = [
     "WEIGHT_FORMS",
     "WeightSize",
-    "held_weights",
+    "measured_weights",
     "outputs_per_token",
     "planned_weights",
     "register_form",
@@ -59,12 +59,12 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.ml
 _KINDS = ("codes", "linear", "experts", "latents", "embeddings", "dense")
 
 WeightForm = Callable[[int, int, torch.dtype, str], int]
-"""(num_outputs, num_inputs, dtype that the model computes in, what follows the colon of its name) -> bytes."""
+"""(num_outputs, num_inputs, dtype that the model computes in, the part after the colon of its name) -> bytes."""
 
 
 @dataclass(frozen=True)
 class WeightSize:
-    """Weights that are held alike. kind: see the module's text. label: of codes, their format."""
+    """The size of the weights of one kind. kind: see the module's text. label: for codes, their format."""
 
     kind: str
     num_tensors: int
@@ -105,7 +105,8 @@ WEIGHT_FORMS: Registry[WeightForm] = Registry(
 
 
 def register_form(name: str, num_bytes: WeightForm) -> None:
-    """Have plans know what weights take in the form `name`. *raises:* ArgumentError: the name is taken by another."""
+    """Register the size of weights in the form `name`, for plans. *raises:* ArgumentError: another form has the
+    name."""
     WEIGHT_FORMS.register(name, num_bytes)
 
 
@@ -117,13 +118,12 @@ def planned_weights(
     codes: Mapping[str, CodeForm | ExpertForms] | None = None,
     backend: str | None = None,
 ) -> tuple[WeightSize, ...]:
-    """What `model`, all of it on the meta device, will hold; kinds of which it has none are left out.
+    """The sizes of `model`, all of it on the meta device, once it serves; kinds without weights are left out.
 
-    packing: as of `pack_linears`. form_of: of a packed parameter's name, the form in which its weight is held; None:
-    as the packing has it. codes: the form of parameters that come as codes, by their names. backend: what computes
-    from codes.
+    packing: as of `pack_linears`. form_of: the form of a packed parameter, by its name; None: as the packing has it.
+    codes: the form of quantized parameters, by their names. backend: the back end that computes from codes.
     """
-    rows = _Rows()
+    rows = _SizeTable()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     packed: set[int] = set()
     for name, form in (codes or {}).items():
@@ -169,20 +169,20 @@ def planned_weights(
     return rows.all()
 
 
-def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple[WeightSize, ...]:
-    """What `model`, prepared to serve, holds now. latents: of its latent modules, once they have attended."""
-    rows = _Rows()
+def measured_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple[WeightSize, ...]:
+    """The sizes of `model`, prepared to serve, at present. latents: of its latent modules, once they have attended."""
+    rows = _SizeTable()
     shared = {id(weight) for module in model.modules() if (weight := _linear_weight(module)) is not None}
     for name, parameter in model.named_parameters():
-        held = parameter.held if isinstance(parameter, PackedParameter) else None
-        packed = None if held is None else held.packed
+        lazy_weight = parameter.lazy_weight if isinstance(parameter, PackedParameter) else None
+        packed = None if lazy_weight is None else lazy_weight.packed
         if isinstance(packed, list):
             rows.add("experts", sum(map(_packed_bytes, packed)))
         elif isinstance(packed, QuantizedPanels):
             rows.add("codes", packed.num_bytes, packed.label)
         elif packed is not None:
             rows.add("linear", _packed_bytes(packed))
-        if packed is None or (held is not None and held.dense is not None):  # lent: both
+        if packed is None or (lazy_weight is not None and lazy_weight.dense is not None):  # lent: both
             is_embedding = isinstance(_holder(model, name), nn.Embedding) and id(parameter) not in shared
             rows.add("embeddings" if is_embedding else "dense", parameter.numel() * parameter.itemsize)
     for heads in latents:
@@ -193,8 +193,8 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
 
 
 def outputs_per_token(model: nn.Module) -> int:
-    """Elements that the linear layers and experts of the widest decoder layer give for one token: what activations of a
-    step go by. `model` may be on the meta device."""
+    """Outputs per token of the linear layers and experts of the widest decoder layer: a step's activations scale with
+    it. `model` may be on the meta device."""
     widths: Counter[str] = Counter()
     top_k = getattr(cast(Any, model).config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
     for name, module in model.named_modules():
@@ -202,7 +202,7 @@ def outputs_per_token(model: nn.Module) -> int:
             continue
         if (projections := expert_projections(module, "meta")) is not None:
             axis = -1 if getattr(module, "is_transposed", False) else -2
-            outputs = top_k * sum(cast(Any, module._parameters[one]).shape[axis] for one in projections)
+            outputs = top_k * sum(cast(Any, module._parameters[key]).shape[axis] for key in projections)
         else:
             outputs = getattr(module, "out_features", None) or getattr(module, "nf", None) or 0
         widths[layer[0]] += outputs
@@ -210,7 +210,7 @@ def outputs_per_token(model: nn.Module) -> int:
 
 
 def _linear_weight(module: nn.Module) -> nn.Parameter | None:
-    """Which no embedding has alone."""
+    """The module's weight, unless it is an embedding."""
     return None if isinstance(module, nn.Embedding) else module._parameters.get("weight")
 
 
@@ -219,7 +219,7 @@ def _holder(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-class _Rows:
+class _SizeTable:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
@@ -229,22 +229,22 @@ class _Rows:
         self._bytes[kind, label] += num_bytes
 
     def all(self) -> tuple[WeightSize, ...]:
-        found = sorted(self._counts, key=lambda key: (_KINDS.index(key[0]), -self._bytes[key]))
+        keys = sorted(self._counts, key=lambda key: (_KINDS.index(key[0]), -self._bytes[key]))
         return tuple(
             WeightSize(kind, self._counts[kind, label], self._bytes[kind, label], label)
-            for kind, label in found
+            for kind, label in keys
         )
 
 
-def _add_latent(rows: _Rows, module: Any, packing: Packing | None) -> None:
+def _add_latent(rows: _SizeTable, module: Any, packing: Packing | None) -> None:
     """The heads that `LatentHeads` will pack of this module."""
     weight = module.kv_b_proj.weight
-    kept, v_dim, rank = module.qk_nope_head_dim, module.v_head_dim, weight.shape[1]
+    nope_dim, v_dim, rank = module.qk_nope_head_dim, module.v_head_dim, weight.shape[1]
     form = WEIGHT_FORMS[
         "native" if packing is None and choose_packing(weight.dtype) == "native" else "watched"
     ]
-    each = form(rank, kept, weight.dtype, "") + form(v_dim, rank, weight.dtype, "")
-    rows.add("latents", weight.shape[0] // (kept + v_dim) * each)
+    head_bytes = form(rank, nope_dim, weight.dtype, "") + form(v_dim, rank, weight.dtype, "")
+    rows.add("latents", weight.shape[0] // (nope_dim + v_dim) * head_bytes)
 
 
 def _packed_bytes(packed: PackedWeight) -> int:

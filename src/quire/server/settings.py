@@ -39,7 +39,7 @@ from typing import Any
 
 from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
-from quire.secret_text import check_key, is_readable_by_all, key_lines, named, read_text
+from quire.secret_text import check_key, is_readable_by_all, key_lines, read_text, resolve_secret
 from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.http.client_address import TrustedProxies
 from quire.sizes import parse_size
@@ -294,7 +294,7 @@ def _secret(name: str, text: Any, path: str | None) -> bytes | None:
         return None
     where = f"{name} in [server] of {path}"
     _check_type(text, str, where)
-    secret = named(text, where).encode()
+    secret = resolve_secret(text, where).encode()
     check_secret(secret, name)
     return secret
 
@@ -334,7 +334,7 @@ def _digest(key: Any, where: str) -> bytes:
     _check_type(key, str, where)
     kind, _, rest = key.partition(":")
     if kind == "env":
-        return digest_of_key(check_key(named(key, where), where))
+        return digest_of_key(check_key(resolve_secret(key, where), where))
     if kind == "sha256":
         try:
             digest = bytes.fromhex(rest.strip())

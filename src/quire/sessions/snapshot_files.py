@@ -255,7 +255,7 @@ class SnapshotFiles:
     def _write_record(self, record: SnapshotRecord, path: Path) -> None:
         """Under the lock."""
         # One temporary name: only the lock's holder writes, and overwrites the rest of a killed process.
-        with AtomicFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
+        with AtomicFile(path, temporary=self.folder / _WRITING, calls=self._files) as file:
             file.write(_encoded(record))
 
     def _aside_path(self, name: str, namespace: bytes) -> Path:

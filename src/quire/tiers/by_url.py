@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.registry import Registry
-from quire.secret_text import named
+from quire.secret_text import resolve_secret
 from quire.tiers.tier import Tier
 
 __all__ = ["register", "tier_from_url", "unregister"]
@@ -38,6 +38,6 @@ def register(scheme: str, make: Callable[[str], Tier]) -> None:
 
 def tier_from_url(url: str) -> Tier:
     """url: a URL, or `env:NAME`, a variable that holds one. *raises:* ArgumentError: no tier for the scheme."""
-    url = named(url, "remote_cache")
+    url = resolve_secret(url, "remote_cache")
     scheme = url[: max(0, url.find("://"))]  # without a scheme the text may be a password: not shown
     return _MAKERS[scheme](url)

@@ -20,7 +20,7 @@ from quire.model.fused.layer import FusedLayer, match_layer
 from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
-from quire.model.module_patch import below, install
+from quire.model.module_patch import current_method, patch_methods
 from quire.model.prove.equal_modules import kind_of
 from quire.model.prove.hooks import may_be_replaced
 from quire.model.prove.model import ModelToProve
@@ -111,7 +111,7 @@ class Fused:
 
     def _install_rows(self, module: nn.Module, part: RowNorm | FusedMlp) -> None:
         """`part` serves for `module`: it maps rows to rows."""
-        original = below(module, "forward")
+        original = current_method(module, "forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.active and len(args) == 1 and not kwargs and part.serves(args[0]):
@@ -122,7 +122,7 @@ class Fused:
 
     def _install_attending(self, module: nn.Module, part: FusedAttention | FusedMixer | FusedLayer) -> None:
         """`part` serves for `module`: it takes hidden rows, and the cache among the keywords."""
-        original = below(module, "forward")
+        original = current_method(module, "forward")
         keyword = cache_keyword(original)
         pair = isinstance(part, FusedAttention)  # it returns (rows, no weights)
         within = part.attention if isinstance(part, FusedLayer) else part
@@ -145,7 +145,7 @@ class Fused:
         self._install(module, part, forward)
 
     def _install(self, module: nn.Module, part: Any, forward: Any) -> None:
-        self._undo[module] = install(module, forward=forward)
+        self._undo[module] = patch_methods(module, forward=forward)
         self._installed.append((module, part))
 
     def _uninstall(self, module: nn.Module, part: Any) -> None:

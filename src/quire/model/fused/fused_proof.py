@@ -172,7 +172,7 @@ class Proof:
         dtype = call.hidden.dtype
         wide = nullcontext() if dtype is self.dtype else upcast_to(module, dtype)
         try:
-            with self._prepared.eagerly(), wide:
+            with self._prepared.eager_attention(), wide:
                 return module_output(module, call)
         except Exception:  # it reads more than its arguments
             return None

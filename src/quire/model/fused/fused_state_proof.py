@@ -107,7 +107,7 @@ class StateProof:
             source = _FreshState(adapter)
             source.begin(slice(0, hidden.shape[1]))
             try:
-                with self._prepared.eagerly(), self._computing_in(module, hidden):
+                with self._prepared.eager_attention(), self._computing_in(module, hidden):
                     answer = module.forward(hidden_states=hidden, **keywords, **{keyword: source})
             except Exception:  # it reads more than its arguments
                 return None

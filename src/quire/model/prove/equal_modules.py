@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.model.module_patch import own_class
+from quire.model.module_patch import original_class
 
 __all__ = ["kind_of"]
 
@@ -45,7 +45,7 @@ def _kind(module: nn.Module) -> Hashable:
     )
     packed: Any = module.__dict__.get("_packed")
     shape = (packed.num_outputs, packed.num_inputs, packed.dtype) if hasattr(packed, "num_outputs") else None
-    return (own_class(module), module.__dict__.get("forward"), attributes, tensors, children, shape)
+    return (original_class(module), module.__dict__.get("forward"), attributes, tensors, children, shape)
 
 
 def _constant(value: Any) -> Hashable:

@@ -70,7 +70,7 @@ def _own_output(
     prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype
 ) -> torch.Tensor | None:
     wide = nullcontext() if dtype is prepared.loaded.dtype else upcast_to(module, dtype)
-    with prepared.eagerly(), wide:
+    with prepared.eager_attention(), wide:
         return module_output(module, call.to_dtype(dtype))
 
 
@@ -85,7 +85,7 @@ def _paged_output(prepared: ModelToProve, module: nn.Module, call: Call, dtype: 
     assert call.cache_keyword is not None
     num_rows, rows = call.hidden.shape[1], []
     pages = PagedCall(call, prepared.spec.layers[call.layer], dtype, call.layer, native)
-    with prepared.from_pages(), wide, pages:
+    with prepared.paged_attention(), wide, pages:
         for part in pages.steps():
             keywords = {name: _rows_of(value, part, num_rows) for name, value in call.keywords.items()}
             keywords |= {call.cache_keyword: pages.cache, "attention_mask": None}

@@ -23,7 +23,7 @@ from quire.attention import AttentionOptions, attention_batch
 from quire.errors import UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
-from quire.model.own_cache import own_cache
+from quire.model.paged_cache import empty_model_cache
 from quire.model.prove.error_bounds import rows_agree
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.upcast import upcast_to
@@ -94,8 +94,8 @@ class Probe:
         rows = torch.stack([
             torch.nn.functional.pad(tokens, (0, longest - tokens.numel())) for tokens in self.sequences
         ])  # fmt: skip
-        cache = own_cache(prepared.loaded.model)
-        logits = prepared.own_logits(rows, torch.arange(longest), cache)
+        cache = empty_model_cache(prepared.loaded.model)
+        logits = prepared.model_logits(rows, torch.arange(longest), cache)
         return torch.cat([row[:length] for row, length in zip(logits, _LENGTHS, strict=True)])
 
 

@@ -26,7 +26,7 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.model.module_patch import OUR_NAMES, own_class
+from quire.model.module_patch import QUIRE_NAMES, original_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.model.prove.hooks import global_hooks, hooks_on
 
@@ -36,7 +36,7 @@ _HASHED_WHOLE = 64 << 10  # bytes
 _NUM_SAMPLES = 4096
 
 # Entries of a module's __dict__ that are recorded apart from its attributes, or that do not affect its output.
-_TORCHS = frozenset(nn.Module().__dict__) | OUR_NAMES | {
+_TORCHS = frozenset(nn.Module().__dict__) | QUIRE_NAMES | {
     "_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued", "generation_config",
     "_quire_hold", "_compiled_call_impl", "name_or_path",
 }  # fmt: skip
@@ -99,7 +99,7 @@ class ModelRecord:
         small: list[Any] = []
         for _, tensor in _tensors(model):
             if isinstance(tensor, PackedParameter):
-                self._packed.append(tensor.held)
+                self._packed.append(tensor.lazy_weight)
             elif tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
                 self._dense.append((tensor, tensor.data_ptr()))
                 small.append(_bytes(tensor))
@@ -141,7 +141,7 @@ class ModelRecord:
 
     def _tensor_states(self) -> list[Any]:
         for packed in self._packed:
-            if packed.dense is not None or packed._kept is not None:
+            if packed.dense is not None or packed._copy is not None:
                 packed.settle()
         return [
             *[packed.num_writes for packed in self._packed],
@@ -156,7 +156,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name, module in model.named_modules():
         place = f"{name}." if name else ""
-        cls = own_class(module)
+        cls = original_class(module)
         entries[f"the class of {name or 'the model'}"] = (cls, getattr(cls, "forward", None))
         for attribute, value in module.__dict__.items():
             if attribute not in _TORCHS and (simple := _simple(value)) is not None:
@@ -175,7 +175,7 @@ def behaviour(model: nn.Module) -> str:
     """The simple attributes of the modules and their classes, as text that is equal in every process."""
     lines = []
     for name, module in model.named_modules():
-        cls = own_class(module)
+        cls = original_class(module)
         lines.append(f"{name} {cls.__module__}.{cls.__qualname__}")
         for hook in [
             *hooks_on(module),
@@ -223,7 +223,7 @@ def _differs_in_training(module: nn.Module) -> bool:
     their only randomness is torch's dropout."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    package = own_class(module).__module__
+    package = original_class(module).__module__
     if package.startswith("torch."):
         return isinstance(module, nn.modules.batchnorm._NormBase | nn.RReLU | nn.RNNBase)
     return not package.startswith("peft.")
@@ -237,8 +237,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensor_fact(tensor: torch.Tensor) -> tuple[Any, ...]:
     description = (tuple(tensor.shape), tensor.dtype, str(tensor.device))
     if isinstance(tensor, PackedParameter):
-        tensor.held.settle()
-        return (*description, id(tensor.held), tensor.held.num_writes)
+        tensor.lazy_weight.settle()
+        return (*description, id(tensor.lazy_weight), tensor.lazy_weight.num_writes)
     if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return (*description, type(tensor), id(tensor), _version(tensor))
     view = _bytes(tensor)

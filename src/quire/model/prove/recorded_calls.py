@@ -26,8 +26,7 @@ from transformers import Cache, DynamicCache
 from quire.attention import attention_batch, device_of
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
-from quire.model.own_cache import own_cache, own_cache_class
-from quire.model.paged_cache import PagedCache, rows_to_store
+from quire.model.paged_cache import PagedCache, empty_model_cache, model_cache_class, rows_to_store
 from quire.model.prove.error_bounds import NUM_ROWS, row_parts
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
@@ -159,13 +158,13 @@ def record(
     layers: layer number of each module that stores K and V.
     """
     wanted = list(modules)
-    if not wanted or own_cache_class(prepared.loaded.model) is not DynamicCache:
+    if not wanted or model_cache_class(prepared.loaded.model) is not DynamicCache:
         return {}, {}  # a model's own cache class cannot be filled with random values: nothing is fused then
     longest, spec = prepared.loaded.max_model_len, prepared.spec.layers
     tokens = text_tokens(prepared, min(NUM_TOKENS, longest))
     before = max(0, tokens.numel() - NUM_ROWS)
     rows = tokens[before:]
-    cache = own_cache(prepared.loaded.model)
+    cache = empty_model_cache(prepared.loaded.model)
     if before:
         _forward(prepared, tokens[:before], 0, cache, _CallRecorder(wanted, layers, spec, None))
     near = _CallRecorder(wanted, layers, spec, before)
@@ -253,7 +252,7 @@ def _forward(
 ) -> None:
     positions = torch.arange(start, start + ids.numel())
     with recorder:
-        prepared.own_logits(ids, positions, cache, eager=True)
+        prepared.model_logits(ids, positions, cache, eager=True)
 
 
 def _cached_kv(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from quire.model.experts import PackedExperts
-from quire.model.own_cache import own_cache
+from quire.model.paged_cache import empty_model_cache
 from quire.model.prove.equal_modules import kind_of
 from quire.model.prove.error_bounds import decide, within_bounds
 from quire.model.prove.model import ModelToProve
@@ -64,7 +64,7 @@ def _computes_the_same(
 
     def answer(forward: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor | None:
         wide = nullcontext() if dtype is working else upcast_to(module, dtype)
-        with prepared.eagerly(), serving(), with_forward(module, forward), wide:
+        with prepared.eager_attention(), serving(), with_forward(module, forward), wide:
             return _first_tensor(
                 module.forward(*_cast_arguments(args, dtype), **_cast_arguments(kwargs, dtype))
             )
@@ -95,8 +95,8 @@ def _calls(prepared: ModelToProve, modules: list[nn.Module]) -> dict[nn.Module, 
     hooks = [module.register_forward_pre_hook(record_arguments, with_kwargs=True) for module in modules]
     try:
         tokens = text_tokens(prepared, min(NUM_ROWS, prepared.loaded.max_model_len))
-        cache = own_cache(prepared.loaded.model)
-        prepared.own_logits(tokens, torch.arange(tokens.numel()), cache, eager=True)
+        cache = empty_model_cache(prepared.loaded.model)
+        prepared.model_logits(tokens, torch.arange(tokens.numel()), cache, eager=True)
     finally:
         for hook in hooks:
             hook.remove()

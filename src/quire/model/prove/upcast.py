@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quire.model.dense_weights import plain
-from quire.model.experts import DenseExperts, is_experts, loop_of
+from quire.model.dense_weights import dense_weight
+from quire.model.experts import DenseExperts, expert_loop, is_experts
 from quire.model.linear import NativeWeight, PackedModule, PackedWeight
-from quire.model.module_patch import own_class
+from quire.model.module_patch import original_class
 from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
 from quire.quantized import QuantizedPanels
 
@@ -105,7 +105,7 @@ def _upcast_modules(
             if isinstance(part, nn.Embedding):
                 undo.append(_upcast_embedding(part, dtype))
             elif is_experts(part):
-                loop = functools.partial(loop_of(own_class(part)), part)
+                loop = functools.partial(expert_loop(original_class(part)), part)
                 widen_experts = functools.partial(DenseExperts, transposed=bool(part.is_transposed))
                 undo.append(_upcast_experts(part, dtype, loop, widen_experts))
             elif isinstance(part, PackedModule) and part._packed is not None:
@@ -214,7 +214,7 @@ def _upcast_tensors(
         if widen_experts is not None and value.dim() == 3:
             yield part._parameters, name, widen_experts(value, dtype)
         else:
-            yield part._parameters, name, nn.Parameter(plain(value).to(dtype), requires_grad=False)
+            yield part._parameters, name, nn.Parameter(dense_weight(value).to(dtype), requires_grad=False)
     for name, value in part._buffers.items():
         # Rotary frequencies are float32 by design, in any type of rows.
         if value is not None and value.is_floating_point() and value.dtype is not torch.float32:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.dense_weights import plain
+from quire.model.dense_weights import dense_weight
 from quire.model.sources.source import CheckpointTensor
 
 __all__ = ["LiveSource"]
@@ -40,4 +40,4 @@ class LiveSource:
 
 
 def _checkpoint_tensor(name: str, tensor: torch.Tensor) -> CheckpointTensor:
-    return CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, lambda: plain(tensor))
+    return CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, lambda: dense_weight(tensor))

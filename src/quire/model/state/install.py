@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.errors import ArgumentError
 from quire.model.cache_keyword import cache_keyword, given_cache
-from quire.model.module_patch import below, install
+from quire.model.module_patch import current_method, patch_methods
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.source import state_source
 
@@ -34,7 +34,7 @@ def install_states(adapters: Mapping[int, StateAdapter]) -> Callable[[], None]:
 
 
 def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
-    original = below(adapter.module, "forward")
+    original = current_method(adapter.module, "forward")
     keyword = cache_keyword(original) or "cache"  # a block that takes any keyword is given it by that name
     keyword = cache_keyword(original) or "cache"  # the keyword for a block that accepts any
 
@@ -53,4 +53,4 @@ def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
             )
         return adapter.wrap_output(adapter.forward(hidden[0], cache.state_of(layer), step)[None])
 
-    return install(adapter.module, forward=forward)
+    return patch_methods(adapter.module, forward=forward)
