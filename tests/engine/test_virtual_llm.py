@@ -23,7 +23,7 @@ PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. 
 
 @pytest.fixture(autouse=True)
 def fresh_choice() -> None:
-    open_storage._chosen.cache_clear()
+    open_storage._auto_storage.cache_clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

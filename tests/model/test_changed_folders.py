@@ -100,9 +100,11 @@ def paths(folder: Folder) -> list[tuple[str, ...]]:
     found = [("quantization_config",), *(("quantization_config", field) for field in fields)]
     if reader is compressed_schemes:
         weights = dict.fromkeys(
-            (*compressed_schemes.OF_WEIGHTS, *compressed_schemes.WEIGHTS_CHANGE_NOTHING, "twist")
+            (*compressed_schemes.WEIGHTS_READS, *compressed_schemes.WEIGHTS_CHANGE_NOTHING, "twist")
         )
-        found += [(*GROUP, field) for field in (*compressed_schemes.OF_GROUPS, "input_activations", "twist")]
+        found += [
+            (*GROUP, field) for field in (*compressed_schemes.GROUPS_READS, "input_activations", "twist")
+        ]
         found += [(*GROUP, "weights", field) for field in weights]
     return found
 

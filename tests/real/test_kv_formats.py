@@ -82,5 +82,5 @@ def _logprobs(
     prepared.key_offsets, left_out = {}, frozenset[int]()
     if spec.in_model_dtype is not spec:
         prepared.key_offsets, left_out = measure_key_offsets(prepared, spec)
-    score = paged_logprobs(prepared, with_kv_dtype(prepared.spec, kv_dtype, but=left_out))
+    score = paged_logprobs(prepared, with_kv_dtype(prepared.spec, kv_dtype, exclude=left_out))
     return torch.cat([score(window, first) for window, first in windows(tokens)]).double()

@@ -38,12 +38,12 @@ class House:
     def _protocol(self) -> asyncio.Protocol:
         house = self
 
-        class Begun(asyncio.Protocol):
+        class Accepted(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 house.begun.append(transport.get_extra_info("peername")[0])
                 house.open.append(transport)
 
-        return Begun()
+        return Accepted()
 
     async def until(self, num_begun: int) -> None:
         async with asyncio.timeout(10):

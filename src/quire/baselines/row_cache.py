@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.baselines.row_plan import RowPlan, Rows
+from quire.baselines.row_plan import RowLayout, RowPlan
 from quire.baselines.row_space import Row, RowRanges, RowSpace
 from quire.cache import arguments
 from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
@@ -282,7 +282,7 @@ class RowCache(KVCache):
             assert row.place is not None
             starts[:, index] = row.place.starts
         released, self._released = self._released, []
-        made = Rows(
+        made = RowLayout(
             step=self.newest_step,
             query_start=query_start,
             context_lengths=(computed + counts).astype(np.int32),

@@ -13,11 +13,11 @@ import numpy as np
 from quire.cache.protocol import Int32Array, Int64Array, in_words_of
 from quire.step import GroupPlan, StepPlan
 
-__all__ = ["RowPlan", "RowTable", "Rows"]
+__all__ = ["RowLayout", "RowPlan", "RowTable"]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowLayout:
     """Where the pieces of a step lie, and what becomes of others.
 
     starts: int64 [num_tables, n]. row_of_token, positions: int64 [T]. all_copies: int64 [m, 4], rows of (table, from,
@@ -44,7 +44,7 @@ class Rows:
 class RowTable:
     """One table's part of a step."""
 
-    rows: Rows
+    rows: RowLayout
     index: int
 
     @property
@@ -86,9 +86,9 @@ class RowTable:
 class RowPlan(StepPlan):
     """What `reserve` of a `RowCache` granted."""
 
-    rows: Rows
+    rows: RowLayout
 
     @classmethod
-    def of_rows(cls, rows: Rows) -> RowPlan:
+    def of_rows(cls, rows: RowLayout) -> RowPlan:
         tables = [RowTable(rows, index) for index in range(len(rows.starts))]
         return cls(rows.step, rows.query_start, rows.context_lengths, tables, rows=rows)

@@ -3,11 +3,11 @@
 Others may use
     cache          `Cache`: the facade, with either block manager behind it
     protocol       the contract: `KVCache`, `PrefixKVCache`, `CacheSequence`
-    prefix_key     whose content a prefix is
-    state_cache, checkpoints   states of recurrent layers beside the blocks
-    exchange       how many blocks and how many states one memory makes
-    pins           what must stay, and of what priority
-    answers, arguments, block_counts, block_hash, known_tokens   what implementations of the protocol share
-    block_map, memory_use, report, tree_view                     what can be seen of a cache
-    events, feed, steady_clock                                   what it tells of its changes, and when
+    prefix_key     the owner and namespace of a prefix
+    state_cache, checkpoints   states of recurrent layers
+    memory_split   how blocks and state slots share one memory
+    pins           content that stays in memory, and its priority
+    results, arguments, block_counts, block_hash, known_tokens   shared by implementations of the protocol
+    block_map, memory_use, report, tree_view                     views of a cache
+    events, event_dispatcher, steady_clock                       changes, their listeners, and their times
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.engine.core import EngineCore
     from quire.sessions.snapshots import Snapshot, SnapshotLimits
 
-__all__ = ["AsyncConversation", "Outputs"]
+__all__ = ["AsyncConversation", "AsyncOutputs"]
 
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ class RequestSource(Protocol):
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]: ...
 
 
-class Outputs(Protocol):
+class AsyncOutputs(Protocol):
     """The outputs of a request: an async generator, or a `RequestStream`."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
@@ -90,7 +90,7 @@ class AsyncConversation(ConversationCore):
         return Prompt(None, transcript.token_ids), options
 
     async def turn_outputs(
-        self, options: RequestOptions, outputs: Outputs
+        self, options: RequestOptions, outputs: AsyncOutputs
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a `turn_request`, appended at their end. *raises:* ArgumentError: a turn is under way."""
         self._require_idle()

@@ -289,9 +289,9 @@ def restore(model: PreTrainedModel) -> None:
 
 def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], None]:
     """Put Quire's forward before the model's, and `generate` on one torch thread; returns a call that undoes it."""
-    own_forward, own_generate = current_method(model, "forward"), current_method(model, "generate")
-    names = list(inspect.signature(own_forward).parameters)
-    keyword = cache_keyword(own_forward)
+    model_forward, model_generate = current_method(model, "forward"), current_method(model, "generate")
+    names = list(inspect.signature(model_forward).parameters)
+    keyword = cache_keyword(model_forward)
     here = _ThreadState()
     spins = (
         accelerated.backend is None or accelerated.backend.is_native
@@ -304,18 +304,18 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
             answer = (
                 accelerated.answer(given) if len(given) == len(args) + len(kwargs) else None
             )  # None: the model's own forward raises the TypeError
-            return own_forward(*args, **kwargs) if answer is None else answer
+            return model_forward(*args, **kwargs) if answer is None else answer
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         with accelerated.generate():
             others = len(args) > 2 or any(kwargs.get(name) is not None for name in _COMPUTING_OPTIONS)
             if others or not spins or not isinstance(given_cache(keyword, kwargs), QuireCache):
-                return own_generate(*args, **kwargs)
+                return model_generate(*args, **kwargs)
             outside = here.torch_threads
             outside.append(outside[-1] if outside else torch.get_num_threads())
             try:
                 with one_torch_thread():
-                    return own_generate(*args, **kwargs)
+                    return model_generate(*args, **kwargs)
             finally:
                 outside.pop()
 

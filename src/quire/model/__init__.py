@@ -14,7 +14,7 @@ Others may use the names below, and
     model_lock, module_patch     one holder of a model, and methods replaced on a module
     rope                         rotary embeddings
     support                      how well a model type and forms of weights are proved
-    state, state.source          mixers of state layers: adapters, their proof and installation
+    state, state.state_source        mixers of state layers: adapters, their proof and installation
     prove.hooks, prove.model_record  whether a model is still the one that was proved
 """
 

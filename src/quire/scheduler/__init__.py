@@ -1,8 +1,9 @@
-"""Requests and the steps made of them. No tensors.
+"""Requests and the batches made of them. No tensors.
 
 Others may use
-    scheduler                            decides the steps
-    request, request_options             what is asked for, and how
-    request_validator, prompts           what may be asked, and what a prompt may be
-    tenants, fair_share                  whose requests, and whose turn
+    scheduler                            chooses the batch of each step
+    batches                              how a batch is built
+    request, request_options             a request, and its options
+    request_validator, prompts           the checks of a request, and the forms of a prompt
+    tenants, memory_limits               tenants, and their quotas and floors
 """

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from quire.engine.async_conversation import Outputs
+from quire.engine.async_conversation import AsyncOutputs
 from quire.engine.async_engine import AsyncEngine, RequestStream
 from quire.errors import ArgumentError, CapacityError
 from quire.sampling.params import SamplingParams
@@ -297,7 +297,7 @@ class Service:
         tenant: ApiTenant,
         release: Callable[[], None],
         body: SamplingBody,
-        generated: Outputs,
+        generated: AsyncOutputs,
         began: float,
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured from `began` and added to its record. Calls `release` at the end; the
@@ -498,7 +498,7 @@ class RunningRequests:
         return len(self._streams)
 
     def outputs(
-        self, place: int = 0, through: Callable[[RequestStream], Outputs] | None = None
+        self, place: int = 0, through: Callable[[RequestStream], AsyncOutputs] | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of the request at `place` as it grows, each with its new part. through: wraps the engine's
         stream."""

@@ -1,8 +1,8 @@
 """Runs traced or synthetic requests through the real scheduler, cache and storages, with a clock in place of a model.
 
 Others may use the names below, and
-    compare, side_by_side   storages over the same requests: in a table, and step by step
-    plot                    a comparison as a picture
+    comparison, side_by_side   storages over the same requests: in a table, and step by step
+    plot                       a comparison as a picture
 """
 
 from quire.simulate.cost_line import CostLine

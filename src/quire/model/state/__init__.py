@@ -8,8 +8,8 @@
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.mixer_registry import adapter_of, state_adapters
-from quire.model.state.source import StateSource, state_source
 from quire.model.state.state_proof import prove_states
+from quire.model.state.state_source import StateSource, state_source
 
 __all__ = [
     "StateAdapter",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.server.outputs.call_events import CallFormat, CallReader, buffer_events
+from quire.server.outputs.call_events import CallFormat, EventGenerator, buffer_events
 from quire.server.outputs.growing_text import BLANKS, GrowingText, expect, next_char, skip_pieces
 from quire.server.outputs.object_calls import ObjectFields, has_more, read_object
 
@@ -46,7 +46,7 @@ class _BareCalls:
         self.starts = (begin,) if begin else ("{", "[")
         self.at_line_start = begin not in BARE_MARKERS
 
-    def read(self, text: GrowingText) -> CallReader:
+    def read(self, text: GrowingText) -> EventGenerator:
         start = (yield from expect(text, 0, [self._begin])) if self._begin else (0, "")
         if start is None:
             return None
@@ -59,7 +59,7 @@ class _BareCalls:
             end, _ = yield from skip_pieces(text, end, [self._end])
         return end
 
-    def _objects(self, text: GrowingText, at: int, between: str) -> CallReader:
+    def _objects(self, text: GrowingText, at: int, between: str) -> EventGenerator:
         """Reads all objects; behind the last of them the text may end with separators."""
         end = None
         while (
@@ -72,11 +72,11 @@ class _BareCalls:
             at = yield from next_char(text, end, between)
         return end
 
-    def _object(self, text: GrowingText, at: int) -> CallReader:
+    def _object(self, text: GrowingText, at: int) -> EventGenerator:
         result = yield from read_object(text, at, self._fields)
         return None if result is None else result[0]
 
-    def _list(self, text: GrowingText, at: int) -> CallReader:
+    def _list(self, text: GrowingText, at: int) -> EventGenerator:
         end = yield from self._objects(text, (yield from next_char(text, at)), BLANKS + ",")
         if end is None:
             return None

@@ -14,10 +14,10 @@ __all__ = [
     "CallDelta",
     "CallEnd",
     "CallFormat",
-    "CallReader",
     "CallStart",
     "CutCall",
     "Event",
+    "EventGenerator",
     "buffer_events",
 ]
 
@@ -64,7 +64,7 @@ class CallEnd:
 
 
 Event = CallStart | ArgumentText | CallEnd
-CallReader = Generator[Event | None, None, int | None]
+EventGenerator = Generator[Event | None, None, int | None]
 """Reads calls at a text's beginning: yields events, and None while it needs more text; returns the place behind the
 calls, None where there is no call. A call that has begun and is not complete by then is cut."""
 
@@ -76,10 +76,10 @@ class CallFormat(Protocol):
     def starts(self) -> tuple[str, ...]: ...
     @property
     def at_line_start(self) -> bool: ...
-    def read(self, text: GrowingText) -> CallReader: ...
+    def read(self, text: GrowingText) -> EventGenerator: ...
 
 
-def buffer_events(run: CallReader) -> CallReader:
+def buffer_events(run: EventGenerator) -> EventGenerator:
     """A reader whose events are held back until it has ended, and yielded only if all of its calls are complete."""
     events: list[Event] = []
     while True:

@@ -19,9 +19,9 @@ from quire.server.outputs.call_events import (
     CallDelta,
     CallEnd,
     CallFormat,
-    CallReader,
     CallStart,
     CutCall,
+    EventGenerator,
 )
 from quire.server.outputs.growing_text import EndOfTextError, GrowingText
 
@@ -38,7 +38,7 @@ class CallParser:
         first = {start[0] for call_format in formats for start in call_format.starts}
         self._first = re.compile(f"[{re.escape(''.join(sorted(first)))}]") if first else None
         self._text = GrowingText()  # undecided text; while a format is read, from its first character on
-        self._reading: tuple[CallFormat, CallReader] | None = None
+        self._reading: tuple[CallFormat, EventGenerator] | None = None
         self._candidates: Iterator[CallFormat] = iter(())  # formats still to be tried there
         self._is_undecided = False  # a candidate was, when the text ended
         self._is_open = False  # a call is, which begins at:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from quire.server.outputs.call_events import ArgumentText, CallEnd, CallReader, CallStart
+from quire.server.outputs.call_events import ArgumentText, CallEnd, CallStart, EventGenerator
 from quire.server.outputs.growing_text import (
     BLANKS,
     EndOfTextError,
@@ -58,7 +58,7 @@ class ObjectCalls:
         self._fields = ObjectFields(call_format.name_field, (call_format.arguments_field, *_ARGUMENTS))
         self.starts = (self._begin or "{",)
 
-    def read(self, text: GrowingText) -> CallReader:
+    def read(self, text: GrowingText) -> EventGenerator:
         start = yield from expect(text, 0, [self._begin])
         if start is None:
             return None

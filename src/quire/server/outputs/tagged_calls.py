@@ -11,7 +11,7 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from quire.server.outputs.call_events import ArgumentText, CallEnd, CallReader, CallStart
+from quire.server.outputs.call_events import ArgumentText, CallEnd, CallStart, EventGenerator
 from quire.server.outputs.growing_text import (
     GrowingText,
     Piece,
@@ -60,7 +60,7 @@ class TaggedCalls:
         self._beginnings = [[*list_begin, *call], call] if list_begin else [call]
         self.starts = (*list_begin[:1], call_format.begin.split()[0])
 
-    def read(self, text: GrowingText) -> CallReader:
+    def read(self, text: GrowingText) -> EventGenerator:
         """Reads one call. Each further call of its list is read on its own."""
         start = yield from expect(text, 0, *self._beginnings)
         if start is None or not (self._any_name or start[1] in self._schemas):
