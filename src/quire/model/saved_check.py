@@ -3,7 +3,7 @@ it.
 
 Reading the whole file before a start would cost as much as saving it gains. So the model starts at once, and a thread
 reads its weights; if they are damaged, no further step is computed. Earlier steps were computed with the damaged
-weights, so no tier gets their results before the check has ended (`SavedChecks.wait`).
+weights, so no tier gets their results before the check has ended (`is_right`).
 
 Invariants
     P1  once `damage` is set it stays; the file is removed by then, as far as the folder allows.
