@@ -17,7 +17,7 @@ import quire
 from quire import LLM, SamplingParams
 from quire.backends import native_module
 from quire.errors import CapacityError
-from quire.scheduler.memory_limits import MemoryLimits
+from quire.scheduler.tenant_quotas import MemoryLimits
 
 PACKAGE = Path(quire.__file__).parent
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

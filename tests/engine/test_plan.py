@@ -22,7 +22,7 @@ from quire import LLM, Cache, KVSpec, SamplingParams, plan
 from quire.cache.block_counts import blocks_with_prefix
 from quire.cli.main import app
 from quire.config import EngineConfig
-from quire.engine.kv_fit import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
+from quire.engine.kv_capacity import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
 from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.model.experts import pack_experts

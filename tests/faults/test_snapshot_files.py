@@ -133,6 +133,6 @@ def test_the_process_ends_at_any_call(tmp_path: Path) -> None:
 def test_who_writes_takes_turns(tmp_path: Path) -> None:
     files = FaultyFiles()
     first, second = SnapshotFiles(tmp_path, files), SnapshotFiles(tmp_path, timeout_s=0.05)
-    with first._alone(), pytest.raises(TierError, match=r"within 0\.05 s, got no lock: others hold it"):
+    with first._locked(), pytest.raises(TierError, match=r"within 0\.05 s, got no lock: others hold it"):
         second.write(record(1), b"", overwrite=True)
     second.write(record(1), b"", overwrite=True)

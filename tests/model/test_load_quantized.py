@@ -246,7 +246,7 @@ def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
         "quantized weights are dequantized to float32, the first model.layers.0.mlp.experts.gate_up_proj"
         in caplog.text
     )
-    assert "coded in one way" in caplog.text
+    assert "quantized in one way" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])

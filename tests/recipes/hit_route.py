@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.common import TokenId
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -30,7 +30,7 @@ from quire.server.schemas.admin_bodies import AdminPrompt
 from quire.server.schemas.chat_bodies import ChatRequest
 from quire.server.schemas.completion_bodies import CompletionRequest
 from quire.server.schemas.conversation_bodies import NewConversation, Turn
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.server.settings import ServerLimits, ServerSettings
 from quire.server.threads import Threads
 

@@ -101,7 +101,7 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
 
 
 _MAKERS: Registry[Callable[[], Device]] = Registry(
-    "a device",
+    "a back end",
     "backend",
     {
         "native": lambda: cast(Device, importlib.import_module("quire.attention.native_attention").BACKEND),

@@ -23,10 +23,10 @@ from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import shares_prefixes
 from quire.config import EngineConfig
-from quire.engine.capacity import kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.idle_trim import IdleTrim
 from quire.engine.kv_budget import KVBudget
+from quire.engine.kv_capacity import kv_memory_bytes
 from quire.engine.monitor import CacheMonitor
 from quire.engine.open_storage import open_storage
 from quire.engine.profile import Profile

@@ -38,12 +38,12 @@ from quire.offload.tier_load import TierLoads
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
-from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
 from quire.scheduler.request_validator import RequestValidator
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
 from quire.step import Batch, StepRefusedError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
-from quire.engine.kv_fit import KVFit, KVLayout
+from quire.engine.kv_capacity import KVFit, KVLayout
 from quire.engine.open_storage import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.device import HOST

@@ -1,6 +1,6 @@
 """`LLMTenants`: the tenants of an LLM's engine, for any thread: `llm.tenants.add("alice", quota="2GiB")`.
 
-Not here: the tenants themselves (`quire.scheduler.tenants`), their limits (`quire.scheduler.memory_limits`). Cost: a
+Not here: the tenants themselves (`quire.scheduler.tenants`), their limits (`quire.scheduler.tenant_quotas`). Cost: a
 call into the engine's thread; `remove` O(blocks of the tenant).
 """
 

@@ -20,7 +20,7 @@ from quire.cache.memory_split import MemorySplit
 from quire.cache.protocol import KVCache
 from quire.cache.state_cache import StateCache
 from quire.config import REGISTERED_STORAGES, EngineConfig
-from quire.engine.kv_fit import (
+from quire.engine.kv_capacity import (
     KVFit,
     KVLayout,
     blocks_within,

@@ -7,7 +7,8 @@
     scratch   memory of a step: activations of its tokens, logits
     runtime   Python, torch, transformers and this model's code in this process
 
-It reads config and headers, makes a model without memory, and uses the allocator's own arithmetic (`kv_fit`): blocks,
+It reads config and headers, makes a model without memory, and uses the allocator's own arithmetic (`kv_capacity`):
+blocks,
 their padding, state slots, the budget of `kv_memory` from the memory that the weights leave free. `Plan.fits` is the
 verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of its
 error.
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig
-from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
+from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 
 from quire.memory.block_bytes import BlockStorage
-from quire.tiers.niceness import give_way
+from quire.tiers.thread_priority import give_way
 
 __all__ = ["MAX_BYTES", "MemoryAhead"]
 

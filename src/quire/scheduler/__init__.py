@@ -5,5 +5,5 @@ Others may use
     batches                              how a batch is built
     request, request_options             a request, and its options
     request_validator, prompts           the checks of a request, and the forms of a prompt
-    tenants, memory_limits               tenants, and their quotas and floors
+    tenants, tenant_quotas               tenants, and their quotas and floors
 """

@@ -24,9 +24,9 @@ import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.offload.swap import Swap
-from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.scheduler.shared_prefills import SharedPrefills
+from quire.scheduler.tenant_quotas import MemoryLimits
 
 __all__ = ["MAX_LOOKED_AT", "Admission"]
 

@@ -17,7 +17,7 @@ first that came is the first to join. Between clients of the same priority
 So no client keeps another from running, whatever it sends and however long its answers are; alone, it has all there is.
 Twice as many, so that nobody is stopped for an even share.
 
-Not here: what a client may have waiting (a server's `admission`), and memory (`memory_limits`).
+Not here: what a client may have waiting (a server's `admission`), and memory (`tenant_quotas`).
 
 Cost: nothing to speak of where all requests are of one client; else O(waiting) a step with somebody waiting, and
 O(live) where one has no room.

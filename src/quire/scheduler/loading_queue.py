@@ -22,9 +22,9 @@ import numpy as np
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.errors import CapacityError
 from quire.offload.tier_load import TierLoads
-from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.scheduler.shared_prefills import SharedPrefills
+from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.step import StepPlan
 
 __all__ = ["LoadingQueue"]

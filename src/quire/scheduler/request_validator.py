@@ -21,10 +21,10 @@ from quire.sampling.grammar import Grammars
 from quire.sampling.model_rules import ModelRules, RequestRules
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import BadWords, TokenMask
-from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request
 from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
 
 __all__ = ["RequestValidator"]

@@ -47,10 +47,10 @@ from quire.scheduler.admission import MAX_LOOKED_AT, Admission
 from quire.scheduler.batches import make_batch, next_decodes
 from quire.scheduler.client_fairness import ClientFairness
 from quire.scheduler.loading_queue import LoadingQueue
-from quire.scheduler.memory_limits import MemoryLimits
 from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
 from quire.scheduler.request import Request, RequestSequence, SequenceStatus
+from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.step import Batch, Int64Array
 
 __all__ = ["Scheduler"]

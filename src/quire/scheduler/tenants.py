@@ -9,7 +9,7 @@ the published tokens, and none finds anything of another's behind them. What is 
 it is never missing, so that finding it says nothing about who was here before. A prompt that is a published prefix and
 no more is served in the tenant's own namespace.
 
-Not here: enforcing (`quire.cache.manager.owners`, `memory_limits`). Cost: `resolve` O(published prefixes) comparisons.
+Not here: enforcing (`quire.cache.manager.owners`, `tenant_quotas`). Cost: `resolve` O(published prefixes) comparisons.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.cache.prefix_key import PrefixKey, ResolvedKey
 from quire.cache.protocol import MAX_OWNER, KVCache
 from quire.config import check_secret
 from quire.errors import ArgumentError, CapacityError
-from quire.scheduler.memory_limits import Limits, MemoryLimits
+from quire.scheduler.tenant_quotas import Limits, MemoryLimits
 from quire.sizes import format_size, parse_size
 
 __all__ = ["Tenant", "Tenants"]

@@ -8,11 +8,11 @@ from quire.engine.async_engine import AsyncEngine
 from quire.server import admin, chat, completions, conversations, models
 from quire.server.api_errors import install_handlers
 from quire.server.http.body_limit import BodyLimit
+from quire.server.http.cancel_on_disconnect import CancelOnDisconnect
 from quire.server.http.content_encoding import DecodedBody
 from quire.server.http.http_versions import HeadAsGet
 from quire.server.http.origin_check import OriginCheck, with_cors
 from quire.server.http.request_log import RequestLog
-from quire.server.http.unless_gone import UnlessGone
 from quire.server.live_page import comparison_sessions, routes
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
@@ -39,7 +39,7 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(comparison_sessions.router)
     app.include_router(routes.router)
     limits = settings.limits
-    app.add_middleware(UnlessGone)
+    app.add_middleware(CancelOnDisconnect)
     app.add_middleware(DecodedBody, max_bytes=limits.max_body_bytes)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_bytes_of_all=limits.max_bodies_bytes)
     if settings.allowed_origins:

@@ -15,7 +15,7 @@ from quire.server.dependencies import TheService, TheTenant, tenant_of
 from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.chat_bodies import ChatMessage, WholePromptFields
 from quire.server.schemas.common import ERRORS, ModelCard, ModelList, TokenId
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import OneOf
 from quire.server.service import Service
 

@@ -4,7 +4,8 @@ segment_key  `SegmentKey` and the chain of a prompt's segments
 segment      a segment as bytes, checked on every load
 tier         the contract: values by key; by_url: the tier of a URL
 host         in this process's memory
-remote       on a Redis server, shared by engines; breaker: pauses after failures; allowance: limits of an exchange;
+remote       on a Redis server, shared by engines; circuit_breaker: pauses after failures; limited_socket: limits of
+an exchange;
              signed: values signed under a secret; check_finite: no infinity or NaN in keys and values
 stack        all tiers behind one asynchronous interface, which the engine uses; transfer: a lookup or load under way
 tier_worker  one tier of the stack; workers: its threads; throughput: its measurements; tier_changes: stored and lost
@@ -17,6 +18,6 @@ Others may use
     disk, host, remote, signed, by_url                 the tiers; the tier of a URL
     disk_folder, disk_index                            the contents of a folder
     segment_key, segment, stored_prefix                a segment's key, its bytes; how far a prompt is stored
-    throughput, niceness                               measurements; background threads
+    throughput, thread_priority                        measurements; background threads
     files, folder_lock                                 system calls; locks
 """

@@ -6,9 +6,10 @@ The server needs no installation and no script; its `maxmemory` and `maxmemory-p
 it keeps; `ttl_s` lets values expire. One command writes a value, so that no reader sees half of one, and a value never
 changes: engines do not disturb each other.
 
-The server is not trusted. One exchange with it takes at most `timeout` seconds and `max_value_bytes` (`allowance`;
+The server is not trusted. One exchange with it takes at most `timeout` seconds and `max_value_bytes` (`limited_socket`;
 resolving a host name is the system's and not counted). A value is the one that was stored under this key, or it is
-refused and removed. After a failure the server is left alone (`breaker`), and a thread of the tier checks whether it is
+refused and removed. After a failure the server is left alone (`circuit_breaker`), and a thread of the tier checks
+whether it is
 back (PING), so that no request waits for that: a server that is down costs the time-out once, not once per request. A
 server that only refuses to store (full, read-only) is still read.
 
@@ -34,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from quire.errors import ArgumentError, BackendError
-from quire.tiers.allowance import Allowance, LimitedSocket
-from quire.tiers.breaker import CircuitBreaker
+from quire.tiers.circuit_breaker import CircuitBreaker
+from quire.tiers.limited_socket import Allowance, LimitedSocket
 from quire.tiers.tier import DamagedError, Reason, SegmentInfo, TierError, TierStats, UnavailableError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from quire.tiers.niceness import give_way
+from quire.tiers.thread_priority import give_way
 
 __all__ = ["Workers"]
 

@@ -26,7 +26,7 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import tenant_of
 from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.common import ERRORS
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.simulate.side_by_side import MAX_MODEL_LEN, ComparedRequest, SideBySide
 
 __all__ = ["router"]

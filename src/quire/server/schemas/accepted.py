@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 
 __all__ = [
     "Accepted",

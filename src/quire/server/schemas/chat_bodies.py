@@ -15,7 +15,7 @@ from quire.server.schemas.accepted import (
     AcceptedInTools,
 )
 from quire.server.schemas.common import SamplingBody, Usage
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, UnservedInParts
 
 __all__ = [

@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from quire.server.schemas.accepted import AcceptedFields
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import OneOf, UnservedFields
 
 __all__ = [

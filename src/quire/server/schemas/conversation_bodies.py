@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from quire.server.schemas.chat_bodies import ChatCompletion, ChatFields, ChatMessage
 from quire.server.schemas.common import TokenId
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import OneOf
 
 __all__ = [

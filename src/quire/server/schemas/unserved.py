@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic_core import PydanticCustomError, core_schema
 
-from quire.server.schemas.part import StrictBody
+from quire.server.schemas.strict_body import StrictBody
 
 __all__ = ["OneOf", "UnservedFields", "UnservedInChats", "UnservedInMessages", "UnservedInParts"]
 

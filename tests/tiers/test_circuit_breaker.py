@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.tiers_case import Clock
 
-from quire.tiers.breaker import CircuitBreaker
+from quire.tiers.circuit_breaker import CircuitBreaker
 
 
 def breaker(clock: Clock) -> CircuitBreaker:

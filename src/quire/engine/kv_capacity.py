@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from quire.baselines.buffers import STEP_TOKENS, Buffers, LayerBuffer
 from quire.cache.block_counts import blocks_with_prefix, num_blocks_for
 from quire.config import EngineConfig, parse_growth
-from quire.engine.capacity import kv_memory_bytes
-from quire.errors import ArgumentError
-from quire.sizes import parse_size
+from quire.errors import ArgumentError, CapacityError
+from quire.memory.free_memory import free_memory_bytes
+from quire.sizes import parse_budget, parse_size
 from quire.spec import KVSpec
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "fit_within",
     "growing_buffers",
     "kv_layout",
+    "kv_memory_bytes",
     "kv_memory_for",
     "layout_of_blocks",
     "state_budget",
@@ -311,3 +312,25 @@ def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int
         )
     half = budget // 2 if layout.block_bytes else budget
     return min(_wanted_slots(config), max(2, half // each))
+
+
+def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes: int | None = None) -> int:
+    """The KV budget in bytes: a size, a share of the free memory, or "auto".
+
+    "auto" is half of the free memory, at most `most_useful_bytes`.
+    *raises:* ArgumentError: not readable. CapacityError: a size above the free memory.
+    """
+    free = free_memory_bytes() if free_bytes is None else free_bytes
+    budget = parse_budget(
+        kv_memory, where="kv_memory, which may also be a share such as 40% or auto - in `kv_memory`"
+    )
+    if budget is None:
+        return min(free // 2, most_useful_bytes)
+    if isinstance(budget, float):
+        return int(free * budget)
+    if budget > free:
+        raise CapacityError(
+            f"expected a kv_memory within the {free / 2**30:.2f} GiB that are free to this process, got "
+            f"{budget / 2**30:.2f} GiB - in `kv_memory`; lower it, or give a share such as 50%"
+        )
+    return budget

@@ -18,12 +18,12 @@ from starlette.responses import Response
 
 from quire.server.http.request_log import current_request
 
-__all__ = ["UnlessGone"]
+__all__ = ["CancelOnDisconnect"]
 
 _GONE = 499  # for the log: the client does not read it
 
 
-class UnlessGone:
+class CancelOnDisconnect:
     """`app`, an ASGI application; its task is cancelled once the client has gone."""
 
     def __init__(self, app: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from quire.cache.block_counts import num_blocks_for
-from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
+from quire.engine.kv_capacity import kv_memory_bytes
 from quire.errors import ArgumentError, CapacityError
+from quire.memory.free_memory import free_memory_bytes
 from quire.spec import KVSpec, LayerSpec, Span
 
 
