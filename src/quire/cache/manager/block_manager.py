@@ -35,7 +35,6 @@ from quire.cache.manager.groups import explain_hit, find_hit
 from quire.cache.manager.invariants import check_invariants
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NOBODY
-from quire.cache.manager.refresh_hit import refresh_hit
 from quire.cache.manager.reserve import BlockRequest, Copy, blocks_by_owner, decide, make_plan
 from quire.cache.manager.sequence import ManagedSequence
 from quire.cache.tree_view import TreeArrays
@@ -131,7 +130,7 @@ class PythonBlockManager:
         if self.prefix_caching:
             sequence.node = self.blocks.tree.root(namespace)
             sequence.node.num_sequences += 1
-            refresh_hit(self.blocks, sequence)
+            self.blocks.extend_hit(sequence)
         return sequence.id
 
     # What is known of a sequence
@@ -147,12 +146,12 @@ class PythonBlockManager:
 
     def num_cached_tokens(self, sequence: int) -> int:
         state = self.sequences[sequence]
-        refresh_hit(self.blocks, state)
+        self.blocks.extend_hit(state)
         return state.num_cached
 
     def num_computed_tokens(self, sequence: int) -> int:
         state = self.sequences[sequence]
-        refresh_hit(self.blocks, state)
+        self.blocks.extend_hit(state)
         return state.num_computed
 
     def block_table(self, sequence: int, group: int) -> Int32Array:

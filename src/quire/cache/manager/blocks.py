@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from quire.cache.manager.event_log import EventLog
 from quire.cache.manager.eviction import NO_KEY, EvictionPolicy
+from quire.cache.manager.groups import find_hit
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NO_QUOTA, NOBODY
 from quire.cache.manager.pool import NO_WRITER, Pool
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
-from quire.cache.manager.sequence import ManagedSequence
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
 __all__ = ["Blocks"]
 
@@ -129,7 +130,46 @@ class Blocks:
                 self.pool.uncache(block_id)
         self.tree.prune(node)
 
-    # Parts of them
+    # Hits
+
+    def extend_hit(self, sequence: ManagedSequence) -> None:
+        """Extend the hit of a sequence not yet admitted by what others have committed since it last looked.
+
+        Does nothing once it is admitted or withdrawn, or while neither the tree nor its tokens have changed."""
+        seen = (self.tree.version, sequence.num_tokens)
+        if sequence.admitted or sequence.node is None or seen == sequence.looked_at:
+            return
+        sequence.looked_at = seen
+        tokens = sequence.tokens[: sequence.most_cached + 1]  # a hit leaves the last one to compute
+        hit = find_hit(self.tree, self.shape, sequence.node.root, tokens, sequence.extra_keys)
+        if hit.num_tokens <= sequence.num_computed:
+            return
+        old = sequence.kept_blocks(self.shape, 0)
+        for index, (group, table) in enumerate(zip(self.shape.groups, sequence.tables, strict=True)):
+            first, num_blocks = group.first_needed(hit.num_tokens), group.num_blocks(hit.num_tokens)
+            columns = hit.block_ids[group.first_column : group.first_column + group.per_node]
+            table.truncate(0)
+            for block, block_id in enumerate(columns.T.reshape(-1)[:num_blocks].tolist()):
+                if block >= first:
+                    self.take(block_id, sequence.cache_priority)
+                table.append(block_id if block >= first else GIVEN_UP)
+            sequence.first_kept[index] = min(first, num_blocks)
+        for block_id in old:
+            self.release(block_id, sequence.id)
+        assert hit.node is not None
+        self.move_to(sequence, hit.node)
+        sequence.num_computed = sequence.num_cached = sequence.reserved = hit.num_tokens
+
+    def move_to(self, sequence: ManagedSequence, node: Node) -> None:
+        """The sequence's full committed blocks end in `node` from now on."""
+        left = sequence.node
+        assert left is not None
+        node.num_sequences += 1
+        left.num_sequences -= 1
+        sequence.node = node
+        self.tree.prune(left)
+
+    # Parts of the moves
 
     def _park(self, block_id: int, flight: int) -> None:
         node = self.node_of[block_id]

@@ -6,7 +6,6 @@ Cost: O(blocks of the sequence).
 from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import longest_valid_hit
 from quire.cache.manager.pool import NO_WRITER
 from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
@@ -60,5 +59,5 @@ def forget_from(blocks: Blocks, state: ManagedSequence, position: int) -> int:
         while node.depth > kept // size:
             assert node.parent is not None
             node = node.parent
-        move_to(blocks.tree, state, node)
+        blocks.move_to(state, node)
     return kept

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.elements import encode
-from quire.cache.manager.prefix import HOLE, Node, PrefixTree
+from quire.cache.manager.prefix import HOLE, Node
 from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
-__all__ = ["make_findable", "move_to", "release_behind_windows"]
+__all__ = ["make_findable", "release_behind_windows"]
 
 
 def make_findable(blocks: Blocks, sequence: ManagedSequence, end: int) -> int:
@@ -62,7 +62,7 @@ def _insert_full_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> 
                     num_deduplicated += 1
         if any(block_id != HOLE for block_id in supplied):
             blocks.note_stored(node, supplied)
-    move_to(blocks.tree, sequence, node)
+    blocks.move_to(sequence, node)
     return num_deduplicated
 
 
@@ -93,16 +93,6 @@ def _own_partial_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> 
         return None
     nodes = (blocks.node_of[block_id] for _, _, block_id in sequence.partial_blocks(blocks.shape))
     return next((node for node in nodes if node is not None), None)
-
-
-def move_to(tree: PrefixTree, sequence: ManagedSequence, node: Node) -> None:
-    """The sequence's full committed blocks end in `node` from now on."""
-    left = sequence.node
-    assert left is not None
-    node.num_sequences += 1
-    left.num_sequences -= 1
-    sequence.node = node
-    tree.prune(left)
 
 
 def release_behind_windows(blocks: Blocks, sequence: ManagedSequence, num_computed: int) -> None:
