@@ -1,17 +1,17 @@
-"""`StateCache`: a `Cache` for models that keep a state per sequence beside K and V, or in their place. No tensors.
+"""`StateCache`: a `Cache` for models with a state per sequence, in addition to K and V or instead of them. No tensors.
 
-A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Others find its prefix
-by K and V at any token, but by states only where one was kept (`checkpoints`): before a prompt's last token, where K
-and V went on and states did not (a branch), at each `checkpoint_every` tokens where asked for, and at a sequence's
-end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to 1 820 and a state
-of 1 792 tokens are a hit of 1 792.
+A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Other sequences find its
+prefix by K and V at any token, but by states only at a checkpoint (`checkpoints`). Checkpoints are kept before a
+prompt's last token, where K and V went on and states did not (a branch), at each `checkpoint_every` tokens if set, and
+at a sequence's end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to 1
+820 and a state of 1 792 tokens are a hit of 1 792.
 
-A slot is free, a sequence's, a checkpoint's, or being written to become one. When there is none, the checkpoint that
-saves least goes; when there is none of those, `reserve` finds no room, as when blocks are short. Where there is an
-`exchange`, blocks become slots and slots blocks before that.
+A slot is free, a sequence's, a checkpoint's, or being written to become one. If no slot is free, the checkpoint that
+saves least goes; without checkpoints `reserve` finds no room, as when blocks are short. With an `exchange`, blocks
+become slots and slots blocks before that.
 
-Invariants (beside those of `Cache`; `check` proves them)
-    S1  every slot is in exactly one of those four places; with those given up they are all ids there were.
+Invariants (in addition to those of `Cache`; `check` proves them)
+    S1  every slot is in exactly one of those four places; with the slots given up they are all ids that ever existed.
     S2  the state in a checkpoint's slot is of exactly its content, in a sequence's slot of its computed tokens, once
         the operations and rows of the plans handed out are done. A step that was reserved and not committed leaves a
         slot that becomes no checkpoint.
@@ -49,7 +49,7 @@ __all__ = ["StateCache"]
 
 _NONE: Int64Array = np.empty(0, np.int64)
 
-# Tokens, namespace, positions of extra keys, the keys: what `arguments.prompt` makes.
+# Tokens, namespace, positions of extra keys, the keys: the result of `arguments.prompt`.
 _Prompt: TypeAlias = tuple[Int32Array, bytes, Int64Array, list[bytes]]
 
 
@@ -59,24 +59,24 @@ def _extra_keys(prompt: _Prompt) -> ExtraKeys:
 
 @dataclass(eq=False)
 class _SequenceSlot:
-    """What an open sequence has of states."""
+    """The states of an open sequence."""
 
     namespace: bytes
     keys: ExtraKeys
-    wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
+    wanted: list[int]  # positions at which it shall leave a checkpoint, ascending
     owner_id: int = 0
     cache_priority: int = NORMAL
-    source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
-    is_short: bool = False  # whether its prompt's K and V go beyond `source`, until it has reserved
+    source: Checkpoint | None = None  # pinned: the state that its own begins with; None: zeros
+    is_short: bool = False  # until it has reserved: whether its prompt's K and V go beyond `source`
     slot: int | None = None  # since it has reserved, or was forked
-    under_way: int | None = None  # tokens that are computed once the step reserved for it is committed
+    under_way: int | None = None  # computed tokens after the commit of the reserved step
     made: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of that step's checkpoints
 
 
 class StateCache(Cache):
-    """See the module's text. num_state_slots: at least 2, one to compute and one to come from.
+    """See the module's text. num_state_slots: at least 2, one to compute in and one to copy from.
 
-    checkpoint_every: keep a state each so many tokens of a prompt; 0: not.
+    checkpoint_every: tokens of a prompt between checkpoints; 0: no such checkpoints.
     """
 
     def __init__(self, *args: Any, num_state_slots: int, checkpoint_every: int = 0, **options: Any) -> None:
@@ -86,13 +86,13 @@ class StateCache(Cache):
         self.checkpoints = Checkpoints()
         self.num_evicted_checkpoints = self.num_short_hits = 0
         self.keeps_boundaries = False
-        """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
+        """Whether a prompt also leaves a checkpoint at its last block boundary: tiers have no K and V beyond it."""
         self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
-        """Called with each checkpoint that goes for want of room, its state there still."""
+        """Called with each checkpoint that is evicted, while its state is still there."""
         self.exchange: MemorySplit | None = None
-        """What has slots and blocks exchange memory; None: their numbers stay."""
+        """Exchanges memory between slots and blocks; None: their numbers stay."""
         self.num_slot_ids = self.num_state_slots
-        """Every id of a slot is below it: those given up come back first."""
+        """Every slot id is below it: growing first takes back the ids given up."""
         self._given_up: list[int] = []
         self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
         self._free = list(range(self.num_state_slots - 1, -1, -1))
@@ -111,7 +111,7 @@ class StateCache(Cache):
     def num_kv_tokens(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """How much of a prompt is there in K and V, whatever states were kept; at most all but its last token."""
+        """The prompt's tokens with K and V in the cache, regardless of states; at most all but its last token."""
         return self._manager.match(*arguments.prompt(token_ids, namespace, extra_keys))
 
     def drop(
@@ -125,7 +125,7 @@ class StateCache(Cache):
         return dropped
 
     def _deepest(self, prompt: _Prompt, most: int) -> Checkpoint | None:
-        """The checkpoint of most tokens that the prompt begins with, of at most so many."""
+        """The longest checkpoint that the prompt begins with, of at most `most` tokens."""
         return self.checkpoints.find(prompt[1], encode(prompt[0], _extra_keys(prompt), 0, most))
 
     # Sequences
@@ -154,7 +154,7 @@ class StateCache(Cache):
             hit = self._manager.num_cached_tokens(sequence_id)
             if hit == wanted_hit:
                 break
-            # Blocks behind a window are there for a longer hit, and not for this one.
+            # Blocks behind a window are there for a longer hit, but not for this one.
             call_manager(self._manager.close, sequence_id)
             most = hit
         if source is not None:
@@ -178,18 +178,18 @@ class StateCache(Cache):
         return sorted(position for position in wanted if num_hit < position < num_tokens)
 
     def _may_pin(self) -> bool:
-        """Whether two slots are left for those who compute."""
+        """Whether two slots are left for sequences that compute."""
         left = self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten())
         return left > 2 or (self.exchange is not None and left + self.exchange.slots_to_come > 2)
 
     def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
-        """Whether there is a state slot for the fork, if it needs one: not of a sequence that has none yet."""
+        """Whether the fork can have a state slot; it needs none if the sequence has none yet."""
         if self._state_of(sequence).slot is None or self._has_slot():
             return True
         return self.exchange is not None and self.exchange.slots_to_come > 0
 
     def _has_slot(self) -> bool:
-        """Whether a slot is to be had without an exchange."""
+        """Whether a slot is available without an exchange."""
         return bool(self._free) or self.checkpoints.num_free_to_go > 0
 
     def fork(self, sequence: CacheSequence | int) -> Sequence:
@@ -211,7 +211,7 @@ class StateCache(Cache):
         return child
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
-        """As `Cache.rewind`; states are there again from the last checkpoint on: compute again from there."""
+        """As `Cache.rewind`; the last checkpoint before `position` gives the state: compute again from there."""
         held = self._state_of(sequence)
         sequence_id = self._id(sequence)
         position = arguments.count(position, "position", 0)
@@ -320,11 +320,12 @@ class StateCache(Cache):
         return plan
 
     def slots_to_load(self, sequence: CacheSequence | int) -> tuple[int, ...]:
-        """What was reserved for the sequence is not computed: its state comes from elsewhere, and goes to these slots.
+        """Slots for a loaded state: the tokens reserved for the sequence are not computed, their state comes from
+        elsewhere.
 
-        The sequence's own, and that of a checkpoint of all reserved tokens, where there is room for one. The
-        operations of the reservation's plan are done first, then the bytes are written, then it is committed. Where
-        they do not come, nothing is: the sequence is as it was.
+        The slots are the sequence's own, and that of a checkpoint of all reserved tokens if there is room for one. The
+        operations of the reservation's plan are done first, then the bytes are written, then it is committed. If the
+        bytes do not come, none of this happens: the sequence is unchanged.
         """
         held, sequence_id = self._state_of(sequence), self._id(sequence)
         if held.slot is None or held.under_way is None:
@@ -335,18 +336,18 @@ class StateCache(Cache):
         return (held.slot, *(slot for _, slot in held.made))
 
     def readable_slot(self, sequence: CacheSequence | int) -> int | None:
-        """Where the state of the sequence's computed tokens lies; None where no slot has it yet. Between two steps."""
+        """The slot with the state of the sequence's computed tokens; None if no slot has it yet. Between two steps."""
         held = self._state_of(sequence)
         return held.slot if held.under_way is None and self._is_written(held.slot) else None
 
     def has_state_of(self, checkpoint: Checkpoint) -> bool:
-        """Whether its slot has its state now: not before the operation that copies it there. Between two steps."""
+        """Whether its slot has its state now, after the operation that copies it there. Between two steps."""
         return checkpoint.is_found and self._is_written(checkpoint.slot)
 
     def deepest_boundary(
         self, namespace: bytes, tokens: Int32Array, extra_keys: tuple[tuple[int, bytes], ...], most: int
     ) -> Checkpoint | None:
-        """The checkpoint of most of these tokens, at most `most`, that ends with a block and has its state now."""
+        """The longest checkpoint of these tokens, at most `most`, that ends with a block and has its state now."""
         keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
         while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
             if not found.num_tokens % self.node_tokens and self.has_state_of(found):
@@ -358,7 +359,7 @@ class StateCache(Cache):
         return slot is not None and all(slot != target for _, target in self._operations)
 
     def _give_up_made(self, held: _SequenceSlot) -> None:
-        """The checkpoints of a step that was refused."""
+        """Frees the checkpoint slots of a refused step."""
         self._free += [slot for _, slot in held.made]
         held.made = []
 
@@ -391,10 +392,10 @@ class StateCache(Cache):
             else:
                 self._free.append(slot)
 
-    # Exchanging memory of blocks and slots
+    # Exchange between blocks and slots
 
     def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_SequenceSlot]) -> int:
-        """Slots that a reservation takes if there are as many: for who has none, and for checkpoints."""
+        """Slots that a reservation takes if available: for sequences without one, and for checkpoints."""
         num = sum(one.slot is None for one in held)
         for sequence_id, count, one in zip(ids.tolist(), counts.tolist(), held, strict=True):
             if one.wanted:
@@ -410,7 +411,7 @@ class StateCache(Cache):
         held: list[_SequenceSlot],
         num_slots: int,
     ) -> None:
-        """Before a reservation: what there should be free for it. most: no more blocks than these."""
+        """Before a reservation: frees blocks and slots for it. most: an upper bound of its blocks."""
         needed, (free, _) = most, self.free_and_cached_blocks()
         if most > free or num_slots > len(self._free):
             needed = num_blocks()
@@ -420,13 +421,13 @@ class StateCache(Cache):
             exchange.for_blocks(needed, self.num_state_slots_needed + beside)
 
     def _has_more_blocks(self, num_blocks: int, *step: Int64Array) -> bool:
-        """Whether slots have become blocks, as so many were refused. step: ids and numbers of new tokens."""
+        """After a refusal of so many blocks: whether slots have become blocks. step: ids and numbers of new tokens."""
         if self.exchange is None or self._is_beyond_quota(*step):
             return False
         return self.exchange.for_more_blocks(num_blocks, 0)
 
     def _is_beyond_quota(self, ids: Int64Array = _NONE, counts: Int64Array = _NONE) -> bool:
-        """Whether it is for an owner's quota that there is no room, which more blocks do not change."""
+        """Whether an owner's quota causes the refusal, which more blocks do not change."""
         for owner_id, (_, quota) in self._limits.items():
             own = [
                 at
@@ -441,14 +442,14 @@ class StateCache(Cache):
 
     @property
     def least_state_slots(self) -> int:
-        """Slots that stay slots whatever happens: one to compute in, one to come from, and those that pins keep."""
+        """Slots that always stay slots: one to compute in, one to copy from, and those that pins keep."""
         pinning = (self._held.get(pin.sequence.id) for pin in self.pins)
         sources = {held.source.slot for held in pinning if held is not None and held.source is not None}
         return 2 + len(self._with_sources(sources))
 
     @property
     def num_state_slots_needed(self) -> int:
-        """Slots that are somebody's, and one for each open sequence that computes and has none yet."""
+        """Slots in use, and one for each open sequence that computes and has none yet."""
         pinning = {pin.sequence.id for pin in self.pins}
         to_come = sum(one.slot is None and number not in pinning for number, one in self._held.items())
         held = {one.slot for one in self._held.values() if one.slot is not None}
@@ -461,17 +462,17 @@ class StateCache(Cache):
         return len(self._free)
 
     def _operations_for(self, slots: set[int]) -> list[tuple[int, int]]:
-        """The operations still to be done without which these slots would not have their states, in order."""
+        """The pending operations that these slots need for their states, in order."""
         wanted, found = set(slots), []
         for source, target in reversed(self._operations):
             if target in wanted:
-                wanted.discard(target)  # what it held before is overwritten
+                wanted.discard(target)  # its earlier content is overwritten
                 wanted.add(source)
                 found.append((source, target))
         return found[::-1]
 
     def _with_sources(self, slots: set[int]) -> set[int]:
-        """These slots, and those from which operations still to be done copy to them."""
+        """These slots, and the sources of pending operations that copy to them."""
         return slots | {source for source, _ in self._operations_for(slots) if source != ZERO_STATE}
 
     def _used(self) -> set[int]:
@@ -479,7 +480,7 @@ class StateCache(Cache):
         return set(range(self.num_slot_ids)).difference(self._free, self._given_up)
 
     def _drop_idle_operations(self) -> None:
-        """Of the operations to be done those go whose results are read by no one: of forks that were closed."""
+        """Removes pending operations whose results no slot in use needs: those of closed forks."""
         self._operations = self._operations_for(self._used())
 
     def free_and_cached_blocks(self) -> tuple[int, int]:
@@ -487,8 +488,8 @@ class StateCache(Cache):
         return free, cached
 
     def victim(self) -> Checkpoint | None:
-        """The checkpoint to go first: one without K and V, which go in the order of use too, else what saves least."""
-        # A slot that is still to be copied from cannot be given up. One that is written later can: it is not, then.
+        """The checkpoint to evict first: one without K and V, in the order of use, else the one that saves least."""
+        # The source of a pending copy cannot be given up. The target of a later write can: the write is then dropped.
         sources = {source for source, _ in self._operations_for(self._used())} if self._operations else set()
         oldest = next((one for one in self.checkpoints if not one.num_pins and one.slot not in sources), None)
         if oldest is None or not self.has_kv_of(oldest):
@@ -496,21 +497,21 @@ class StateCache(Cache):
         return self.checkpoints.victim(sources)
 
     def has_kv_of(self, checkpoint: Checkpoint) -> bool:
-        """Whether the K and V of all its tokens are there, without which nobody finds it."""
+        """Whether the K and V of all its tokens are there; without them no prompt finds it."""
         tokens, keys = checkpoint.decoded()
-        probe = np.append(tokens, np.int32(0))  # the last token of a prompt is never found
+        probe = np.append(tokens, np.int32(0))  # a hit never has the last token of a prompt
         prompt = arguments.prompt(probe, checkpoint.namespace, dict(keys))
         return self._manager.match(*prompt) >= checkpoint.num_tokens
 
     def evict_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """It goes for want of room; its slot is free then."""
+        """Evicts a checkpoint to make room; its slot is free then."""
         self.on_going(checkpoint)
         self.checkpoints.evict(checkpoint)
         self.num_evicted_checkpoints += 1
         self._free.append(checkpoint.slot)
 
     def add_state_slots(self, num: int) -> None:
-        """Have so many slots more: those given up last come back first, then there are new ones."""
+        """Adds so many slots: those given up last come back first, then there are new ones."""
         back = [self._given_up.pop() for _ in range(min(num, len(self._given_up)))]
         new = range(self.num_slot_ids, self.num_slot_ids + num - len(back))
         self.num_slot_ids = new.stop
@@ -518,7 +519,7 @@ class StateCache(Cache):
         self._free += [*reversed(new), *reversed(back)]
 
     def give_up_state_slots(self, slots: list[int]) -> None:
-        """Have these slots no more. They are of `free_state_slots`."""
+        """Removes these slots, which are of `free_state_slots`."""
         going = set(slots)
         self._free = [slot for slot in self._free if slot not in going]
         self._given_up += slots
@@ -576,7 +577,7 @@ class StateCache(Cache):
             self._forget(checkpoint)
 
     def trim(self, share_kept: float = 0.0) -> Int32Array:
-        """As `Cache.trim`; the same share of checkpoints stays, those that are worth most."""
+        """As `Cache.trim`; the same share of checkpoints stays, those with the highest worth."""
         going = sorted((one for one in self.checkpoints if not one.num_pins), key=self.checkpoints.worth)
         num_kept = int(len(going) * arguments.share(share_kept, "share_kept"))
         for checkpoint in going[: len(going) - num_kept]:
@@ -585,14 +586,14 @@ class StateCache(Cache):
         self._drop_idle_operations()
         return super().trim(share_kept)
 
-    # Looking on
+    # Reports
 
     def free_state_slots(self) -> list[int]:
-        """Those whose bytes nobody needs any more, ascending."""
+        """Free slots whose bytes no pending operation reads, ascending."""
         return sorted(set(self._free) - self._with_sources(self._used()) if self._operations else self._free)
 
     def idle_state_slots(self) -> list[int]:
-        """Those of `free_state_slots`, and those that were given up, ascending: no memory needs to be behind them."""
+        """Slots that need no memory behind them, ascending: `free_state_slots` and the slots given up."""
         return sorted([*self.free_state_slots(), *self._given_up])
 
     def stats(self) -> dict[str, int]:
@@ -622,14 +623,16 @@ class StateCache(Cache):
         everywhere = sorted([*places, *self._given_up])
         if len(places) != self.num_state_slots or everywhere != list(range(self.num_slot_ids)):
             raise InvariantError(
-                f"S1: expected each of {self.num_state_slots} state slots in one place, got {sorted(places)}"
+                f"S1: expected each of {self.num_state_slots} state slots in exactly one place, got {sorted(places)}"
             )
         pins = sum(one.num_pins for one in {*self.checkpoints, *self._forgotten()})
         pinning = sum(held.source is not None for held in self._held.values())
         if pins != pinning or self._held.keys() != self._open_ids:
-            raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences that pin one")
+            raise InvariantError(
+                f"S3: expected one pin of a checkpoint for each sequence that pins one, got {pins} for {pinning}"
+            )
 
-    # How
+    # Private parts
 
     def _state_of(self, sequence: CacheSequence | int) -> _SequenceSlot:
         sequence_id = self._id(sequence)
@@ -643,12 +646,12 @@ class StateCache(Cache):
         if not num_needed:
             return True
         num_there = len(self._free) + self.checkpoints.num_free_to_go
-        # A source that nobody else is to copy becomes the slot itself, if need be.
+        # A source that no other sequence is to copy becomes the slot itself, if need be.
         sources = Counter(one.source for one in held if one.slot is None and one.source is not None)
         return num_needed <= num_there + sum(count == one.num_pins for one, count in sources.items())
 
     def _begin(self, held: _SequenceSlot) -> None:
-        """A slot for its state, which begins with its source."""
+        """Gives the sequence a slot for its state, which begins with its source."""
         source = held.source
         slot = self._slot_or_none()
         if source is None:
@@ -659,7 +662,7 @@ class StateCache(Cache):
             self._unpin(held)
         else:
             self._unpin(held)
-            slot = self._take_slot()  # the source's own
+            slot = self._take_slot()  # the source's slot itself
             assert slot == source.slot
         held.slot = slot
 
@@ -671,7 +674,7 @@ class StateCache(Cache):
                 self._free.append(source.slot)
 
     def _forgotten(self) -> set[Checkpoint]:
-        """Those that are found no more and wait for who has pinned them."""
+        """Removed checkpoints that sequences still pin."""
         sources = (held.source for held in self._held.values())
         return {source for source in sources if source is not None and not source.is_found}
 
@@ -700,7 +703,7 @@ class StateCache(Cache):
         return found is None
 
     def _keep(self, sequence_id: int, held: _SequenceSlot, num_tokens: int, slot: int) -> None:
-        """A slot that holds the state of the sequence's first tokens becomes a checkpoint, or is free."""
+        """Turns a slot with the state of the sequence's first tokens into a checkpoint, or frees it."""
         content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
         found = self.checkpoints.get(held.namespace, content)
         if found is None and num_tokens:
@@ -712,7 +715,7 @@ class StateCache(Cache):
             found.cache_priority = max(found.cache_priority, held.cache_priority)
 
     def _let_go(self, held: _SequenceSlot) -> None:
-        """Of its slots and its source."""
+        """Frees the sequence's slots and unpins its source."""
         if held.slot is not None:
             self._free.append(held.slot)
         self._give_up_made(held)
@@ -720,7 +723,7 @@ class StateCache(Cache):
         held.slot = held.under_way = None
 
     def _forget(self, checkpoint: Checkpoint) -> None:
-        """Nobody finds it any more; who has found it may copy it still."""
+        """Makes a checkpoint unfindable; sequences that pinned it may still copy it."""
         self.checkpoints.remove(checkpoint)
         if not checkpoint.num_pins:
             self._free.append(checkpoint.slot)
