@@ -97,7 +97,7 @@ class RowCache(KVCache):
     def __repr__(self) -> str:
         return f"RowCache({type(self.space).__name__}, {self.num_blocks} {self.block_name}s)"
 
-    # Prefixes: never found
+    # Prefixes: a row cache finds none
 
     def match(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None

@@ -88,7 +88,7 @@ class Cache(PrefixKVCache):
         Parameters
         ----------
         spec
-            What a token costs; gives the groups.
+            The cost of a token, and the groups.
         num_blocks, memory
             Size of the pool: blocks, or bytes ("256MiB") that are divided by `spec.block_bytes(block_size)`.
             At most one of the two; 256 MiB if neither is given.

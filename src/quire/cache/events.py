@@ -33,11 +33,12 @@ class CacheEvent:
     """One event. Without a node (cleared) its id is -1.
 
     blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for blocks that the event does not concern.
-    parent_id: -1 below a root. owner: stored: the blocks' owner; removed: the owner that needed the room, 0 for no
-    owner. reason: of removed: "evicted" (`reserve` needed room in the pool), "quota" (room in its owner's quota) or
-    "forgotten" (`drop`, `resize`, `trim`); else "". cache_priority: the highest among the blocks: stored: those of the
-    event; removed: all that the node had. namespace, tokens (int32 [node_tokens]), extra_keys (by offset in the node):
-    of stored.
+    parent_id: -1 below a root.
+    owner: stored: the blocks' owner; removed: the owner that needed the room, 0 for no owner.
+    reason: of removed: "evicted" (`reserve` needed room in the pool), "quota" (room in its owner's quota) or
+    "forgotten" (`drop`, `resize`, `trim`); else "".
+    cache_priority: the highest among the blocks: stored: those of the event; removed: all that the node had. namespace,
+    tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
     """
 
     kind: Literal["stored", "removed", "cleared"]

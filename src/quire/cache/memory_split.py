@@ -14,8 +14,8 @@ room:
 
 A checkpoint's worth is tokens saved per byte. Its bytes are those of its state, and of the K and V that are useless
 without it; a checkpoint whose K and V are gone is worth nothing. The average is over the bytes of all cached blocks and
-all checkpoints, so K and V without a checkpoint lower it, and checkpoints with more worth stay. So neither pool starves
-the other: long prompts drive states out, and many short ones drive out blocks.
+all checkpoints, so K and V without a checkpoint lower it, and are then the ones evicted. So neither pool starves the
+other: long prompts drive states out, and many short ones drive out blocks.
 
 Free memory moves by `_unit_bytes` at a time, or by one state if that is more. Fewer free blocks than that stay blocks:
 new blocks do not become slots in the next step.

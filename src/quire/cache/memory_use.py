@@ -1,11 +1,12 @@
 """The use of a cache's memory, in bytes, at one moment: the same figures for every storage.
 
-reserved   distinct memory that open sequences hold, including memory that a running step still needs used
-distinct tokens in it whose K and V are computed later      reserved for tokens that the sequences may still reach
-internal   reserved and useless to its holders: reserved - used - later external   free, but outside of the longest free
-range, where a sequence has to lie in one range cached     findable content that no sequence holds; may be given up at
-any time, so not reserved peak       the most ever reserved at once, counting old and new copies of moved memory
-together
+reserved   distinct memory that open sequences hold, including memory that a running step still needs
+used       distinct tokens in it whose K and V are computed
+later      reserved for tokens that the sequences may still reach
+internal   reserved and useless to its holders: reserved - used - later
+external   free, but outside of the longest free range, where a sequence has to lie in one range
+cached     findable content that no sequence holds; may be given up at any time, so not reserved
+peak       the most ever reserved at once, counting old and new copies of moved memory together
 """
 
 from __future__ import annotations

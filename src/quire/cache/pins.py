@@ -212,7 +212,7 @@ class Pins:
         found = min(cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens))
         if found < len(tokens):
             raise ArgumentError(
-                f"expected {len(tokens)} tokens that are in the cache, of these it has {found}; compute them first"
+                f"expected {len(tokens)} cached tokens to pin, got {found}; compute the others first"
             )
         sequence = cache.open(
             probe, namespace=namespace, extra_keys=extra_keys, owner_id=owner_id, cache_priority=NORMAL
@@ -223,7 +223,7 @@ class Pins:
             cache.close(sequence.id)
             raise CapacityError(
                 f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {held} of them: the "
-                "slots are pinned, or requests have them; unpin something, raise kv_memory, or pin it once requests "
+                "slots are pinned, or requests use them; unpin something, raise kv_memory, or pin it once requests "
                 "have ended"
             )
         tables = [sequence.block_table(group) for group in range(cache.num_groups)]

@@ -50,8 +50,8 @@ Errors, of every call
     SequenceClosedError  a sequence that is closed, or an id that was never given out
     A call that raises has changed nothing, except `advance` (see there).
 Threads. The cache is not thread-safe: one thread owns a cache and all of its sequences. Returned plans, arrays and
-records are never written again, and any thread may read them. Costs are of the native back end, n sequences, g groups;
-O(1) if no cost is given.
+records are never written again, and any thread may read them.
+Costs are of the native back end, n sequences, g groups; O(1) if no cost is given.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class KVCache(Protocol):
         From now on no lookup finds it. Blocks before the one in which the tokens end stay: others may share them. An
         open sequence that has computed such content keeps its blocks and goes on. It and its forks are withdrawn as by
         `withdraw`, and its blocks are free when it ends. Blocks that a running step may read are free when that step
-        has ended. Raises ArgumentError if some of the content is pinned; nothing has changed then. Cost: O(blocks
-        forgotten + open sequences).
+        has ended. Raises ArgumentError if some of the content is pinned; nothing has changed then.
+        Cost: O(blocks forgotten + open sequences).
         """
         ...
 
@@ -221,9 +221,10 @@ class KVCache(Protocol):
         """A sequence of these tokens (integers [n], 0 .. 2^31 - 1) that has taken the hit of `match`. O(n).
 
         `max_num_tokens`: its greatest length. A cache whose sequences keep one place for good needs it; others only
-        check it. `owner_id`: 0 .. 65535, the owner of the blocks that it allocates; 0 is the owner without limits
-        (`set_limits`). `cache_priority`: eviction order of its blocks once no sequence holds them: 0 discard, 1 normal,
-        2 keep. Lower ones are given up first; a block keeps the highest priority of its users.
+        check it.
+        `owner_id`: 0 .. 65535, the owner of the blocks that it allocates; 0 is the owner without limits (`set_limits`).
+        `cache_priority`: eviction order of its blocks once no sequence holds them: 0 discard, 1 normal, 2 keep. Lower
+        ones are given up first; a block keeps the highest priority of its users.
         """
         ...
 
@@ -270,8 +271,9 @@ class KVCache(Protocol):
         """Slots for the next `num_new_tokens[i]` known tokens of each sequence, and for lookahead tokens after them.
 
         sequences: [n], or their ids, int64 [n]; each once. num_new_tokens: [n], each 1 .. known - computed. n = 0 is a
-        valid step with an empty plan. All or nothing: None if the blocks do not suffice, and nothing has changed.
-        Without a commit in between, reserving again starts from the same computed tokens. O(n + new blocks).
+        valid step with an empty plan.
+        All or nothing: None if the blocks do not suffice, and nothing has changed. Without a commit in between,
+        reserving again starts from the same computed tokens. O(n + new blocks).
         """
         ...
 

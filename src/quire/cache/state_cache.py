@@ -211,7 +211,7 @@ class StateCache(Cache):
         return child
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
-        """As `Cache.rewind`; the last checkpoint before `position` gives the state: compute again from there."""
+        """As `Cache.rewind`; the last checkpoint up to `position` gives the state: compute again from there."""
         held = self._state_of(sequence)
         sequence_id = self._id(sequence)
         position = arguments.count(position, "position", 0)
@@ -544,8 +544,8 @@ class StateCache(Cache):
         if exchange is not None and not exchange.make_blocks(others + floor_blocks):
             raise ArgumentError(
                 f"expected floors of at most {self.num_blocks + exchange.blocks_to_come} blocks together, as many as "
-                f"there can be now beside {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
-                f"owner {owner_id} beside {others} of the others; set it again once requests have ended, or lower a "
+                f"there can be now next to {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
+                f"owner {owner_id} and {others} for the others; set it again once requests have ended, or lower a "
                 "floor"
             )
         super().set_limits(owner_id, floor_blocks, quota_blocks)
@@ -628,9 +628,7 @@ class StateCache(Cache):
         pins = sum(one.num_pins for one in {*self.checkpoints, *self._forgotten()})
         pinning = sum(held.source is not None for held in self._held.values())
         if pins != pinning or self._held.keys() != self._open_ids:
-            raise InvariantError(
-                f"S3: expected one pin of a checkpoint for each sequence that pins one, got {pins} for {pinning}"
-            )
+            raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences with a pin")
 
     # Private parts
 

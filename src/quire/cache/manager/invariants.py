@@ -89,7 +89,7 @@ def _check_owners(blocks: Blocks, known: dict[int, Node]) -> None:
         _require(
             owner_id.num_owned == owned[number],
             "C9",
-            f"owner {number} counts {owner_id.num_owned} blocks, {owned[number]} are its own",
+            f"owner {number} counts {owner_id.num_owned} blocks, {owned[number]} belong to it",
         )
         held, cached, in_flight = pool.owner_counts(number)
         _require(
@@ -137,7 +137,7 @@ def _check_tree(blocks: Blocks, sequences: Mapping[int, ManagedSequence]) -> lis
                 _require(
                     not blocks.tree.is_prefix_of_sibling(child),
                     "C6",
-                    f"a partial node of {child.num_tokens} tokens that nobody holds is a prefix of a sibling",
+                    f"an unheld partial node of {child.num_tokens} tokens is a prefix of a sibling",
                 )
         todo.extend(node.children)
     _require(
@@ -165,7 +165,7 @@ def _check_sequence(
         f"{name} has {num_computed} computed of {sequence.num_tokens} tokens, {sequence.reserved} reserved "
         f"in blocks of {least}",
     )
-    # Blocks that are written in place are in one node; those that begin behind its end are in none.
+    # Blocks written in place are in one node; those that begin after its end are in no node.
     nodes_of_partial = {
         id(node): node.num_tokens
         for _, _, block_id in sequence.partial_blocks(blocks.shape)
@@ -193,7 +193,7 @@ def _check_sequence(
                     and pool.writer[block_id] == sequence.id
                     and node is None,
                     "C4",
-                    f"{where}: block {block_id} is not its own, {pool.num_references[block_id]} references",
+                    f"{where}: block {block_id} is shared, {pool.num_references[block_id]} references",
                 )
             elif block // group.per_node == partial and pool.writer[block_id] == sequence.id:
                 num_findable = node.num_tokens if node is not None else 0
