@@ -3,8 +3,8 @@
 A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Other sequences find its
 prefix by K and V at any token, but by states only at a checkpoint (`checkpoints`). Checkpoints are kept before a
 prompt's last token, where K and V went on and states did not (a branch), at each `checkpoint_every` tokens if set, and
-at a sequence's end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to 1
-820 and a state of 1 792 tokens are a hit of 1 792.
+at a sequence's end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to
+1820 and a state of 1792 tokens are a hit of 1792.
 
 A slot is free, a sequence's, a checkpoint's, or being written to become one. If no slot is free, the checkpoint that
 saves least goes; without checkpoints `reserve` finds no room, as when blocks are short. With an `exchange`, blocks

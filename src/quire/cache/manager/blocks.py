@@ -80,7 +80,7 @@ class Blocks:
             self._evict(block_id, sequence.owner_id, "evicted")
 
     def allocate(self, sequence: ManagedSequence, before: int, block: int) -> int:
-        """A block without content for the sequence's table entry `block`, after the block `before` of the entry before."""
+        """A block without content for table entry `block` of the sequence, whose previous entry is `before`."""
         block_id = self.pool.pop_free(sequence.owner_id, sequence.cache_priority, before, block)
         self.pool.writer[block_id] = sequence.id
         return block_id
@@ -181,7 +181,7 @@ class Blocks:
         self.pool.park(block_id, is_known=node is not None, flight=flight, least_key=least_key)
 
     def _highest_key_below(self, node: Node, block_id: int) -> float:
-        """For a policy: the highest key of the cached full-attention blocks that must go before this block of the node."""
+        """For a policy: the highest key of the cached full-attention blocks that must go before this one."""
         cached, highest = self.pool.cached, NO_KEY
         if cached.policy is None or not self.shape.is_full[node.block_ids.index(block_id)]:
             return highest

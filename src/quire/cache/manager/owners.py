@@ -1,4 +1,4 @@
-"""Owners: the accounts that blocks count in, with the blocks that other owners must leave and that none may exceed.
+"""Owners: the accounts that blocks count in, each with a floor that the others must leave and a quota.
 
 A block counts in the owner of the sequence it was allocated for until it is free again, even if others use it. Owner 0
 stands for no owner and has no limits. The others have
