@@ -38,15 +38,15 @@ _Parameters = ParamSpec("_Parameters")
 _Answer = TypeVar("_Answer")
 
 
-def _integer_array(values: Any, what: str) -> np.ndarray:
+def _integer_array(values: Any, expected: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"expected {what}, got {type(values).__name__}: {error}") from error
+        raise ArgumentError(f"expected {expected}, got {type(values).__name__}: {error}") from error
     if array.ndim != 1:
-        raise ArgumentError(f"expected {what}, got {array.ndim} dimensions (shape {list(array.shape)})")
+        raise ArgumentError(f"expected {expected}, got {array.ndim} dimensions (shape {list(array.shape)})")
     if array.size and array.dtype.kind not in "iu":
-        raise ArgumentError(f"expected {what}, got {array.dtype} values in {type(values).__name__}")
+        raise ArgumentError(f"expected {expected}, got {array.dtype} values in {type(values).__name__}")
     return array
 
 
@@ -54,9 +54,9 @@ def token_array(token_ids: Any) -> Int32Array:
     """One-dimensional contiguous int32; the caller's own array if it is that already."""
     array = _integer_array(token_ids, "a one-dimensional array of integer token ids")
     if array.size:
-        least, most = int(array.min()), int(array.max())
-        if least < 0 or most > _MAX_TOKEN:
-            index = int(array.argmin() if least < 0 else array.argmax())
+        lowest, highest = int(array.min()), int(array.max())
+        if lowest < 0 or highest > _MAX_TOKEN:
+            index = int(array.argmin() if lowest < 0 else array.argmax())
             raise ArgumentError(
                 f"expected token ids of 0 .. {_MAX_TOKEN}, got {int(array[index])} at position {index}"
             )

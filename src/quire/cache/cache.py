@@ -118,9 +118,9 @@ class Cache(PrefixKVCache):
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
         self.node_tokens = spec.tokens_per_node(self.block_size)
         if self.node_tokens > MAX_NODE_TOKENS:
-            most = MAX_NODE_TOKENS * self.block_size // self.node_tokens
+            limit = MAX_NODE_TOKENS * self.block_size // self.node_tokens
             raise ArgumentError(
-                f"expected a block_size of at most {most}, as the largest blocks of this model have "
+                f"expected a block_size of at most {limit}, as the largest blocks of this model have "
                 f"{self.node_tokens // self.block_size} times as many tokens, got {self.block_size}"
             )
         self.num_blocks = num_blocks_in(spec, num_blocks, memory, self.block_size)

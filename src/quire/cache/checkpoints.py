@@ -105,8 +105,10 @@ class Checkpoints:
 
     def victim(self, but: Collection[int] = ()) -> Checkpoint | None:
         """The checkpoint to evict first; None if all are pinned or lie in the slots `but`. Removes nothing."""
-        free_to_go = (one for one in self if not one.num_pins and one.slot not in but)
-        return min(free_to_go, key=lambda one: one.score, default=None)
+        free_to_go = (
+            checkpoint for checkpoint in self if not checkpoint.num_pins and checkpoint.slot not in but
+        )
+        return min(free_to_go, key=lambda checkpoint: checkpoint.score, default=None)
 
     def worth(self, checkpoint: Checkpoint) -> float:
         """Tokens that it saves, fewer the longer it was unused."""
@@ -118,7 +120,7 @@ class Checkpoints:
 
     @property
     def num_free_to_go(self) -> int:
-        return sum(not one.num_pins for one in self)
+        return sum(not checkpoint.num_pins for checkpoint in self)
 
     def evict(self, checkpoint: Checkpoint) -> None:
         """`remove`, to make room. The clock moves up to the victim's score, whichever checkpoint goes."""
@@ -142,7 +144,7 @@ class Checkpoints:
         last = first
         while last < len(contents) and contents[last].startswith(content):
             last += 1
-        return [self._found[namespace, one] for one in contents[first:last]]
+        return [self._found[namespace, stored] for stored in contents[first:last]]
 
 
 def _num_common(a: bytes, b: bytes) -> int:

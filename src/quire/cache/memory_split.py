@@ -200,10 +200,10 @@ class MemorySplit:
         cache = self._cache
         least_slots, least_blocks = self._needed()
         if not self.fits_in(num_bytes):
-            least = least_slots * self.slot_bytes + least_blocks * self.block_bytes
+            least_bytes = least_slots * self.slot_bytes + least_blocks * self.block_bytes
             raise CapacityError(
-                f"expected at least {least} bytes for {least_slots} state slots and {least_blocks} blocks in use, got "
-                f"{num_bytes} in resize; close sequences"
+                f"expected at least {least_bytes} bytes for {least_slots} state slots and {least_blocks} blocks in "
+                f"use, got {num_bytes} in resize; close sequences"
             )
         num_slots = cache.num_state_slots
         if num_bytes < self.num_bytes:
@@ -247,18 +247,20 @@ class MemorySplit:
             return False
         unused = self.num_bytes - cache.num_state_slots * size - cache.num_blocks * self.block_bytes
         wanted = max(0, -(-(short * self.block_bytes - unused) // size))
-        most = cache.num_state_slots - max(cache.least_state_slots, cache.num_state_slots_needed, num_slots)
-        if must and wanted > most:
+        num_movable = cache.num_state_slots - max(
+            cache.least_state_slots, cache.num_state_slots_needed, num_slots
+        )
+        if must and wanted > num_movable:
             return False
-        most = max(0, most)
-        num_free = min(most, self._unit_bytes // size) if wanted else 0
+        num_movable = max(0, num_movable)
+        num_free = min(num_movable, self._unit_bytes // size) if wanted else 0
         slots = self._slots_given_up(
-            min(wanted, most), num_free, lambda victim: must or self._is_worth_less(victim)
+            min(wanted, num_movable), num_free, lambda victim: must or self._is_worth_less(victim)
         )
         cache.give_up_state_slots(slots)
         num_blocks = self.blocks_beside(cache.num_state_slots)
         has_more = num_blocks > cache.num_blocks
-        if has_more and not self._could_resize_blocks(num_blocks):
+        if has_more and not self._resize_blocks_or_keep(num_blocks):
             cache.add_state_slots(len(slots))
             return False
         if slots:
@@ -266,7 +268,7 @@ class MemorySplit:
             self.num_slots_to_blocks += len(slots)
         return has_more
 
-    def _could_resize_blocks(self, num_blocks: int) -> bool:
+    def _resize_blocks_or_keep(self, num_blocks: int) -> bool:
         """Whether there are so many blocks now; if the system refuses, their number is unchanged."""
         try:
             self.resize_blocks(num_blocks)
@@ -303,7 +305,7 @@ class MemorySplit:
         if num <= 0:
             return
         wanted = min(cache.num_blocks, self.blocks_beside(cache.num_state_slots + num))
-        if wanted == cache.num_blocks or self._could_resize_blocks(wanted):
+        if wanted == cache.num_blocks or self._resize_blocks_or_keep(wanted):
             cache.add_state_slots(num)
             self.on_more_slots(cache.num_slot_ids)
             self.num_slots_from_blocks += num

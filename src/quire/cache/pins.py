@@ -175,13 +175,13 @@ class Pins:
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache
-        most = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
-        if num_others + num_new > most:
+        budget = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
+        if num_others + num_new > budget:
             size = cache.block_bytes
             raise CapacityError(
-                f"expected a pin within the budget of {format_size(most * size)} ({most} {cache.block_name}s), got one "
-                f"that needs {num_new} {cache.block_name}s more ({format_size(num_new * size)}) where {num_others} are "
-                "pinned; unpin something or raise pin_memory"
+                f"expected a pin within the budget of {format_size(budget * size)} ({budget} {cache.block_name}s), "
+                f"got one that needs {num_new} {cache.block_name}s more ({format_size(num_new * size)}) where "
+                f"{num_others} are pinned; unpin something or raise pin_memory"
             )
 
     def add(
@@ -209,21 +209,22 @@ class Pins:
         probe = np.append(tokens, np.int32(0))
         # Looked up before it is opened: blocks that a sequence referred to and released may be in flight to the running
         # step.
-        found = min(cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens))
-        if found < len(tokens):
+        num_found = min(
+            cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens)
+        )
+        if num_found < len(tokens):
             raise ArgumentError(
-                f"expected {len(tokens)} cached tokens to pin, got {found}; compute the others first"
+                f"expected {len(tokens)} cached tokens to pin, got {num_found}; compute the others first"
             )
         sequence = cache.open(
             probe, namespace=namespace, extra_keys=extra_keys, owner_id=owner_id, cache_priority=NORMAL
         )
-        if (held := sequence.num_cached_tokens) < len(
-            tokens
-        ):  # two state slots stay for sequences that compute
+        num_held = sequence.num_cached_tokens
+        if num_held < len(tokens):  # two state slots stay for sequences that compute
             cache.close(sequence.id)
             raise CapacityError(
-                f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {held} of them: the "
-                "slots are pinned, or requests use them; unpin something, raise kv_memory, or pin it once requests "
+                f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {num_held} of them: "
+                "the slots are pinned, or requests use them; unpin something, raise kv_memory, or pin it once requests "
                 "have ended"
             )
         tables = [sequence.block_table(group) for group in range(cache.num_groups)]
@@ -275,12 +276,12 @@ class Pins:
         within the node in which the tokens end, which they may share."""
         size, num_tokens = self._cache.node_tokens, len(tokens)
         num_before = (num_tokens - 1) // size * size if num_tokens else 0
-        found: list[Pin] = []
+        pins: list[Pin] = []
         for pin in self._pins:
             num_common = pin.num_common(tokens, extra_keys) if pin.namespace == namespace else -1
             if num_common == num_tokens or num_common == len(pin.tokens) > num_before:
-                found.append(pin)
-        return found
+                pins.append(pin)
+        return pins
 
     def blocks_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
@@ -326,8 +327,10 @@ class Pins:
                 )
             named.update(block_ids)
             probe = np.append(pin.tokens, np.int32(0))
-            found = self._cache.match(probe, namespace=pin.namespace, extra_keys=pin.extra_keys).num_tokens
-            if found < len(pin.tokens):
-                raise InvariantError(f"N1 broken: {found} of {len(pin.tokens)} pinned tokens found")
+            num_found = self._cache.match(
+                probe, namespace=pin.namespace, extra_keys=pin.extra_keys
+            ).num_tokens
+            if num_found < len(pin.tokens):
+                raise InvariantError(f"N1 broken: {num_found} of {len(pin.tokens)} pinned tokens found")
         if named != self._num_references:
             raise InvariantError("N1 broken: blocks are counted that no pin names")

@@ -96,7 +96,7 @@ class StateCache(Cache):
         self._given_up: list[int] = []
         self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
         self._free = list(range(self.num_state_slots - 1, -1, -1))
-        self._held: dict[int, _SequenceSlot] = {}
+        self._states: dict[int, _SequenceSlot] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
 
     # Finding a prefix
@@ -105,8 +105,8 @@ class StateCache(Cache):
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Match:
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
-        found = self._deepest(prompt, self._manager.match(*prompt))
-        return Match(0 if found is None else found.num_tokens)
+        checkpoint = self._deepest(prompt, self._manager.match(*prompt))
+        return Match(0 if checkpoint is None else checkpoint.num_tokens)
 
     def num_kv_tokens(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
@@ -162,7 +162,7 @@ class StateCache(Cache):
             self.checkpoints.use(source)
             source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
-        self._held[sequence_id] = _SequenceSlot(
+        self._states[sequence_id] = _SequenceSlot(
             prompt[1], _extra_keys(prompt), wanted, owner_id, cache_priority, source, is_short=is_short
         )
         return self._opened(sequence_id)
@@ -201,41 +201,43 @@ class StateCache(Cache):
                 f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
             )
         child = super().fork(sequence)
-        held = replace(parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False)
+        state = replace(
+            parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False
+        )
         if parent.slot is not None:
-            held.slot = self._take_slot()
-            self._operations.append((parent.slot, held.slot))
-        elif held.source is not None:
-            held.source.num_pins += 1
-        self._held[child.id] = held
+            state.slot = self._take_slot()
+            self._operations.append((parent.slot, state.slot))
+        elif state.source is not None:
+            state.source.num_pins += 1
+        self._states[child.id] = state
         return child
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
         """As `Cache.rewind`; the last checkpoint up to `position` gives the state: compute again from there."""
-        held = self._state_of(sequence)
+        state = self._state_of(sequence)
         sequence_id = self._id(sequence)
         position = arguments.count(position, "position", 0)
         num_computed = self._manager.num_computed_tokens(sequence_id)
-        if position >= num_computed and held.under_way is None:
-            held.wanted = [one for one in held.wanted if one < position]
-            held.keys = held.keys.truncated(position)
+        if position >= num_computed and state.under_way is None:
+            state.wanted = [wanted for wanted in state.wanted if wanted < position]
+            state.keys = state.keys.truncated(position)
             return super().rewind(sequence, position)
         tokens = self._manager.tokens(sequence_id)[:position]
-        content = encode(tokens, held.keys, 0, min(position, num_computed))
-        source = self.checkpoints.find(held.namespace, content)
+        content = encode(tokens, state.keys, 0, min(position, num_computed))
+        source = self.checkpoints.find(state.namespace, content)
         there = 0 if source is None else source.num_tokens
         left = super().rewind(sequence, there)
         if left != there:  # a window has given up what the next query would read
-            source = self.checkpoints.find(held.namespace, encode(tokens, held.keys, 0, left))
+            source = self.checkpoints.find(state.namespace, encode(tokens, state.keys, 0, left))
             if source is None or source.num_tokens != left:
                 source, left = None, super().rewind(sequence, 0)
         call_manager(self._manager.append, sequence_id, np.ascontiguousarray(tokens[left:]))
-        self._let_go(held)
+        self._release(state)
         if source is not None:
             source.num_pins += 1
-        held.source = source
-        held.wanted = [one for one in held.wanted if left < one < position]
-        held.keys = held.keys.truncated(position)
+        state.source = source
+        state.wanted = [wanted for wanted in state.wanted if left < wanted < position]
+        state.keys = state.keys.truncated(position)
         return left
 
     def withdraw(self, sequence: CacheSequence | int) -> None:
@@ -243,14 +245,14 @@ class StateCache(Cache):
         self._state_of(sequence).wanted.clear()
 
     def close(self, sequence: CacheSequence | int) -> None:
-        held, sequence_id = self._state_of(sequence), self._id(sequence)
-        if held.slot is not None and held.under_way is None and self._manager.is_findable(sequence_id):
+        state, sequence_id = self._state_of(sequence), self._id(sequence)
+        if state.slot is not None and state.under_way is None and self._manager.is_findable(sequence_id):
             num_computed = self._manager.num_computed_tokens(sequence_id)
-            self._keep(sequence_id, held, num_computed, held.slot)
-            held.slot = None
-        self._let_go(held)
+            self._keep(sequence_id, state, num_computed, state.slot)
+            state.slot = None
+        self._release(state)
         super().close(sequence)
-        del self._held[sequence_id]
+        del self._states[sequence_id]
 
     # A step
 
@@ -258,65 +260,64 @@ class StateCache(Cache):
         self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
         ids, counts = sequence_ids, num_new_tokens
-        held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
+        states = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
             sizes = [
                 (group.tokens_per_block(self.block_size), group.blocks_per_node) for group in self.spec.groups
             ]
             most = sum(int((-(-(counts + num_lookahead_tokens) // size) + num).sum()) for size, num in sizes)
-            self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
-        if not self._slots_suffice(held):
+            self._exchange(self.exchange, num_blocks, most, states, self._num_wanted(ids, counts, states))
+        if not self._slots_suffice(states):
             return None
         plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         while plan is None and self._has_more_blocks(num_blocks(), ids, counts):
             plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         if plan is None:
             return None
-        for one in held:
-            if one.slot is None:
-                self.num_short_hits += (
-                    one.is_short
-                )  # here, since `open` is called again where there is no room
-                self._begin(one)
+        for state in states:
+            if state.slot is None:
+                # Counted here: without room `open` is called again.
+                self.num_short_hits += state.is_short
+                self._begin(state)
         checkpoints: list[tuple[int, int]] = []
         stops, rows = plan.context_lengths.tolist(), plan.query_start.tolist()
-        for sequence_id, one, stop, row, after in zip(
-            ids.tolist(), held, stops, rows, rows[1:], strict=False
+        for sequence_id, state, stop, row, after in zip(
+            ids.tolist(), states, stops, rows, rows[1:], strict=False
         ):
-            self._give_up_made(one)
-            one.under_way = stop
+            self._free_made_slots(state)
+            state.under_way = stop
             start = stop - (after - row)
-            for position in [position for position in one.wanted if position <= stop]:
-                if position > start and self._is_new(sequence_id, one, position):
+            for position in [position for position in state.wanted if position <= stop]:
+                if position > start and self._is_new(sequence_id, state, position):
                     slot = self._slot_or_none()
                     if slot is not None:
-                        one.made.append((position, slot))
+                        state.made.append((position, slot))
                         checkpoints.append((row + position - 1 - start, slot))
         operations, self._operations = tuple(self._operations), []
-        slots = np.array([one.slot for one in held], np.int64)
+        slots = np.array([state.slot for state in states], np.int64)
         plan.states = StatePlan(slots, operations, tuple(checkpoints))
         return plan
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         """As `Cache.restore`: the plan's operations first, then the state goes to its slot, then `commit`."""
-        held = self._state_of(sequence)
+        state = self._state_of(sequence)
         num_blocks = partial(self.num_blocks_to_restore, sequence, num_computed_tokens)
         if self.exchange is not None:
-            self._exchange(self.exchange, num_blocks, num_blocks(), [held], int(held.slot is None))
-        if not self._slots_suffice([held]):
+            self._exchange(self.exchange, num_blocks, num_blocks(), [state], int(state.slot is None))
+        if not self._slots_suffice([state]):
             return None
         plan = super().restore(sequence, num_computed_tokens)
         while plan is None and self._has_more_blocks(num_blocks()):
             plan = super().restore(sequence, num_computed_tokens)
         if plan is None:
             return None
-        if held.slot is None:
-            self._begin(held)
-        self._give_up_made(held)
-        held.under_way = int(num_computed_tokens)
+        if state.slot is None:
+            self._begin(state)
+        self._free_made_slots(state)
+        state.under_way = int(num_computed_tokens)
         operations, self._operations = tuple(self._operations), []
-        plan.states = StatePlan(np.array([held.slot], np.int64), operations, ())
+        plan.states = StatePlan(np.array([state.slot], np.int64), operations, ())
         return plan
 
     def slots_to_load(self, sequence: CacheSequence | int) -> tuple[int, ...]:
@@ -327,18 +328,18 @@ class StateCache(Cache):
         operations of the reservation's plan are done first, then the bytes are written, then it is committed. If the
         bytes do not come, none of this happens: the sequence is unchanged.
         """
-        held, sequence_id = self._state_of(sequence), self._id(sequence)
-        if held.slot is None or held.under_way is None:
+        state, sequence_id = self._state_of(sequence), self._id(sequence)
+        if state.slot is None or state.under_way is None:
             raise ArgumentError(f"expected a sequence with a reservation, got sequence {sequence_id} without")
-        self._give_up_made(held)
+        self._free_made_slots(state)
         if self.prefix_caching and (slot := self._slot_or_none()) is not None:
-            held.made = [(held.under_way, slot)]
-        return (held.slot, *(slot for _, slot in held.made))
+            state.made = [(state.under_way, slot)]
+        return (state.slot, *(slot for _, slot in state.made))
 
     def readable_slot(self, sequence: CacheSequence | int) -> int | None:
         """The slot with the state of the sequence's computed tokens; None if no slot has it yet. Between two steps."""
-        held = self._state_of(sequence)
-        return held.slot if held.under_way is None and self._is_written(held.slot) else None
+        state = self._state_of(sequence)
+        return state.slot if state.under_way is None and self._is_written(state.slot) else None
 
     def has_state_of(self, checkpoint: Checkpoint) -> bool:
         """Whether its slot has its state now, after the operation that copies it there. Between two steps."""
@@ -349,19 +350,19 @@ class StateCache(Cache):
     ) -> Checkpoint | None:
         """The longest checkpoint of these tokens, at most `most`, that ends with a block and has its state now."""
         keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
-        while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
-            if not found.num_tokens % self.node_tokens and self.has_state_of(found):
-                return found
-            most = found.num_tokens - 1
+        while (checkpoint := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
+            if not checkpoint.num_tokens % self.node_tokens and self.has_state_of(checkpoint):
+                return checkpoint
+            most = checkpoint.num_tokens - 1
         return None
 
     def _is_written(self, slot: int | None) -> bool:
         return slot is not None and all(slot != target for _, target in self._operations)
 
-    def _give_up_made(self, held: _SequenceSlot) -> None:
+    def _free_made_slots(self, state: _SequenceSlot) -> None:
         """Frees the checkpoint slots of a refused step."""
-        self._free += [slot for _, slot in held.made]
-        held.made = []
+        self._free += [slot for _, slot in state.made]
+        state.made = []
 
     def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
         super().commit(sequence, num_computed_tokens)
@@ -375,32 +376,32 @@ class StateCache(Cache):
             self._committed(sequence_id, count)
 
     def _committed(self, sequence_id: int, num_computed: int) -> None:
-        held = self._held[sequence_id]
-        if held.under_way is None:
+        state = self._states[sequence_id]
+        if state.under_way is None:
             return
-        if held.under_way != num_computed:
+        if state.under_way != num_computed:
             raise ArgumentError(
-                f"expected a commit of all {held.under_way} tokens of the step, whose state there is, got one of "
+                f"expected a commit of all {state.under_way} tokens of the step, the only position with a state, got "
                 f"{num_computed} for sequence {sequence_id}"
             )
-        held.under_way = None
-        held.wanted = [position for position in held.wanted if position > num_computed]
-        made, held.made = held.made, []
+        state.under_way = None
+        state.wanted = [position for position in state.wanted if position > num_computed]
+        made, state.made = state.made, []
         for position, slot in made:
             if self._manager.is_findable(sequence_id):
-                self._keep(sequence_id, held, position, slot)
+                self._keep(sequence_id, state, position, slot)
             else:
                 self._free.append(slot)
 
     # Exchange between blocks and slots
 
-    def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_SequenceSlot]) -> int:
+    def _num_wanted(self, ids: Int64Array, counts: Int64Array, states: list[_SequenceSlot]) -> int:
         """Slots that a reservation takes if available: for sequences without one, and for checkpoints."""
-        num = sum(one.slot is None for one in held)
-        for sequence_id, count, one in zip(ids.tolist(), counts.tolist(), held, strict=True):
-            if one.wanted:
+        num = sum(state.slot is None for state in states)
+        for sequence_id, count, state in zip(ids.tolist(), counts.tolist(), states, strict=True):
+            if state.wanted:
                 start = self._manager.num_computed_tokens(sequence_id)
-                num += sum(start < position <= start + count for position in one.wanted)
+                num += sum(start < position <= start + count for position in state.wanted)
         return num
 
     def _exchange(
@@ -408,7 +409,7 @@ class StateCache(Cache):
         exchange: MemorySplit,
         num_blocks: Callable[[], int],
         most: int,
-        held: list[_SequenceSlot],
+        states: list[_SequenceSlot],
         num_slots: int,
     ) -> None:
         """Before a reservation: frees blocks and slots for it. most: an upper bound of its blocks."""
@@ -417,8 +418,8 @@ class StateCache(Cache):
             needed = num_blocks()
         exchange.for_slots(num_slots, needed)
         if needed > free:
-            beside = num_slots - sum(one.slot is None for one in held)
-            exchange.for_blocks(needed, self.num_state_slots_needed + beside)
+            num_checkpoints = num_slots - sum(state.slot is None for state in states)
+            exchange.for_blocks(needed, self.num_state_slots_needed + num_checkpoints)
 
     def _has_more_blocks(self, num_blocks: int, *step: Int64Array) -> bool:
         """After a refusal of so many blocks: whether slots have become blocks. step: ids and numbers of new tokens."""
@@ -432,7 +433,7 @@ class StateCache(Cache):
             own = [
                 at
                 for at, sequence_id in enumerate(ids.tolist())
-                if self._held[sequence_id].owner_id == owner_id
+                if self._states[sequence_id].owner_id == owner_id
             ]
             if quota >= 0 and own:
                 now = self.owner_counts(owner_id)
@@ -443,19 +444,21 @@ class StateCache(Cache):
     @property
     def least_state_slots(self) -> int:
         """Slots that always stay slots: one to compute in, one to copy from, and those that pins keep."""
-        pinning = (self._held.get(pin.sequence.id) for pin in self.pins)
-        sources = {held.source.slot for held in pinning if held is not None and held.source is not None}
+        pinning = (self._states.get(pin.sequence.id) for pin in self.pins)
+        sources = {state.source.slot for state in pinning if state is not None and state.source is not None}
         return 2 + len(self._with_sources(sources))
 
     @property
     def num_state_slots_needed(self) -> int:
         """Slots in use, and one for each open sequence that computes and has none yet."""
         pinning = {pin.sequence.id for pin in self.pins}
-        to_come = sum(one.slot is None and number not in pinning for number, one in self._held.items())
-        held = {one.slot for one in self._held.values() if one.slot is not None}
-        held.update(slot for one in self._held.values() for _, slot in one.made)
-        held.update(one.slot for one in {*self.checkpoints, *self._forgotten()} if one.num_pins)
-        return len(self._with_sources(held)) + to_come
+        to_come = sum(state.slot is None and number not in pinning for number, state in self._states.items())
+        used = {state.slot for state in self._states.values() if state.slot is not None}
+        used.update(slot for state in self._states.values() for _, slot in state.made)
+        used.update(
+            checkpoint.slot for checkpoint in {*self.checkpoints, *self._forgotten()} if checkpoint.num_pins
+        )
+        return len(self._with_sources(used)) + to_come
 
     @property
     def num_free_state_slots(self) -> int:
@@ -463,13 +466,13 @@ class StateCache(Cache):
 
     def _operations_for(self, slots: set[int]) -> list[tuple[int, int]]:
         """The pending operations that these slots need for their states, in order."""
-        wanted, found = set(slots), []
+        needed, operations = set(slots), []
         for source, target in reversed(self._operations):
-            if target in wanted:
-                wanted.discard(target)  # its earlier content is overwritten
-                wanted.add(source)
-                found.append((source, target))
-        return found[::-1]
+            if target in needed:
+                needed.discard(target)  # its earlier content is overwritten
+                needed.add(source)
+                operations.append((source, target))
+        return operations[::-1]
 
     def _with_sources(self, slots: set[int]) -> set[int]:
         """These slots, and the sources of pending operations that copy to them."""
@@ -491,7 +494,14 @@ class StateCache(Cache):
         """The checkpoint to evict first: one without K and V, in the order of use, else the one that saves least."""
         # The source of a pending copy cannot be given up. The target of a later write can: the write is then dropped.
         sources = {source for source, _ in self._operations_for(self._used())} if self._operations else set()
-        oldest = next((one for one in self.checkpoints if not one.num_pins and one.slot not in sources), None)
+        oldest = next(
+            (
+                checkpoint
+                for checkpoint in self.checkpoints
+                if not checkpoint.num_pins and checkpoint.slot not in sources
+            ),
+            None,
+        )
         if oldest is None or not self.has_kv_of(oldest):
             return oldest
         return self.checkpoints.victim(sources)
@@ -578,7 +588,10 @@ class StateCache(Cache):
 
     def trim(self, share_kept: float = 0.0) -> Int32Array:
         """As `Cache.trim`; the same share of checkpoints stays, those with the highest worth."""
-        going = sorted((one for one in self.checkpoints if not one.num_pins), key=self.checkpoints.worth)
+        going = sorted(
+            (checkpoint for checkpoint in self.checkpoints if not checkpoint.num_pins),
+            key=self.checkpoints.worth,
+        )
         num_kept = int(len(going) * arguments.share(share_kept, "share_kept"))
         for checkpoint in going[: len(going) - num_kept]:
             self.on_going(checkpoint)
@@ -615,57 +628,57 @@ class StateCache(Cache):
             self.exchange.check()
         places = [
             *self._free,
-            *(one.slot for one in self.checkpoints),
-            *(one.slot for one in self._forgotten()),
-            *(held.slot for held in self._held.values() if held.slot is not None),
-            *(slot for held in self._held.values() for _, slot in held.made),
+            *(checkpoint.slot for checkpoint in self.checkpoints),
+            *(checkpoint.slot for checkpoint in self._forgotten()),
+            *(state.slot for state in self._states.values() if state.slot is not None),
+            *(slot for state in self._states.values() for _, slot in state.made),
         ]
         everywhere = sorted([*places, *self._given_up])
         if len(places) != self.num_state_slots or everywhere != list(range(self.num_slot_ids)):
             raise InvariantError(
                 f"S1: expected each of {self.num_state_slots} state slots in exactly one place, got {sorted(places)}"
             )
-        pins = sum(one.num_pins for one in {*self.checkpoints, *self._forgotten()})
-        pinning = sum(held.source is not None for held in self._held.values())
-        if pins != pinning or self._held.keys() != self._open_ids:
+        pins = sum(checkpoint.num_pins for checkpoint in {*self.checkpoints, *self._forgotten()})
+        pinning = sum(state.source is not None for state in self._states.values())
+        if pins != pinning or self._states.keys() != self._open_ids:
             raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences with a pin")
 
     # Private parts
 
     def _state_of(self, sequence: CacheSequence | int) -> _SequenceSlot:
         sequence_id = self._id(sequence)
-        held = self._held.get(sequence_id)
-        if held is None:
+        state = self._states.get(sequence_id)
+        if state is None:
             raise arguments.closed(sequence_id, "StateCache")
-        return held
+        return state
 
-    def _slots_suffice(self, held: list[_SequenceSlot]) -> bool:
-        num_needed = sum(one.slot is None for one in held)
+    def _slots_suffice(self, states: list[_SequenceSlot]) -> bool:
+        num_needed = sum(state.slot is None for state in states)
         if not num_needed:
             return True
         num_there = len(self._free) + self.checkpoints.num_free_to_go
         # A source that no other sequence is to copy becomes the slot itself, if need be.
-        sources = Counter(one.source for one in held if one.slot is None and one.source is not None)
-        return num_needed <= num_there + sum(count == one.num_pins for one, count in sources.items())
+        sources = Counter(state.source for state in states if state.slot is None and state.source is not None)
+        return num_needed <= num_there + sum(count == state.num_pins for state, count in sources.items())
 
-    def _begin(self, held: _SequenceSlot) -> None:
+    def _begin(self, state: _SequenceSlot) -> None:
         """Gives the sequence a slot for its state, which begins with its source."""
-        source = held.source
+        source = state.source
         slot = self._slot_or_none()
         if source is None:
             assert slot is not None
             self._operations.append((ZERO_STATE, slot))
         elif slot is not None:
             self._operations.append((source.slot, slot))
-            self._unpin(held)
+            self._unpin(state)
         else:
-            self._unpin(held)
+            self._unpin(state)
             slot = self._take_slot()  # the source's slot itself
             assert slot == source.slot
-        held.slot = slot
+        state.slot = slot
 
-    def _unpin(self, held: _SequenceSlot) -> None:
-        source, held.source = held.source, None
+    def _unpin(self, state: _SequenceSlot) -> None:
+        source, state.source = state.source, None
         if source is not None:
             source.num_pins -= 1
             if not source.is_found and not source.num_pins:
@@ -673,7 +686,7 @@ class StateCache(Cache):
 
     def _forgotten(self) -> set[Checkpoint]:
         """Removed checkpoints that sequences still pin."""
-        sources = (held.source for held in self._held.values())
+        sources = (state.source for state in self._states.values())
         return {source for source in sources if source is not None and not source.is_found}
 
     def _take_slot(self) -> int:
@@ -692,33 +705,33 @@ class StateCache(Cache):
         self.evict_checkpoint(victim)
         return self._free.pop()
 
-    def _is_new(self, sequence_id: int, held: _SequenceSlot, position: int) -> bool:
-        content = encode(self._manager.tokens(sequence_id), held.keys, 0, position)
-        found = self.checkpoints.get(held.namespace, content)
-        if found is not None:
-            self.checkpoints.use(found)
-            found.cache_priority = max(found.cache_priority, held.cache_priority)
-        return found is None
+    def _is_new(self, sequence_id: int, state: _SequenceSlot, position: int) -> bool:
+        content = encode(self._manager.tokens(sequence_id), state.keys, 0, position)
+        checkpoint = self.checkpoints.get(state.namespace, content)
+        if checkpoint is not None:
+            self.checkpoints.use(checkpoint)
+            checkpoint.cache_priority = max(checkpoint.cache_priority, state.cache_priority)
+        return checkpoint is None
 
-    def _keep(self, sequence_id: int, held: _SequenceSlot, num_tokens: int, slot: int) -> None:
+    def _keep(self, sequence_id: int, state: _SequenceSlot, num_tokens: int, slot: int) -> None:
         """Turns a slot with the state of the sequence's first tokens into a checkpoint, or frees it."""
-        content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
-        found = self.checkpoints.get(held.namespace, content)
-        if found is None and num_tokens:
-            added = self.checkpoints.add(held.namespace, content, num_tokens, slot)
-            added.cache_priority = held.cache_priority
+        content = encode(self._manager.tokens(sequence_id), state.keys, 0, num_tokens)
+        checkpoint = self.checkpoints.get(state.namespace, content)
+        if checkpoint is None and num_tokens:
+            added = self.checkpoints.add(state.namespace, content, num_tokens, slot)
+            added.cache_priority = state.cache_priority
             return
         self._free.append(slot)
-        if found is not None:
-            found.cache_priority = max(found.cache_priority, held.cache_priority)
+        if checkpoint is not None:
+            checkpoint.cache_priority = max(checkpoint.cache_priority, state.cache_priority)
 
-    def _let_go(self, held: _SequenceSlot) -> None:
+    def _release(self, state: _SequenceSlot) -> None:
         """Frees the sequence's slots and unpins its source."""
-        if held.slot is not None:
-            self._free.append(held.slot)
-        self._give_up_made(held)
-        self._unpin(held)
-        held.slot = held.under_way = None
+        if state.slot is not None:
+            self._free.append(state.slot)
+        self._free_made_slots(state)
+        self._unpin(state)
+        state.slot = state.under_way = None
 
     def _forget(self, checkpoint: Checkpoint) -> None:
         """Makes a checkpoint unfindable; sequences that pinned it may still copy it."""

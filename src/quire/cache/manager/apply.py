@@ -30,7 +30,7 @@ def allocate(
     blocks.make_room(sequence, blocks_of(request, blocks.shape))
     partial = sequence.partial_blocks(blocks.shape)
     for group, (shape, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
-        for _, block, source in (one for one in partial if one[0] == group):
+        for _, block, source in (entry for entry in partial if entry[0] == group):
             if request.copies:
                 table[block] = _allocate(blocks, request, group, block)
                 num_tokens = min(shape.tokens, request.start - block * shape.tokens)

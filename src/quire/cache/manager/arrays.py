@@ -81,7 +81,7 @@ def content_of(blocks: Blocks, block_id: int) -> tuple[bytes, Int32Array, int] |
         return None
     shape = blocks.shape
     column = node.block_ids.index(block_id)
-    group = next(one for one in reversed(shape.groups) if one.first_column <= column)
+    group = next(group for group in reversed(shape.groups) if group.first_column <= column)
     num_own = min(group.tokens, node.num_tokens - shape.starts[column])
     end = (node.depth - 1) * shape.size + shape.starts[column] + num_own
     path: list[list[int]] = []

@@ -231,10 +231,10 @@ class PythonBlockManager:
 
     def commit(self, sequence: int, num_computed_tokens: int) -> None:
         state = self.sequences[sequence]
-        most = min(state.reserved, state.num_tokens)
-        if not state.num_computed <= num_computed_tokens <= most:
+        limit = min(state.reserved, state.num_tokens)
+        if not state.num_computed <= num_computed_tokens <= limit:
             raise ValueError(
-                f"expected {state.num_computed} .. {most} computed tokens for sequence {sequence} "
+                f"expected {state.num_computed} .. {limit} computed tokens for sequence {sequence} "
                 f"({state.reserved} reserved, {state.num_tokens} known), got {num_computed_tokens} in commit"
             )
         if num_computed_tokens == state.num_computed:
@@ -372,10 +372,10 @@ class PythonBlockManager:
     def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
         """num_blocks: >= 0. watermark_blocks: replaces the manager's watermark."""
         pool = self.blocks.pool
-        least = pool.num_blocks - pool.num_available_blocks
-        if num_blocks < least:
+        num_in_use = pool.num_blocks - pool.num_available_blocks
+        if num_blocks < num_in_use:
             raise ValueError(
-                f"expected at least {least} blocks in resize, as {pool.num_held} are held and "
+                f"expected at least {num_in_use} blocks in resize, as {pool.num_held} are held and "
                 f"{len(pool.in_flight)} in flight, got {num_blocks}"
             )
         self.watermark_blocks = watermark_blocks

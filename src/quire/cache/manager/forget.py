@@ -40,16 +40,16 @@ def drop(
     if above is None:
         return 0, 0
     rest = encode(tokens, extra_keys, start, len(tokens))
-    found = blocks.tree.children_starting_with(above, rest)
-    for node in found:
-        found.extend(node.children)
-    gone = {id(node) for node in found}
+    nodes = blocks.tree.children_starting_with(above, rest)
+    for node in nodes:
+        nodes.extend(node.children)
+    gone = {id(node) for node in nodes}
     for sequence in sequences:
         if id(sequence.node) in gone or (
             sequence.node is above and _begins_with(sequence, start, len(tokens), rest)
         ):
             withdraw(blocks.tree, sequence)
-    for node in reversed(found):
+    for node in reversed(nodes):
         num_used += blocks.forget(node)
     return len(blocks.pool.free) - num_free, num_used
 

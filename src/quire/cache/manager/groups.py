@@ -99,9 +99,9 @@ def find_hit(
         num_matched += num_common
         node = child if num_common == size else None
     num_full, num_nodes = num_tokens // size, -(-num_tokens // size)
-    found = [*path[: num_nodes - 1], last] if last is not None else []
-    block_ids = np.array([node.block_ids for node in found], np.int32).reshape(num_nodes, shape.num_columns).T
-    return Hit(num_tokens, found[num_full - 1] if num_full else root, block_ids)
+    nodes = [*path[: num_nodes - 1], last] if last is not None else []
+    block_ids = np.array([node.block_ids for node in nodes], np.int32).reshape(num_nodes, shape.num_columns).T
+    return Hit(num_tokens, nodes[num_full - 1] if num_full else root, block_ids)
 
 
 def explain_hit(

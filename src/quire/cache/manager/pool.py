@@ -1,10 +1,10 @@
 """The pool: `num_blocks` blocks, each in exactly one state, and how many block tables name it.
 
-    free     no known content, no table names it            in the set of free ones (`free_blocks.py`)
-    cached   content known to the tree, no table names it   in the eviction order (`eviction.py`)
-    held     some block table names it                      on no list
-    in flight   no table names it, but a running step may   on the lease list, oldest first
-             still read or write it
+    free       no known content, no table names it            in the set of free ones (`free_blocks.py`)
+    cached     content known to the tree, no table names it   in the eviction order (`eviction.py`)
+    held       some block table names it                      on no list
+    in flight  no table names it, but a running step may      on the lease list, oldest first
+               still read or write it
 
 In addition there are the ids given up by a resize, which are no blocks of the pool until it grows again.
 
