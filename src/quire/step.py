@@ -1,8 +1,8 @@
 """One step in three types, each made by one part and read by the next. Data alone.
 
-    StepPlan      what the cache granted: where new tokens go, and which blocks are read (`KVCache.reserve`)
-    Batch         what the scheduler chose: which tokens of which sequences, with that plan (`Scheduler.schedule`)
-    ForwardStep   what the model computes: the same as tensors, with the tables of the storage (`Runner.run`)
+    StepPlan      granted by the cache: where new tokens go, and which blocks are read (`KVCache.reserve`)
+    Batch         chosen by the scheduler: which tokens of which sequences, with that plan (`Scheduler.schedule`)
+    ForwardStep   computed by the model: the same as tensors, with the tables of the storage (`Runner.run`)
 
 A `StepPlan` has a `GroupPlan` for each group of layers and a `StatePlan`, a `ForwardStep` an `AttentionBatch` for each
 table and a `RecurrenceStep`. n sequences have T new tokens, which are the rows of the step: sequence after sequence,

@@ -129,7 +129,7 @@ class RowCache(KVCache):
         owner_id: int = 0,
         cache_priority: int = NORMAL,
     ) -> Row:
-        """Open a sequence of these tokens, none of them computed.
+        """Open a sequence of these tokens, with no token computed.
 
         Namespace, keys and cache priority have no effect without sharing.
 

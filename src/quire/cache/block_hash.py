@@ -1,12 +1,11 @@
-"""Chained content keys: names of a block, or of a segment of several blocks, that any process can compute from the
-content.
+"""Chained content keys of blocks and segments of several blocks, which any process computes from the content.
 
 A key is a SHA-256 over the previous key and all that its tokens add. Equal keys therefore mean the same tokens since
 the start, the same extra keys at the same positions and the same namespace. Without the namespace's bytes its keys can
 neither be computed nor found. There are two families. Their bytes are on disks and on wires and never change:
 
-    block hashes    of the mirror and of KV events: one per block, chained from H("quire blocks", namespace). They say
-                    nothing of the model: a listener of an engine knows it
+    block hashes    of the mirror and of KV events: one per block, chained from H("quire blocks", namespace). They do
+                    not depend on the model: a listener of an engine knows it
         hash i = H(hash i - 1, tokens, then for each extra key: offset in the block, length, key)      numbers: 4 bytes
     segment keys    of the tiers: chained from H("quire kv" version, fingerprint, H(namespace)), so that they also mean
                     the same model and kernels. A segment is one block or several, so a key tells where it begins

@@ -101,13 +101,12 @@ class Cache(PrefixKVCache):
         overlapped_steps
             The owner submits a step before the last one has ended, and calls `complete`.
         run_blocks
-            A power of two, 1 .. 4096: a sequence's blocks are put side by side from the start of as many ids that are
-            all free, where there are any; what the storage calls `run_blocks`. With 1 they follow each other where they
-            can.
+            A power of two, 1 .. 4096: a sequence's blocks lie side by side from the start of a run of that many free
+            ids, if there is one; the storage's `run_blocks`. With 1 a block only seeks the next free neighbour.
         backend
-            "native", "python", or None: the environment variable QUIRE_BACKEND, else native where built.
+            "native", "python", or None: the environment variable QUIRE_BACKEND, else native if built.
         eviction
-            Which cached block goes first: "lru", or on backend "python" a policy that was registered
+            The eviction order of cached blocks: "lru", or on backend "python" a policy that was registered
             (`quire.cache.manager.eviction`).
         """
         if not isinstance(spec, KVSpec):
@@ -179,8 +178,8 @@ class Cache(PrefixKVCache):
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
         if pins := self.pins.in_what_begins_with(prompt[0], namespace=namespace, extra_keys=extra_keys):
             raise ArgumentError(
-                "expected content to drop of which nothing is pinned, got what a pin of "
-                f"{len(pins[0].tokens)} tokens holds; remove that first"
+                "expected content without pins to drop, got content of a pin of "
+                f"{len(pins[0].tokens)} tokens; remove the pin first"
             )
         return Dropped(*self._manager.drop(*prompt))
 
