@@ -1,8 +1,8 @@
-"""One step in three types, each of which one part makes and the next one reads. Data alone.
+"""One step in three types, each made by one part and read by the next. Data alone.
 
-    StepPlan      what the cache granted: where new tokens go, and which blocks are read (`KVCache.reserve`)
-    Batch         what the scheduler chose: which tokens of which sequences, with that plan (`Scheduler.schedule`)
-    ForwardStep   what the model computes: the same as tensors, with the tables of the storage (`Runner.run`)
+    StepPlan      granted by the cache: where new tokens go, and which blocks are read (`KVCache.reserve`)
+    Batch         chosen by the scheduler: which tokens of which sequences, with that plan (`Scheduler.schedule`)
+    ForwardStep   computed by the model: the same as tensors, with the tables of the storage (`Runner.run`)
 
 A `StepPlan` has a `GroupPlan` for each group of layers and a `StatePlan`, a `ForwardStep` an `AttentionBatch` for each
 table and a `RecurrenceStep`. n sequences have T new tokens, which are the rows of the step: sequence after sequence,
@@ -11,12 +11,12 @@ each in the order of its text.
 Invariants
     S1  rows query_start[i] .. query_start[i + 1] - 1 are sequence i's new tokens, at least one; the last of them has
         position context_lengths[i] - 1.
-    S2  a step is not changed once it was handed on; later calls of the cache do not show in it.
+    S2  a step does not change once it was handed on; later calls of the cache do not affect it.
     S3  a state slot is written for one reason in a step: slots and the slots of checkpoints are all distinct.
 
-Nothing is checked here: who makes a step answers for it. `quire.attention.attention_batch` and
-`quire.recurrence.recurrence_step` are checked ways in for callers who use those parts alone.
-Cost: none; it only holds arrays.
+These types check nothing: the maker of a step is responsible for it. `quire.attention.attention_batch` and
+`quire.recurrence.recurrence_step` are checked constructors for callers who use those parts alone.
+Cost: none; the types only hold arrays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepRefusedError(Exception):
     """The storage has no memory for a step now: nothing was computed or written. Its cause is the CapacityError."""
 
 
-# What the cache granted
+# From the cache
 
 
 class GroupPlan(Protocol):
@@ -101,11 +101,12 @@ class GroupPlan(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """What a step does with the states of recurrent layers. A state slot holds one state of every such layer.
+    """A step's work on the states of recurrent layers. A state slot holds one state of every such layer.
 
-    operations: (source slot, target slot), done in order before the step's rows, whatever becomes of the step;
-    `ZERO_STATE` as source is the state before any token. slots: int64 [n], distinct: the rows of sequence i go on from,
-    and into, slot slots[i]. checkpoints: (row of the step, slot): the state after that row is written there as well.
+    operations: (source slot, target slot), done in order before the step's rows, even if the step then fails;
+    `ZERO_STATE` as source is the state before any token. slots: int64 [n], distinct: the rows of sequence i start from
+    slot slots[i] and update it. checkpoints: (row of the step, slot): the state after that row is written there as
+    well.
     """
 
     slots: Int64Array
@@ -115,7 +116,7 @@ class StatePlan:
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """What `reserve` granted. It has the arrays of group 0 under their own names.
+    """The grant of a `reserve`. It has the arrays of group 0 under their own names.
 
     step: number of the step, 1 for a cache's first successful `reserve`, then 2, ... query_start: int32 [n + 1].
     context_lengths: int32 [n]. groups: of the cache, in order. states: of a model with state layers.
@@ -129,7 +130,7 @@ class StepPlan:
 
     @classmethod
     def of_native(cls, plan: NativePlan) -> StepPlan:
-        """The extension's plan, its common arrays read once."""
+        """The extension's plan, with its common arrays read once."""
         groups = list(map(plan.group, range(plan.num_groups)))
         return cls(plan.step, plan.query_start, plan.context_lengths, groups)
 
@@ -173,11 +174,11 @@ class NativePlan(GroupPlan, Protocol):
     def group(self, index: int) -> GroupPlan: ...
 
 
-# What the scheduler chose
+# From the scheduler
 
 
 class StepSequence(Protocol):
-    """What a step needs of a scheduler's sequence; `quire.scheduler.request.RequestSequence` is one."""
+    """The fields of a scheduler's sequence that a step uses; `quire.scheduler.request.RequestSequence` has them."""
 
     num_tokens: int
     num_computed: int
@@ -192,9 +193,9 @@ class Batch(Generic[Chosen]):
     """One forward: `sequences[i]` computes its next `num_new_tokens[i]` tokens.
 
     sequence_ids: int64 [n], their cache sequences. num_new_tokens: int64 [n]. input_ids, positions: int64 [T].
-    logit_rows: int64 [R], the rows whose logits are wanted. sampled: the sequences that draw a token; where each
-    sequence computes its newest token and draws the next one, that is the list `sequences` itself. draw_rows: int64
-    [len(sampled)], which of the R each draws from.
+    logit_rows: int64 [R], the rows whose logits are wanted. sampled: the sequences that draw a token; if every sequence
+    computes its newest token and draws the next one, it is the list `sequences` itself. draw_rows: int64
+    [len(sampled)], the index among the R rows from which each draws.
     plan: the cache's, its sequences in the order of `sequences`.
     closed_ids: int64, cache sequences that were closed since the step before.
     """
@@ -212,7 +213,7 @@ class Batch(Generic[Chosen]):
 
     @property
     def copying(self) -> list[Chosen]:
-        """The sequences for which the storage copies something in this step: undone, they cannot go on as they are."""
+        """The sequences with a copy in this step's plan: if the step is undone, they cannot continue unchanged."""
         copying = np.zeros(len(self.sequences), bool)
         for group in self.plan.groups:
             if len(group.copies):
@@ -221,7 +222,7 @@ class Batch(Generic[Chosen]):
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes its newest token and draws one: nothing but decodes."""
+        """Whether every sequence computes its newest token and draws one: a batch of decodes alone."""
         return self.sampled is self.sequences
 
     @property
@@ -230,17 +231,17 @@ class Batch(Generic[Chosen]):
         return len(self.input_ids) > len(self.sequences)
 
 
-# What the model computes
+# For the model
 
 
 @dataclass(eq=False)
 class AttentionBatch:
-    """Which rows read which blocks, through one table: what attention takes of a step, for all layers of the table.
+    """Which rows read which blocks, through one table: the attention's part of a step, for all layers of the table.
 
     Contiguous int32 in host memory. query_start: [n + 1]. context_lengths: [n]. block_tables: [n, widest], the blocks
     of each sequence's positions in order; -1 beyond its end and where a window has given blocks back. block_size:
-    tokens of a block. num_threads: threads a kernel may use. native_handle: the same as the kernels take it, once they
-    were called.
+    tokens of a block. num_threads: threads a kernel may use. native_handle: the same in the kernels' form, from their
+    first call on.
     """
 
     query_start: torch.Tensor
@@ -255,14 +256,14 @@ class AttentionBatch:
 
 @dataclass(slots=True, eq=False)
 class RecurrenceStep:
-    """Which rows belong to which sequence, in which slot its state is, and where states are copied to: what recurrences
-    take of a step, for all state layers.
+    """Rows and state slot of each sequence, and the targets of state copies: the recurrences' part of a step, for all
+    state layers.
 
-    starts: [n + 1], rising from 0: where the rows of each sequence begin. slots: [n], which state of the state tensor
-    is a sequence's, read and updated in place. checkpoints: pairs (row, slot), sorted: after that row's token the state
-    of its sequence is also written to that slot. positions: int64 [T] of each row in its text; a row at position 0
-    begins a text: its sequence's slot holds zeros then (some mixers treat that row in a way of its own). A recurrence
-    by itself needs none. native_handle: the same as the kernels take it, once they were called.
+    starts: [n + 1], rising from 0: where the rows of each sequence begin. slots: [n], the index of each sequence's
+    state in the state tensor, read and updated in place. checkpoints: pairs (row, slot), sorted: after that row's token
+    the state of its sequence is also written to that slot. positions: int64 [T] of each row in its text; a row at
+    position 0 begins a text: its sequence's slot holds zeros then (some mixers treat that row specially). A recurrence
+    by itself needs no positions. native_handle: the same in the kernels' form, from their first call on.
     """
 
     starts: Sequence[int]
@@ -301,7 +302,7 @@ class RecurrenceStep:
             yield slot, range(start, stop)
 
     def checkpoints_after(self, row: int) -> list[int]:
-        """The slots that the state after `row` is written to, beside its own."""
+        """The slots, in addition to the sequence's own, that the state after `row` is written to."""
         return self._at_row.get(row, [])
 
 
@@ -309,9 +310,9 @@ class RecurrenceStep:
 class ForwardStep:
     """One step's input of the model.
 
-    input_ids, position_ids: int64 [T]. batches: what attention reads, for each table of the storage. slot_mappings:
+    input_ids, position_ids: int64 [T]. batches: the attention's input, for each table of the storage. slot_mappings:
     int64 [T] for each table, where each row's K and V go. logits_rows: int64 [R], the rows whose next-token logits are
-    wanted. states: what the state layers need, of a model that has some.
+    wanted. states: the state layers' input, for a model with such layers.
     """
 
     input_ids: torch.Tensor
@@ -322,7 +323,7 @@ class ForwardStep:
     states: RecurrenceStep | None = None
 
     def on_device(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStep:
-        """The step with its tensors where a device's modules take them; its batches are the attention's to take."""
+        """The step with its tensors on the device of the model's modules; the attention moves its batches itself."""
         return replace(
             self,
             input_ids=to_device(self.input_ids),

@@ -257,7 +257,7 @@ def test_what_is_pinned_is_refused(backend: str) -> None:
     pin = cache.pins.add(prompt(10)[:6])
     before = cache.stats()
     for tokens in ([], prompt(10)[:3], prompt(10)[:6], prompt(10)[:7]):
-        with pytest.raises(ArgumentError, match="a pin of 6 tokens holds; remove that first"):
+        with pytest.raises(ArgumentError, match="a pin of 6 tokens; remove the pin first"):
             cache.drop(tokens)
     assert cache.stats() == before
     # What goes on behind the block in which the pin ends may go.

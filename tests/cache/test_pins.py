@@ -128,11 +128,11 @@ def test_what_cannot_be_pinned_is_refused() -> None:
     before = cache.stats()
     for tokens, options, message in (
         ([], {}, "expected tokens to pin, got none"),
-        (prompt(9), {}, "expected 9 tokens that are in the cache, of these it has 8"),
+        (prompt(9), {}, "expected 9 cached tokens to pin, got 8"),
         (prompt(8), {"ttl_s": 0}, "expected a ttl of more than 0 seconds, or None for no end, got 0"),
         (prompt(8), {"ttl_s": float("nan")}, "expected a ttl"),
         (prompt(8), {"ttl_s": "soon"}, "expected a ttl"),
-        (prompt(8), {"namespace": b"another"}, "of these it has 0"),
+        (prompt(8), {"namespace": b"another"}, "expected 8 cached tokens to pin, got 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             cache.pins.add(tokens, **options)

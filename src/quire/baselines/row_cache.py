@@ -97,7 +97,7 @@ class RowCache(KVCache):
     def __repr__(self) -> str:
         return f"RowCache({type(self.space).__name__}, {self.num_blocks} {self.block_name}s)"
 
-    # Prefixes: never found
+    # Prefixes: a row cache finds none
 
     def match(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
@@ -129,7 +129,7 @@ class RowCache(KVCache):
         owner_id: int = 0,
         cache_priority: int = NORMAL,
     ) -> Row:
-        """Open a sequence of these tokens, none of them computed.
+        """Open a sequence of these tokens, with no token computed.
 
         Namespace, keys and cache priority have no effect without sharing.
 
@@ -210,20 +210,20 @@ class RowCache(KVCache):
     ) -> RowPlan | None:
         wanted = self._wanted(sequence_ids, num_new_tokens, num_lookahead_tokens)
         self._settle()
-        found: list[tuple[Row, RowRanges]] = []
+        places: list[tuple[Row, RowRanges]] = []
         for row, end in wanted:
             if end <= row.room:
                 continue
             place = self.space.find(row, end)
             if place is None:
-                for other, taken in reversed(found):
+                for other, taken in reversed(places):
                     self.space.give(taken, other.place)
                 return None
-            found.append((row, place))
+            places.append((row, place))
 
         self.newest_step += 1
         copies: list[tuple[int, int, int, int]] = []
-        for row, place in found:
+        for row, place in places:
             self.num_held += self.space.blocks_of(place, row.place)
             if row.place is None:
                 self.num_query_tokens += row.num_tokens
@@ -311,10 +311,10 @@ class RowCache(KVCache):
     def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
         row = self._row(sequence, "commit")
-        most = min(row.reserved, row.num_tokens)
-        if not row.num_computed <= num_computed <= most:
+        limit = min(row.reserved, row.num_tokens)
+        if not row.num_computed <= num_computed <= limit:
             raise ArgumentError(
-                f"expected {row.num_computed} .. {most} computed tokens for sequence {row.id} "
+                f"expected {row.num_computed} .. {limit} computed tokens for sequence {row.id} "
                 f"({row.reserved} reserved, {row.num_tokens} known), got {num_computed} in commit"
             )
         self._settle()

@@ -1,7 +1,7 @@
 """The plan of a step for contiguous sequences: a table has one entry, the beginning of the sequence's range.
 
-A slot is `entry * row_tokens + position`. Tables lie one after another in one matrix; a table's part is made when it is
-asked for. See `step.GroupPlan` for every field's shape and dtype. Immutable.
+A slot is `entry * row_tokens + position`. All tables lie one after another in one matrix; a table's part is made at its
+first reading. See `step.GroupPlan` for every field's shape and dtype. Immutable.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["RowLayout", "RowPlan", "RowTable"]
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Where the pieces of a step lie, and what becomes of others.
+    """The places of a step's sequences, and the moved and released ranges.
 
     starts: int64 [num_tables, n]. row_of_token, positions: int64 [T]. all_copies: int64 [m, 4], rows of (table, from,
-    to, tokens). released: int64 [r, 3], rows of (table, first token, end): ranges that no sequence reads any more,
-    since the plan before; parts of them may be in this plan's tables again. tops: int64 [num_tables]: no entry ever
-    handed out, with its tokens, reaches beyond.
+    to, tokens). released: int64 [r, 3], rows of (table, first token, end): ranges that no sequence has read since the
+    previous plan; parts of them may be in this plan's tables again. tops: int64 [num_tables]: upper bound of every
+    entry ever handed out, with its tokens.
     """
 
     step: int
@@ -84,7 +84,7 @@ class RowTable:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RowPlan(StepPlan):
-    """What `reserve` of a `RowCache` granted."""
+    """The grant of a `reserve` of `RowCache`."""
 
     rows: RowLayout
 

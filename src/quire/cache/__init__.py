@@ -1,4 +1,4 @@
-"""Which token lives where: pool, prefix tree, groups, sequences, and the facade `Cache`. No tensors, no torch.
+"""The place of every token: pool, prefix tree, groups, sequences, and the facade `Cache`. No tensors, no torch.
 
 Others may use
     cache          `Cache`: the facade, with either block manager behind it
@@ -6,7 +6,7 @@ Others may use
     prefix_key     the owner and namespace of a prefix
     state_cache, checkpoints   states of recurrent layers
     memory_split   how blocks and state slots share one memory
-    pins           content that stays in memory, and its priority
+    pins           content that stays in memory on request
     results, arguments, block_counts, block_hash, known_tokens   shared by implementations of the protocol
     block_map, memory_use, report, tree_view                     views of a cache
     events, event_dispatcher, steady_clock                       changes, their listeners, and their times

@@ -1,7 +1,7 @@
-"""Turning what callers give into the arrays a block manager takes, once, with one clear error each.
+"""Converts callers' values into the arrays of a block manager, once, with a clear error for each.
 
-Token ids come as lists, numpy arrays or CPU tensors (through `__array__`: no torch here); anything that is not
-an integer from 0 to 2^31 - 1 is refused. Nothing here knows any cache state.
+Token ids come as lists, numpy arrays or CPU tensors (through `__array__`: no torch here); anything that is not an
+integer from 0 to 2^31 - 1 is refused. This file knows no cache state.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _Parameters = ParamSpec("_Parameters")
 _Answer = TypeVar("_Answer")
 
 
-def _integer_array(values: Any, what: str) -> np.ndarray:
+def _integer_array(values: Any, expected: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"expected {what}, got {type(values).__name__}: {error}") from error
+        raise ArgumentError(f"expected {expected}, got {type(values).__name__}: {error}") from error
     if array.ndim != 1:
-        raise ArgumentError(f"expected {what}, got {array.ndim} dimensions (shape {list(array.shape)})")
+        raise ArgumentError(f"expected {expected}, got {array.ndim} dimensions (shape {list(array.shape)})")
     if array.size and array.dtype.kind not in "iu":
-        raise ArgumentError(f"expected {what}, got {array.dtype} values in {type(values).__name__}")
+        raise ArgumentError(f"expected {expected}, got {array.dtype} values in {type(values).__name__}")
     return array
 
 
@@ -54,9 +54,9 @@ def token_array(token_ids: Any) -> Int32Array:
     """One-dimensional contiguous int32; the caller's own array if it is that already."""
     array = _integer_array(token_ids, "a one-dimensional array of integer token ids")
     if array.size:
-        least, most = int(array.min()), int(array.max())
-        if least < 0 or most > _MAX_TOKEN:
-            index = int(array.argmin() if least < 0 else array.argmax())
+        lowest, highest = int(array.min()), int(array.max())
+        if lowest < 0 or highest > _MAX_TOKEN:
+            index = int(array.argmin() if lowest < 0 else array.argmax())
             raise ArgumentError(
                 f"expected token ids of 0 .. {_MAX_TOKEN}, got {int(array[index])} at position {index}"
             )
@@ -71,12 +71,12 @@ def count_array(values: Any, what: str) -> Int64Array:
         and values.ndim == 1
         and values.flags.c_contiguous
     ):
-        return values  # as an engine's step brings it
+        return values  # the usual case: an engine's step
     return np.ascontiguousarray(_integer_array(values, f"a one-dimensional array of {what}"), np.int64)
 
 
 def count(value: Any, what: str, least: int, most: int | None = None) -> int:
-    """An integer `least` .. `most`."""
+    """An integer from `least` to `most`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ArgumentError(f"expected an integer for {what}, got {value!r}")
     if value < least or (most is not None and value > most):
@@ -97,7 +97,7 @@ def owner_number(value: Any, least: int = 0) -> int:
 
 
 def owner_limits(owner_id: Any, floor_blocks: Any, quota_blocks: Any) -> tuple[int, int, int]:
-    """An owner that can have limits, its floor and its quota (-1: none)."""
+    """An owner that can have limits, its floor and its quota (-1: no quota)."""
     owner_id = owner_number(owner_id, 1)
     floor = count(floor_blocks, "floor_blocks", 0)
     quota = count(quota_blocks, "quota_blocks", -1)
@@ -147,7 +147,7 @@ def extra_key_arrays(
 def prompt(
     token_ids: Any, namespace: Any, extra_keys: Mapping[int, bytes] | None
 ) -> tuple[Int32Array, bytes, Int64Array, list[bytes]]:
-    """(tokens, namespace, positions of keys, keys): what identifies content."""
+    """(tokens, namespace, positions of keys, keys): together they identify content."""
     tokens = token_array(token_ids)
     positions, keys = extra_key_arrays(extra_keys, len(tokens))
     return tokens, namespace_bytes(namespace), positions, keys
@@ -156,7 +156,7 @@ def prompt(
 def step(
     sequences: object, id_of: Callable[[Any], int], num_new_tokens: Any, num_lookahead_tokens: Any
 ) -> tuple[Int64Array, Int64Array, int]:
-    """(ids, counts, lookahead) of a step. id_of: checks a sequence or its id."""
+    """(ids, counts, lookahead) of a step. id_of: checks a sequence or its id, and returns the id."""
     if isinstance(sequences, np.ndarray):
         ids = count_array(sequences, "sequence ids")
     elif isinstance(sequences, Sequence) and not isinstance(sequences, (str, bytes)):
@@ -184,7 +184,7 @@ def one_token_each(token_ids: Any, num_sequences: int) -> Int32Array:
 
 
 def closed(sequence: object, where: str) -> SequenceClosedError:
-    """The error for an id that no open sequence has."""
+    """The error for an id without an open sequence."""
     return SequenceClosedError(
         f"expected an open sequence, got sequence {sequence}, which is closed or was never opened, in {where}"
     )

@@ -1,4 +1,4 @@
-"""How many blocks a pool has and a sequence needs, by arithmetic alone: what admission and capacity rest on."""
+"""Numbers of blocks that a pool has and a sequence needs, by arithmetic alone: the basis of admission and capacity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNBOUNDED = 2**40  # tokens of a sequence whose layers all have windows
 
 
 def num_blocks_for(spec: KVSpec, num_tokens: int, block_size: int) -> int:
-    """Blocks that one sequence of `num_tokens` holds at most while its tokens are computed one by one."""
+    """Most blocks that one sequence of `num_tokens` holds while its tokens are computed one by one."""
     return sum(_group_blocks(group, num_tokens, block_size) for group in spec.groups)
 
 
@@ -41,8 +41,8 @@ def blocks_with_prefix(
     """Blocks (held once, held by each) of sequences of `num_tokens` whose first `num_shared` tokens are the same.
 
     Whole nodes of the prefix tree are shared, a partial one is copied, and the last token of a prompt is always
-    computed. Of a group that forgets, each sequence goes on to hold a whole window of its own; the prefix's last window
-    stays for the next one.
+    computed. In a group that forgets, each sequence comes to hold its own whole window; the prefix's last window stays
+    for the next sequence.
     """
     once = each = 0
     for group in groups:
@@ -61,13 +61,14 @@ def _group_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
     span = group.span
     if span.kind == "full":
         return whole
-    # What is kept begins at a multiple of the step, which is one of the block size only if that divides it.
+    # Kept tokens begin at a multiple of the span's step, which is a multiple of the block size only if that divides it.
     offset = 0 if span.step % tokens == 0 else tokens - 1
     return min(whole, -(-(span.max_num_kept + offset) // tokens))
 
 
 def num_blocks_in(spec: KVSpec, num_blocks: int | None, memory: str | int | None, block_size: int) -> int:
-    """Blocks of a pool: as given, or what a size in bytes holds; at most one of the two is given, 256 MiB if neither.
+    """Blocks of a pool: as given, or as many as fit in a size in bytes. At most one of the two is given; 256 MiB if
+    neither.
 
     *raises:* ArgumentError: both, or not enough for one block.
     """

@@ -1,18 +1,18 @@
-"""The chained key: what a block, or a segment of several, is called by who knows content and not this process.
+"""Chained content keys of blocks and segments of several blocks, which any process computes from the content.
 
-A key is a SHA-256 over the key before it and everything that its tokens add, so that equal keys mean: the same tokens
-since the start, the same extra keys at the same positions, the same namespace. Who lacks the namespace's bytes can
-neither compute nor find its keys. Two families, whose bytes are on disks and on wires and never change:
+A key is a SHA-256 over the previous key and all that its tokens add. Equal keys therefore mean the same tokens since
+the start, the same extra keys at the same positions and the same namespace. Without the namespace's bytes its keys can
+neither be computed nor found. There are two families. Their bytes are on disks and on wires and never change:
 
-    block hashes    of the mirror and of KV events: one per block, chained from H("quire blocks", namespace). They say
-                    nothing of the model: whoever listens to an engine knows it
+    block hashes    of the mirror and of KV events: one per block, chained from H("quire blocks", namespace). They do
+                    not depend on the model: a listener of an engine knows it
         hash i = H(hash i - 1, tokens, then for each extra key: offset in the block, length, key)      numbers: 4 bytes
     segment keys    of the tiers: chained from H("quire kv" version, fingerprint, H(namespace)), so that they also mean
                     the same model and kernels. A segment is one block or several, so a key tells where it begins
         key i  = H(key i - 1, first position, number of tokens, tokens,
                    then for each extra key: position, length, key)                                     numbers: 8 bytes
 
-Whether a stored value holds what its key says is checked by `tiers.segment`.
+`tiers.segment` checks whether a stored value matches its key.
 
 Cost: one pass of SHA-256 over the tokens (4 bytes each); about 1 us for a block.
 """
@@ -42,7 +42,7 @@ _VERSION = 1
 def _chained(
     before: bytes, head: bytes, tokens: np.ndarray, extra_keys: Iterable[tuple[int, bytes]], width: int
 ) -> bytes:
-    """The key behind `before`, 32 bytes. width: bytes of each number, little-endian."""
+    """The key after `before`, 32 bytes. width: bytes of each number, little-endian."""
     digest = hashlib.sha256(before + head)
     digest.update(np.ascontiguousarray(tokens, "<i4").data)
     for at, key in extra_keys:
@@ -54,14 +54,14 @@ def _chained(
 
 
 def root_hash(namespace: bytes) -> bytes:
-    """What a namespace's first block is chained to."""
+    """The hash that a namespace's first block is chained to."""
     return hashlib.sha256(b"quire blocks\0" + namespace).digest()
 
 
 def chained_hashes(
     before: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None, block_size: int
 ) -> list[bytes]:
-    """The hashes of the full blocks of `tokens`, which come behind the block of hash `before`.
+    """The hashes of the full blocks of `tokens`, which follow the block of hash `before`.
 
     extra_keys: by position within `tokens`.
     """
@@ -83,12 +83,12 @@ def block_hashes(
 
 
 def block_number(block_hash: bytes) -> int:
-    """What events call the block of this hash: its last 8 bytes, an unsigned integer."""
+    """The number of the block of this hash in events: the hash's last 8 bytes, an unsigned integer."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 def namespace_digest(namespace: bytes) -> str:
-    """16 hexadecimal digits that tell namespaces apart and give none away; "" for the namespace without a name."""
+    """16 hexadecimal digits that distinguish namespaces without revealing them; "" for the unnamed namespace."""
     return hashlib.sha256(b"quire namespace\0" + namespace).hexdigest()[:16] if namespace else ""
 
 
@@ -98,7 +98,8 @@ def namespace_digest(namespace: bytes) -> str:
 def root_key(fingerprint: bytes, namespace: bytes) -> bytes:
     """The key that a namespace's first segment continues, 32 bytes.
 
-    fingerprint: of weights, config, dtype and of what decides the bits of a forward; other fingerprint, other keys.
+    fingerprint: of weights, config, dtype and all else that decides the bits of a forward. Another fingerprint gives
+    other keys.
     """
     digest = hashlib.sha256(b"quire kv %d\0" % _VERSION)
     digest.update(len(fingerprint).to_bytes(8, "little") + fingerprint)
@@ -109,9 +110,9 @@ def root_key(fingerprint: bytes, namespace: bytes) -> bytes:
 def chained_key(
     parent: bytes, start: int, tokens: np.ndarray, extra_keys: Iterable[tuple[int, bytes]] = ()
 ) -> bytes:
-    """The key of the segment of `tokens` (integers [n]) that begins at position `start` behind `parent`, 32 bytes.
+    """The key of the segment of `tokens` (integers [n]) that begins at position `start` after `parent`, 32 bytes.
 
-    extra_keys: (position, key) of those within the segment, positions increasing.
+    extra_keys: (position, key) of each extra key within the segment, positions increasing.
     """
     head = start.to_bytes(8, "little") + len(tokens).to_bytes(8, "little")
     return _chained(parent, head, tokens, extra_keys, 8)

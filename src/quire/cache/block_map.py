@@ -1,6 +1,6 @@
-"""Every block at one moment, and what one of them holds: for whoever looks at a running cache.
+"""The state of every block at one moment, and the content of a single block: for observers of a running cache.
 
-`block_map` is cheap (native: some 10 ns a block), so that it can be taken again and again; `tree_view` tells more.
+`block_map` is cheap (native: some 10 ns a block), so that observers can call it often; `tree_view` tells more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FREE, CACHED, HELD, IN_FLIGHT, GIVEN_UP, PINNED = range(6)
 
 @dataclass(frozen=True)
 class BlockMap:
-    """All blocks by id, ids given up by a resize included.
+    """All blocks by id, including the ids that a resize gave up.
 
-    namespace_index: into `namespaces`, of blocks whose content is known; -1 of others.
+    namespace_index: into `namespaces`, for blocks with known content; -1 for the others.
     """
 
     states: NDArray[np.uint8]  # [num_ids]: FREE, CACHED, HELD, IN_FLIGHT, GIVEN_UP or PINNED
@@ -40,7 +40,7 @@ class BlockMap:
 
 @dataclass(frozen=True)
 class BlockContent:
-    """What a block with known content holds: the last `num_own` of `tokens`, int32, which begin with the prompt."""
+    """The content of a block: the last `num_own` of `tokens`, int32, which start at the beginning of the prompt."""
 
     namespace: bytes
     tokens: Int32Array

@@ -1,8 +1,9 @@
 """`Cache`, the KV cache of an engine as a library: it says where every token's K and V live. No tensors.
 
-It checks arguments, turns them into arrays, and makes one call to a block manager: native where it is built, else plain
-Python (`manager/block_manager.py`, the one to read). Same results from both. The contract is `protocol.PrefixKVCache`:
-`help(Cache.reserve)` shows its text, and a call of it with a body is not written again here.
+It checks arguments, turns them into arrays, and makes one call to a block manager: the native one if it is built, else
+the plain Python one (`manager/block_manager.py`, the one to read). Both give the same results. The contract is
+`protocol.PrefixKVCache`: `help(Cache.reserve)` shows its text. This class does not repeat a call whose body the
+protocol has.
 
 Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(sequences given); then the back end.
 """
@@ -38,9 +39,9 @@ from quire.step import NativePlan, StepPlan
 
 __all__ = ["Cache", "Dropped", "Explanation", "Match", "OwnerCounts", "Sequence"]
 
-MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
-MAX_NODE_TOKENS = 8191  # as a node of the native tree counts
-MAX_RUN_BLOCKS = 4096  # of the smallest pieces, a page, 512 make a huge page
+MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB has a thousand tokens and more; the native tree counts to 8191
+MAX_NODE_TOKENS = 8191  # the limit of the native tree's node counter
+MAX_RUN_BLOCKS = 4096  # in units of the smallest pieces, a page: 512 make a huge page
 
 _Sequences = SequenceOf[CacheSequence] | Int64Array
 _Counts = SequenceOf[int] | NDArray[np.integer]
@@ -49,9 +50,9 @@ _Counts = SequenceOf[int] | NDArray[np.integer]
 class Cache(PrefixKVCache):
     """A paged KV cache with a prefix tree over `num_blocks` blocks.
 
-    A block holds `block_size` tokens for the layers of one group (`spec.groups`), of a group with a small token several
-    times as many (`KVGroup.tokens_per_block`): a token of a model with two groups needs a slot in a block of each. All
-    groups draw on one pool.
+    A block holds `block_size` tokens for the layers of one group (`spec.groups`), or several times as many if the
+    group's token is small (`KVGroup.tokens_per_block`). A token of a model with two groups needs a slot in a block of
+    each. All groups draw on one pool.
 
         sequence = cache.open(prompt)                          # takes the longest known prefix
         plan = cache.reserve([sequence], [num_new_tokens])     # slots for the tokens to compute; None: no room
@@ -60,12 +61,12 @@ class Cache(PrefixKVCache):
 
     Not thread-safe: one owner at a time.
 
-    block_bytes: what a block takes in the storage, for `memory_use`; `spec.block_bytes(block_size)` unless set.
-    node_tokens: of a node of the prefix tree, the largest block: what is shared, told of and stored as a whole.
-    pins: what stays whatever happens (`pins.py`).
+    block_bytes: bytes of a block in the storage, for `memory_use`; `spec.block_bytes(block_size)` unless set.
+    node_tokens: tokens of a node of the prefix tree, the largest block: the unit that is shared, reported and stored.
+    pins: content that stays in memory (`pins.py`).
     """
 
-    block_name = "block"  # what messages call a block
+    block_name = "block"  # the word for a block in messages
     can_fork = True
     exchange: MemorySplit | None = None
 
@@ -87,7 +88,7 @@ class Cache(PrefixKVCache):
         Parameters
         ----------
         spec
-            What a token costs; gives the groups.
+            The cost of a token, and the groups.
         num_blocks, memory
             Size of the pool: blocks, or bytes ("256MiB") that are divided by `spec.block_bytes(block_size)`.
             At most one of the two; 256 MiB if neither is given.
@@ -100,13 +101,12 @@ class Cache(PrefixKVCache):
         overlapped_steps
             The owner submits a step before the last one has ended, and calls `complete`.
         run_blocks
-            A power of two, 1 .. 4096: a sequence's blocks are put side by side from the start of as many ids that are
-            all free, where there are any; what the storage calls `run_blocks`. With 1 they follow each other where they
-            can.
+            A power of two, 1 .. 4096: a sequence's blocks lie side by side from the start of a run of that many free
+            ids, if there is one; the storage's `run_blocks`. With 1 a block only seeks the next free neighbour.
         backend
-            "native", "python", or None: the environment variable QUIRE_BACKEND, else native where built.
+            "native", "python", or None: the environment variable QUIRE_BACKEND, else native if built.
         eviction
-            Which cached block goes first: "lru", or on backend "python" a policy that was registered
+            The eviction order of cached blocks: "lru", or on backend "python" a policy that was registered
             (`quire.cache.manager.eviction`).
         """
         if not isinstance(spec, KVSpec):
@@ -117,13 +117,13 @@ class Cache(PrefixKVCache):
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
         self.node_tokens = spec.tokens_per_node(self.block_size)
         if self.node_tokens > MAX_NODE_TOKENS:
-            most = MAX_NODE_TOKENS * self.block_size // self.node_tokens
+            limit = MAX_NODE_TOKENS * self.block_size // self.node_tokens
             raise ArgumentError(
-                f"expected a block_size of at most {most}, as the largest blocks of this model have "
+                f"expected a block_size of at most {limit}, as the largest blocks of this model have "
                 f"{self.node_tokens // self.block_size} times as many tokens, got {self.block_size}"
             )
         self.num_blocks = num_blocks_in(spec, num_blocks, memory, self.block_size)
-        # Every id is below it: those given up by `resize` come back first.
+        # Every id is below it: growing first takes back the ids that `resize` gave up.
         self.num_block_ids = self.num_blocks
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
             raise ArgumentError(f"expected a watermark of 0 <= w < 1, got {watermark!r}")
@@ -178,8 +178,8 @@ class Cache(PrefixKVCache):
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
         if pins := self.pins.in_what_begins_with(prompt[0], namespace=namespace, extra_keys=extra_keys):
             raise ArgumentError(
-                "expected content to drop of which nothing is pinned, got what a pin of "
-                f"{len(pins[0].tokens)} tokens holds; remove that first"
+                "expected content without pins to drop, got content of a pin of "
+                f"{len(pins[0].tokens)} tokens; remove the pin first"
             )
         return Dropped(*self._manager.drop(*prompt))
 
@@ -326,7 +326,7 @@ class Cache(PrefixKVCache):
     def margin(self, share: float) -> int:
         return math.ceil(share * self.num_possible_blocks)
 
-    # Looking on
+    # Reports
 
     def record_events(self, is_on: bool) -> None:
         self._manager.record_events(bool(is_on))
@@ -360,7 +360,7 @@ class Cache(PrefixKVCache):
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are in use, 0 .. 1; cached ones are not."""
+        """Share of the blocks that are in use, 0 .. 1, without cached ones."""
         free, cached, _, _ = self._manager.counts()
         return 1.0 - (free + cached) / self.num_blocks
 
@@ -396,7 +396,7 @@ class Cache(PrefixKVCache):
         self.pins.prove()
 
     def report(self) -> str:
-        """What there is, in tables that a person can read: states, owners. O(nodes)."""
+        """Tables of block states and owners, for a person. O(nodes)."""
         return report(self)
 
     # Arguments and errors
@@ -413,7 +413,7 @@ class Cache(PrefixKVCache):
 
 
 def _plan_of(plan: StepPlan | NativePlan | None) -> StepPlan | None:
-    """A manager's plan; the extension has a class of its own for it."""
+    """A manager's plan as a `StepPlan`; the extension has its own class."""
     return plan if plan is None or isinstance(plan, StepPlan) else StepPlan.of_native(plan)
 
 
@@ -421,7 +421,7 @@ def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list
     if backend == "native":
         if eviction != "lru":
             raise ArgumentError(
-                f"expected eviction 'lru' on backend 'native', which has no other, got {eviction!r}; "
+                f"expected eviction 'lru' on backend 'native', the only policy there, got {eviction!r}; "
                 "use backend='python'"
             )
         return native_module().BlockManager(*args, blocks_per_node=blocks_per_node)  # type: ignore[union-attr]

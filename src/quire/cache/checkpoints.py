@@ -1,16 +1,17 @@
-"""Which states are kept, of which content, and which goes first: the checkpoints of a cache for layers with states.
+"""The checkpoints of a cache for layers with states: which states it keeps, for which content, and which it evicts
+first.
 
-A *state* is what recurrent layers have made of all tokens before a position; it says nothing of positions before that
-one. A *checkpoint* is a state kept in a slot, found by the very tokens (and extra keys) it was made of, within their
-namespace. Not the bytes, and not whose slot is whose: `state_cache.StateCache` knows that.
+A *state* summarises all tokens before a position for the recurrent layers; it says nothing of earlier positions. A
+*checkpoint* is a state kept in a slot. It is found by exactly the tokens (and extra keys) that it was computed from,
+within their namespace. This file knows neither the bytes nor the users of slots: `state_cache.StateCache` does.
 
-Which goes first is a question of bytes per token saved, and of time (GreedyDual: Young 1994, "The k-server dual and
-loose competitiveness for paging"). All states of a model have equal bytes, so a checkpoint's score is the clock plus
-the tokens it saves beyond the next shorter one; the lowest goes, and the clock moves up to it.
+The eviction order weighs bytes per token saved, and time (GreedyDual: Young 1994, "The k-server dual and loose
+competitiveness for paging"). All states of a model have equal bytes, so a checkpoint's score is the clock plus the
+tokens it saves beyond the next shorter one. The lowest score goes first, and the clock moves up to it.
 
 Invariants
     K1  no two checkpoints have the same namespace and content, or the same slot.
-    K2  one that is pinned (somebody is going to copy it) is never a victim.
+    K2  a pinned checkpoint (a sequence is going to copy it) is never a victim.
 
 Cost: `find` and `add` O(tokens x log checkpoints), as comparisons of bytes; `victim` O(checkpoints).
 """
@@ -31,22 +32,22 @@ __all__ = ["Checkpoint", "Checkpoints"]
 
 @dataclass(eq=False)
 class Checkpoint:
-    """content: of its tokens, as `manager.content.encode` writes them. cache_priority: the highest of those who have
-    left it. stored_as: that with which it is stored in the tiers; -1 for not yet."""
+    """content: its tokens, as `manager.elements.encode` writes them. cache_priority: the highest among the sequences
+    that left it. stored_as: the priority with which the tiers store it; -1 if they do not yet."""
 
     namespace: bytes
     content: bytes
     num_tokens: int
     slot: int
-    num_saved: int  # tokens beyond the next shorter one, when it was made
+    num_saved: int  # tokens beyond the next shorter checkpoint, when it was made
     score: float = 0.0
     num_pins: int = 0
     cache_priority: int = 1
     stored_as: int = -1
-    is_found: bool = True  # not once it was removed; whoever has pinned it copies it still
+    is_found: bool = True  # False once it was removed; a sequence that pinned it still copies it
 
     def decoded(self) -> tuple[Int32Array, tuple[tuple[int, bytes], ...]]:
-        """Its tokens, and (position, key) of those with an extra key."""
+        """Its tokens, and (position, key) of each extra key."""
         if len(self.content) == 4 * self.num_tokens:  # no keys
             return (np.frombuffer(self.content, ">u4") >> 1).astype(np.int32), ()
         tokens, keys = decode(self.content)
@@ -54,7 +55,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All of one cache."""
+    """All checkpoints of one cache."""
 
     def __init__(self) -> None:
         self._contents: dict[bytes, list[bytes]] = {}  # sorted, by namespace
@@ -65,15 +66,15 @@ class Checkpoints:
         return len(self._found)
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        """The one that was of use least recently first."""
+        """The least recently used checkpoint first."""
         return iter(self._found.values())
 
     def get(self, namespace: bytes, content: bytes) -> Checkpoint | None:
-        """Of exactly this content."""
+        """The checkpoint of exactly this content."""
         return self._found.get((namespace, content))
 
     def find(self, namespace: bytes, content: bytes) -> Checkpoint | None:
-        """The one of most tokens whose content this content begins with."""
+        """The longest checkpoint whose content is a prefix of this content."""
         contents = self._contents.get(namespace, [])
         while contents:
             at = bisect_right(contents, content)
@@ -82,12 +83,12 @@ class Checkpoints:
             left = contents[at - 1]
             if content.startswith(left):
                 return self._found[namespace, left]
-            # What is sought ends where the two differ, or before.
+            # The checkpoint sought ends at the first difference of the two, or before.
             content = content[: _num_common(left, content)]
         return None
 
     def add(self, namespace: bytes, content: bytes, num_tokens: int, slot: int) -> Checkpoint:
-        """None of this content may be there."""
+        """Adds a checkpoint; the cache must not have the content yet."""
         shorter = self.find(namespace, content)
         num_saved = num_tokens - (0 if shorter is None else shorter.num_tokens)
         made = Checkpoint(namespace, content, num_tokens, slot, num_saved)
@@ -97,18 +98,20 @@ class Checkpoints:
         return made
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """It was of use just now."""
+        """Marks it as just used."""
         checkpoint.score = self._clock + checkpoint.num_saved
         place = checkpoint.namespace, checkpoint.content
         self._found[place] = self._found.pop(place)
 
     def victim(self, but: Collection[int] = ()) -> Checkpoint | None:
-        """The one to go first; None where all are pinned, or lie in the slots `but`. Removes nothing."""
-        free_to_go = (one for one in self if not one.num_pins and one.slot not in but)
-        return min(free_to_go, key=lambda one: one.score, default=None)
+        """The checkpoint to evict first; None if all are pinned or lie in the slots `but`. Removes nothing."""
+        free_to_go = (
+            checkpoint for checkpoint in self if not checkpoint.num_pins and checkpoint.slot not in but
+        )
+        return min(free_to_go, key=lambda checkpoint: checkpoint.score, default=None)
 
     def worth(self, checkpoint: Checkpoint) -> float:
-        """Tokens that it saves, fewer the longer it was of no use."""
+        """Tokens that it saves, fewer the longer it was unused."""
         return checkpoint.score - self._clock
 
     @property
@@ -117,15 +120,15 @@ class Checkpoints:
 
     @property
     def num_free_to_go(self) -> int:
-        return sum(not one.num_pins for one in self)
+        return sum(not checkpoint.num_pins for checkpoint in self)
 
     def evict(self, checkpoint: Checkpoint) -> None:
-        """`remove`, for want of room: time goes on, to where the victim is, whether it is that one or not."""
+        """`remove`, to make room. The clock moves up to the victim's score, whichever checkpoint goes."""
         self._clock = max(self._clock, (self.victim() or checkpoint).score)
         self.remove(checkpoint)
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """It is found no more."""
+        """It can no longer be found."""
         checkpoint.is_found = False
         namespace, content = checkpoint.namespace, checkpoint.content
         del self._found[namespace, content]
@@ -135,17 +138,17 @@ class Checkpoints:
             del self._contents[namespace]
 
     def beginning_with(self, namespace: bytes, content: bytes) -> list[Checkpoint]:
-        """Those whose content begins with this content; all of the namespace where it is empty."""
+        """The checkpoints whose content begins with this content; all of the namespace if it is empty."""
         contents = self._contents.get(namespace, [])
         first = bisect_left(contents, content)
         last = first
         while last < len(contents) and contents[last].startswith(content):
             last += 1
-        return [self._found[namespace, one] for one in contents[first:last]]
+        return [self._found[namespace, stored] for stored in contents[first:last]]
 
 
 def _num_common(a: bytes, b: bytes) -> int:
-    """Bytes that the two begin with."""
+    """Bytes of the common prefix of the two."""
     low, high = 0, min(len(a), len(b))
     while low < high:  # a prefix is compared at the speed of memory: halving is faster than a loop over bytes
         middle = (low + high + 1) // 2

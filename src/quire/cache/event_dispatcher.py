@@ -1,7 +1,7 @@
-"""A cache's events, taken once and handed to everybody who wants them, in one order.
+"""`EventDispatcher`: takes a cache's events once and hands them to every listener, in one order.
 
-Whoever listens does so from before anything happens: later ones ask the mirror (`tree_mirror.py`) for what there is.
-Off, and free, while nobody listens.
+A listener registers before the first event; a later one asks the mirror (`tree_mirror.py`) for the present content.
+Without listeners it is off and costs nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from quire.cache.protocol import PrefixKVCache
 __all__ = ["DROPPED", "LOSS_REASONS", "EventDispatcher", "Forgotten", "Listener"]
 
 LOSS_REASONS = ("space", "quota", "idle", "dropped", "resize")
-"""Why content left memory: a request needed blocks while the pool had none, or while its tenant was at its quota, the
-system was short while the engine was idle, a caller asked for it (`drop`, `trim`, `reset`), or the cache got fewer
-blocks (`resize`)."""
+"""Why content left memory: a request needed blocks while the pool had none (space), or while its tenant was at its
+quota (quota); the system was short of memory while the engine was idle (idle); a caller asked for it (`drop`, `trim`,
+`reset`); or the cache got fewer blocks (`resize`)."""
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """Why the cache has forgotten what it has forgotten since the last look, as its owner knows.
+    """Why the cache forgot content since the last `collect`, as its owner knows.
 
-    reason: of `LOSS_REASONS`. is_kept: whether tiers store it, as they do what a reservation evicts.
+    reason: of `LOSS_REASONS`. is_kept: whether tiers store that content, as they do after an eviction by a reservation.
     """
 
     reason: str = "dropped"
@@ -33,12 +33,12 @@ class Forgotten:
 
 
 Listener: TypeAlias = Callable[[list[CacheEvent], Forgotten], None]
-"""Takes events, and why what the cache forgot among them was forgotten."""
+"""Takes events, and the reason for the content that the cache forgot among them."""
 DROPPED = Forgotten()
 
 
 class EventDispatcher:
-    """See the module's text. The only one that calls `take_events`."""
+    """See the module's text. The only caller of `take_events`."""
 
     def __init__(self, cache: PrefixKVCache) -> None:
         self._cache = cache
@@ -50,9 +50,9 @@ class EventDispatcher:
         self._listeners.append(listener)
 
     def collect(self, forgotten: Forgotten = DROPPED) -> None:
-        """Hands on what has happened since the last call.
+        """Hands on the events since the last call.
 
-        To be called after every reservation, before anything is written to its blocks, and after commits.
+        Call it after every reservation, before anything is written to its blocks, and after commits.
         """
         if not self._listeners or not self._cache.num_events:
             return

@@ -1,14 +1,14 @@
-"""What happened to the full blocks of the prefix tree, in order: for those who keep content elsewhere or tell of it.
+"""Changes of the full blocks of the prefix tree, in order: for code that stores content elsewhere or reports it.
 
-    stored    blocks of a node became findable. Of a node not stored before: it is new. Its blocks in other groups, if
-              it has any, are as earlier events said
-    removed   blocks of a node are findable no more; the node is gone when it has none left
+    stored    blocks of a node became findable. The first such event of a node creates it. Its blocks in other groups,
+              if it has any, are as earlier events said
+    removed   blocks of a node are no longer findable; the node is gone when it has none left
     cleared   all nodes are gone
 
-Replayed from the beginning (which is `cleared` and what was there), they give exactly the full nodes that have blocks.
-Nodes of fewer tokens than a block are not told of. A node's id is never given to another one.
+Replayed from the beginning (`cleared`, then the content at that time), the events give exactly the full nodes that have
+blocks. Partial nodes cause no events. A node's id is never given to another node.
 
-After `reserve`, and before its step runs, the bytes of removed blocks are still what they were.
+After `reserve`, and before its step runs, the bytes of removed blocks are still intact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.cache.types import NORMAL, Int32Array, Int64Array
 __all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents", "EventArrays"]
 
 EventArrays: TypeAlias = dict[str, Any]
-"""The entries of `CacheEvents`, by name: what a block manager gives."""
+"""The entries of `CacheEvents`, by name, as a block manager returns them."""
 
 KINDS = ("stored", "removed", "cleared")
 REASONS = ("", "evicted", "forgotten", "quota")
@@ -30,15 +30,15 @@ REASONS = ("", "evicted", "forgotten", "quota")
 
 @dataclass(frozen=True)
 class CacheEvent:
-    """One of them. Without a node (cleared) its id is -1.
+    """One event. Without a node (cleared) its id is -1.
 
-    blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for those the event is not about. parent_id:
-    -1 below a root.
-    owner: stored: whose the blocks are; removed: for whose need, 0 for nobody's.
+    blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for blocks that the event does not concern.
+    parent_id: -1 below a root.
+    owner: stored: the blocks' owner; removed: the owner that needed the room, 0 for no owner.
     reason: of removed: "evicted" (`reserve` needed room in the pool), "quota" (room in its owner's quota) or
     "forgotten" (`drop`, `resize`, `trim`); else "".
-    cache_priority: the highest of the blocks': of stored those of the event, of removed all that the node had.
-    namespace, tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
+    cache_priority: the highest among the blocks: stored: those of the event; removed: all that the node had. namespace,
+    tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
     """
 
     kind: Literal["stored", "removed", "cleared"]
@@ -60,7 +60,7 @@ class CacheEvent:
 
 @dataclass(frozen=True)
 class CacheEvents:
-    """Several, as arrays: what `Cache.take_events` returns. Iterating gives `CacheEvent`s."""
+    """Several events as arrays: the result of `Cache.take_events`. Iterating gives `CacheEvent`s."""
 
     kinds: Int32Array  # [n], index into KINDS
     reasons: Int32Array  # [n], index into REASONS

@@ -1,4 +1,4 @@
-"""The token ids that are known of a sequence, in a buffer that grows: what every manager's sequences begin with.
+"""The known token ids of a sequence, in a buffer that grows: the base class of every manager's sequences.
 
 Cost: `append` O(new tokens) amortised; `tokens` a view.
 """
@@ -13,7 +13,7 @@ __all__ = ["KnownTokens"]
 
 
 class KnownTokens:
-    """`num_tokens` token ids. Whoever takes some back lowers `num_tokens`."""
+    """`num_tokens` token ids. A subclass takes tokens back by lowering `num_tokens`."""
 
     __slots__ = ("_tokens", "num_tokens")
 
@@ -23,7 +23,7 @@ class KnownTokens:
 
     @property
     def tokens(self) -> Int32Array:
-        """The known tokens; to be read at once, not kept."""
+        """The known tokens; valid until the next change, not to be kept."""
         return self._tokens[: self.num_tokens]
 
     def append(self, tokens: Int32Array) -> None:

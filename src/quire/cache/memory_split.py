@@ -1,31 +1,31 @@
-"""`MemorySplit`: how many blocks and how many state slots one memory makes, and when it makes more of one and less
-of the
-other. Numbers only: who moves the bytes is called (`resize_blocks`, `give_back_slots`).
+"""`MemorySplit`: the numbers of blocks and state slots in one memory, and the exchange between them. Numbers only: the
+callbacks (`resize_blocks`, `give_back_slots`) move the bytes.
 
-A `StateCache` has two pools under one budget. It asks here before it evicts, and before it says that there is no room:
+A `StateCache` has two pools under one budget. It asks here before it evicts, and before it reports that there is no
+room:
 
     short of blocks   1. Free slots become blocks.
-                      2. So do slots of checkpoints that are worth less than what is cached on the whole.
+                      2. So do slots of checkpoints that are worth less than the average cached content.
                       3. Cached blocks are evicted.
-                      4. All checkpoints go that nobody is about to copy.
+                      4. All checkpoints go that no sequence is about to copy.
     short of slots    1. Free blocks become slots.
-                      2. A checkpoint worth less than what is cached on the whole gives its slot away.
+                      2. A checkpoint worth less than the average cached content gives its slot away.
                       3. Else cached blocks are evicted and become a slot.
 
-What a checkpoint is worth is tokens saved per byte. Its bytes are those of its state, and of the K and V that are of no
-use without it; a checkpoint whose K and V are gone is worth nothing. What is cached on the whole has all cached blocks
-and all checkpoints as its bytes, so K and V that no checkpoint leads to make it worth less, and go then. So neither
-pool starves the other: long prompts drive states out, and many short ones drive out blocks.
+A checkpoint's worth is tokens saved per byte. Its bytes are those of its state, and of the K and V that are useless
+without it; a checkpoint whose K and V are gone is worth nothing. The average is over the bytes of all cached blocks and
+all checkpoints, so K and V without a checkpoint lower it, and are then the ones evicted. So neither pool starves the
+other: long prompts drive states out, and many short ones drive out blocks.
 
-Free memory moves by `_unit_bytes` at a time, or by one state if that is more, and free blocks are left alone that are
-fewer than that: what has just become blocks does not become slots in the next step.
+Free memory moves by `_unit_bytes` at a time, or by one state if that is more. Fewer free blocks than that stay blocks:
+new blocks do not become slots in the next step.
 
 Invariants
-    X1  slots and blocks together are never more than `num_bytes`.
-    X2  there are never fewer slots than sequences and pins need, nor fewer than two beside those of pins; never fewer
-        blocks than are in use, or than owners' floors.
+    X1  slots and blocks together take at most `num_bytes`.
+    X2  there are at least as many slots as sequences and pins need, and at least two in addition to those of pins; at
+        least as many blocks as are in use, and as owners' floors.
 
-Cost: nothing while neither is short; else O(checkpoints + blocks and slots moved), and looking up one or two prefixes.
+Cost: 0 while neither is short; else O(checkpoints + blocks and slots moved), and one or two prefix look-ups.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from quire.spec import KVSpec
 __all__ = ["MemorySplit"]
 
 _UNIT_BYTES = 2 << 20
-_SMALLEST_SHARE = 64  # of all bytes: what moves at once where they are few
+_SMALLEST_SHARE = 64  # of all bytes: the unit of small memories
 
 
 class MemorySplitCache(Protocol):
-    """What is needed of `StateCache`."""
+    """The part of `StateCache` that `MemorySplit` uses."""
 
     spec: KVSpec
     num_blocks: int
@@ -76,8 +76,8 @@ class MemorySplitCache(Protocol):
 
 
 class MemorySplit:
-    """See the module's text. num_bytes: of slots and blocks together. max_blocks, max_slots: what there are addresses
-    for. block_bytes: 0 where blocks hold nothing (a model of states alone): their number stays."""
+    """See the module's text. num_bytes: of slots and blocks together. max_blocks, max_slots: the numbers that have
+    addresses. block_bytes: 0 where blocks hold no bytes (a model of states alone): their number stays."""
 
     def __init__(
         self,
@@ -96,53 +96,54 @@ class MemorySplit:
         self.max_slots = max_slots
         self.max_blocks = max_blocks
         self.resize_blocks: Callable[[int], Any] = cache.resize
-        """Has the cache hold so many blocks, and moves their memory. *raises:* CapacityError: the system refuses; there
-        are as many as before."""
+        """Gives the cache so many blocks, and moves their memory. *raises:* CapacityError: the system refuses; the
+        number of blocks is unchanged."""
         self.give_back_slots: Callable[[list[int]], None] = lambda slots: None
         """Takes the memory of slots that the cache has just given up."""
         self.on_more_slots: Callable[[int], None] = lambda num_ids: None
-        """Called when there are slots of ids up to below that."""
+        """Called when there are more slots, with the bound that every slot id is below."""
         self.num_slots_to_blocks = 0  # since the start
         self.num_slots_from_blocks = 0
 
-    # What there could be
+    # Possible numbers
 
     def blocks_beside(self, num_slots: int) -> int:
-        """Blocks that there are memory and addresses for, beside so many slots."""
+        """Blocks that fit in memory and addresses next to so many slots."""
         return self._blocks_within(self.num_bytes, num_slots)
 
     def _blocks_within(self, num_bytes: int, num_slots: int) -> int:
-        """As `blocks_beside`, of another budget."""
+        """`blocks_beside` for another budget."""
         if not self.block_bytes:
             return self._cache.num_blocks
         return max(0, min(self.max_blocks, (num_bytes - num_slots * self.slot_bytes) // self.block_bytes))
 
     def slots_beside(self, num_blocks: int) -> int:
-        """As `blocks_beside`, of slots."""
+        """Slots that fit in memory and addresses next to so many blocks."""
         return max(
             0, min(self.max_slots, (self.num_bytes - num_blocks * self.block_bytes) // self.slot_bytes)
         )
 
     @property
     def num_possible_blocks(self) -> int:
-        """Blocks that one sequence alone could come to have."""
+        """Blocks that one sequence could have while no other is open."""
         return self.blocks_beside(self._cache.least_state_slots)
 
     @property
     def blocks_to_come(self) -> int:
-        """Blocks that slots nobody needs could become now."""
+        """Blocks that unneeded slots could become now."""
         cache = self._cache
         needed = max(cache.least_state_slots, cache.num_state_slots_needed)
         return max(0, self.blocks_beside(needed) - cache.num_blocks)
 
     @property
     def slots_to_come(self) -> int:
-        """Slots that blocks nobody uses could become now."""
+        """Slots that unused blocks could become now."""
         free, cached = self._cache.free_and_cached_blocks()
         return self._slots_of(self._spare(free, cached))
 
     def _spare(self, free: int, cached: int) -> int:
-        """Blocks that could become slots. Where owners have floors, whose cached ones would go is not known."""
+        """Blocks that could become slots. Cached ones do not count if owners have floors: the owner of the evicted ones
+        is unknown."""
         cache = self._cache
         return max(
             0, min(free + (0 if cache.sum_of_floors else cached), cache.num_blocks - self._least_blocks)
@@ -150,11 +151,11 @@ class MemorySplit:
 
     @property
     def _least_blocks(self) -> int:
-        """Blocks that stay blocks whatever happens: those of the floors, and of the first tokens."""
+        """Blocks that always stay blocks: those of the floors, and of a first token."""
         return max(self._cache.sum_of_floors, self._cache.num_blocks_for(1))
 
     def _slots_of(self, num_blocks: int) -> int:
-        """Slots more that there could be with so many blocks less."""
+        """More slots that could exist with so many blocks less."""
         cache = self._cache
         return max(0, self.slots_beside(cache.num_blocks - num_blocks) - cache.num_state_slots)
 
@@ -179,30 +180,30 @@ class MemorySplit:
     # Another budget
 
     def fits_in(self, num_bytes: int) -> bool:
-        """Whether all that is in use, and what must be there, would."""
+        """Whether everything in use, and the least numbers, would fit in so many bytes."""
         num_slots, num_blocks = self._needed()
         return num_slots * self.slot_bytes + num_blocks * self.block_bytes <= num_bytes
 
     def _needed(self) -> tuple[int, int]:
-        """Slots and blocks that are in use, or must be there."""
+        """The least numbers of slots and blocks: in use, or always needed."""
         cache = self._cache
         free, cached = cache.free_and_cached_blocks()
         num_slots = max(cache.least_state_slots, cache.num_state_slots_needed)
         return num_slots, max(self._least_blocks, cache.num_blocks - free - cached)
 
     def resize(self, num_bytes: int) -> None:
-        """Have so many bytes for both. A smaller budget has as much less of both.
+        """Changes the budget of both to so many bytes. A smaller budget shrinks both in proportion.
 
-        *raises:* CapacityError: what is in use does not fit, or the system refuses the memory; there are as many slots
-        and blocks as before.
+        *raises:* CapacityError: the memory in use does not fit, or the system refuses the memory; the numbers of slots
+        and blocks are unchanged.
         """
         cache = self._cache
         least_slots, least_blocks = self._needed()
         if not self.fits_in(num_bytes):
-            least = least_slots * self.slot_bytes + least_blocks * self.block_bytes
+            least_bytes = least_slots * self.slot_bytes + least_blocks * self.block_bytes
             raise CapacityError(
-                f"expected at least {least} bytes for {least_slots} state slots and {least_blocks} blocks in use, got "
-                f"{num_bytes} in resize; close sequences"
+                f"expected at least {least_bytes} bytes for {least_slots} state slots and {least_blocks} blocks in "
+                f"use, got {num_bytes} in resize; close sequences"
             )
         num_slots = cache.num_state_slots
         if num_bytes < self.num_bytes:
@@ -213,7 +214,7 @@ class MemorySplit:
             (num_bytes - least_blocks * self.block_bytes) // self.slot_bytes,
         )
         if self.block_bytes:
-            self.resize_blocks(self._blocks_within(num_bytes, num_slots))  # first: it may be refused
+            self.resize_blocks(self._blocks_within(num_bytes, num_slots))  # first: the system may refuse it
         slots = self._slots_given_up(cache.num_state_slots - num_slots, 0, lambda _: True)
         if slots:
             cache.give_up_state_slots(slots)
@@ -223,17 +224,18 @@ class MemorySplit:
     # Moving
 
     def for_blocks(self, num_blocks: int, num_slots: int) -> None:
-        """Before so many blocks are handed out: has free what costs less than evicting. num_slots: that stay."""
+        """Before a reservation of so many blocks: frees memory that costs less than evicting. num_slots: slots that
+        stay."""
         free, _ = self._cache.free_and_cached_blocks()
         self._to_blocks(num_blocks - free, num_slots, must=False)
 
     def for_more_blocks(self, num_blocks: int, num_slots: int) -> bool:
-        """Where so many blocks cannot be handed out: whether there are more now. Not where that would be in vain."""
+        """After so many blocks were refused: whether there are more now. Changes nothing if they would not suffice."""
         free, cached = self._cache.free_and_cached_blocks()
         return self._to_blocks(max(1, num_blocks - free - cached), num_slots, must=True)
 
     def make_blocks(self, num_blocks: int) -> bool:
-        """Has so many blocks, made of slots where there are fewer; whether there are. None is made in vain."""
+        """Makes so many blocks, of slots if there are fewer; whether there are so many. Makes no block in vain."""
         if num_blocks > self._cache.num_blocks + self.blocks_to_come:
             return False
         self._to_blocks(num_blocks - self._cache.num_blocks, 0, must=True)
@@ -245,18 +247,20 @@ class MemorySplit:
             return False
         unused = self.num_bytes - cache.num_state_slots * size - cache.num_blocks * self.block_bytes
         wanted = max(0, -(-(short * self.block_bytes - unused) // size))
-        most = cache.num_state_slots - max(cache.least_state_slots, cache.num_state_slots_needed, num_slots)
-        if must and wanted > most:
+        num_movable = cache.num_state_slots - max(
+            cache.least_state_slots, cache.num_state_slots_needed, num_slots
+        )
+        if must and wanted > num_movable:
             return False
-        most = max(0, most)
-        num_free = min(most, self._unit_bytes // size) if wanted else 0
+        num_movable = max(0, num_movable)
+        num_free = min(num_movable, self._unit_bytes // size) if wanted else 0
         slots = self._slots_given_up(
-            min(wanted, most), num_free, lambda victim: must or self._is_worth_less(victim)
+            min(wanted, num_movable), num_free, lambda victim: must or self._is_worth_less(victim)
         )
         cache.give_up_state_slots(slots)
         num_blocks = self.blocks_beside(cache.num_state_slots)
         has_more = num_blocks > cache.num_blocks
-        if has_more and not self._could_resize_blocks(num_blocks):
+        if has_more and not self._resize_blocks_or_keep(num_blocks):
             cache.add_state_slots(len(slots))
             return False
         if slots:
@@ -264,8 +268,8 @@ class MemorySplit:
             self.num_slots_to_blocks += len(slots)
         return has_more
 
-    def _could_resize_blocks(self, num_blocks: int) -> bool:
-        """Whether there are so many blocks now; as many as before where the system refuses."""
+    def _resize_blocks_or_keep(self, num_blocks: int) -> bool:
+        """Whether there are so many blocks now; if the system refuses, their number is unchanged."""
         try:
             self.resize_blocks(num_blocks)
         except CapacityError:
@@ -273,9 +277,9 @@ class MemorySplit:
         return True
 
     def _slots_given_up(self, num: int, num_free: int, may_go: Callable[[Checkpoint], bool]) -> list[int]:
-        """So many slots that nobody needs, of free ones `num_free` if that is more; fewer where no more may go."""
+        """So many unneeded slots, or up to `num_free` if more are free; fewer if no further checkpoint may go."""
         cache = self._cache
-        # Asked for anew each time: one that goes may have been the only one to be copied to from a free slot.
+        # Read anew each time: the evicted checkpoint may have been the only target of a copy from a free slot.
         while len(slots := cache.free_state_slots()) < num:
             victim = cache.victim()
             if victim is None or not may_go(victim):
@@ -284,8 +288,8 @@ class MemorySplit:
         return slots[::-1][: max(num, num_free, 0)]
 
     def for_slots(self, num_slots: int, num_blocks: int) -> None:
-        """Before so many slots are handed out: has those free that it costs less than a checkpoint. num_blocks: that
-        stay free, or cached."""
+        """Before a reservation of so many slots: frees slots where that costs less than a checkpoint. num_blocks:
+        blocks that stay free or cached."""
         cache = self._cache
         short = num_slots - cache.num_free_state_slots
         if short <= 0:
@@ -301,13 +305,13 @@ class MemorySplit:
         if num <= 0:
             return
         wanted = min(cache.num_blocks, self.blocks_beside(cache.num_state_slots + num))
-        if wanted == cache.num_blocks or self._could_resize_blocks(wanted):
+        if wanted == cache.num_blocks or self._resize_blocks_or_keep(wanted):
             cache.add_state_slots(num)
             self.on_more_slots(cache.num_slot_ids)
             self.num_slots_from_blocks += num
 
     def _is_worth_less(self, checkpoint: Checkpoint) -> bool:
-        """Than what is cached on the whole, tokens saved per byte compared."""
+        """Whether a checkpoint is worth less than the average cached content, in tokens saved per byte."""
         cache = self._cache
         if not cache.has_kv_of(checkpoint):
             return True

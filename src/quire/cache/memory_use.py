@@ -1,12 +1,12 @@
-"""What a cache's memory is used for, in bytes, at one moment: the same figures for every storage.
+"""The use of a cache's memory, in bytes, at one moment: the same figures for every storage.
 
-reserved   distinct memory that open sequences hold, what a running step still needs included
+reserved   distinct memory that open sequences hold, including memory that a running step still needs
 used       distinct tokens in it whose K and V are computed
-later      reserved for tokens that the sequences may still come to
-internal   reserved and of no use to those who hold it: reserved - used - later
-external   free, but cut off: outside of the longest free range, where a sequence has to lie in one
-cached     findable content that nobody holds; may be given up at any time, so not reserved
-peak       the most that was ever reserved at once, old and new copies of what moved together
+later      reserved for tokens that the sequences may still reach
+internal   reserved and useless to its holders: reserved - used - later
+external   free, but outside of the longest free range, where a sequence has to lie in one range
+cached     findable content that no sequence holds; may be given up at any time, so not reserved
+peak       the most ever reserved at once, counting old and new copies of moved memory together
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ class MemoryUse:
 
     @property
     def waste_share(self) -> float:
-        """1 - used / reserved; 0 where nothing is reserved."""
+        """1 - used / reserved; 0 if no memory is reserved."""
         return 1.0 - self.used / self.reserved if self.reserved else 0.0

@@ -1,4 +1,4 @@
-"""`Sequence`: the handle of an open sequence. What it is lives in the back end; each reading is one call to it."""
+"""`Sequence`: the handle of an open sequence. Its state lives in the back end; each reading is one call to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sequence(CacheSequence):
         return f"Sequence(id={self.id})"
 
     def id_in(self, manager: BlockManager) -> int:
-        """Its id, for a call of that cache's manager."""
+        """The sequence's id, for a call of that cache's manager."""
         if self._manager is not manager:
             raise ArgumentError(f"expected a sequence of this cache, got {self} of another one")
         return self.id

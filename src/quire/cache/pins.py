@@ -1,14 +1,14 @@
-"""Pins: content that stays in memory because somebody said so. A pin is an open sequence nobody computes with.
+"""Pins: content that stays in memory on request. A pin is an open sequence that is never computed further.
 
-Its blocks are referred to, so the pool counts them as held and never evicts them; `Cache.stats` counts a block that a
-pin refers to as *pinned*, whoever else refers to it.
+Tables refer to its blocks, so the pool counts them as held and never evicts them. `Cache.stats` counts a block that a
+pin refers to as *pinned*, even if other sequences refer to it too.
 
 Invariants
-    N1  pinned blocks are held, and what `match` finds for a pin's tokens is all of them.
-    N2  together they are at most `max_blocks`; what would be more is refused, and nothing has changed.
+    N1  pinned blocks are held, and `match` finds all of a pin's tokens.
+    N2  together they are at most `max_blocks`; a pin that would exceed it is refused, and nothing has changed.
     N3  a pin ends `ttl_s` seconds after it was made or last hit, by a clock that never goes back.
 
-Cost: add and remove O(blocks of all pins), touch O(pins in the namespace), expire O(1) while nothing is due.
+Cost: add and remove O(blocks of all pins), touch O(pins in the namespace), expire O(1) while no pin is due.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Pin", "Pins"]
 
 
 class PinSequence(Protocol):
-    """What a pin needs of its sequence, a `protocol.CacheSequence`."""
+    """The part of a sequence (`protocol.CacheSequence`) that a pin uses."""
 
     id: int
 
@@ -43,7 +43,7 @@ class PinSequence(Protocol):
 
 
 class PinnedCache(Protocol):
-    """What pins need of their cache. Each call is that of `protocol.KVCache`."""
+    """The part of a cache that pins use. Each call is that of `protocol.KVCache`."""
 
     block_name: str
     block_bytes: int
@@ -76,7 +76,7 @@ class PinnedCache(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Pin:
-    """One of them. expires_at: of `Pins.now`, None for never; num_hits: prompts that began with all of its tokens.
+    """One pin. expires_at: a time of `Pins.now`, None for never; num_hits: prompts that began with all of its tokens.
 
     Its `repr` shows neither tokens nor namespace: it may stand in a log.
     """
@@ -97,7 +97,7 @@ class Pin:
         return f"Pin(owner={self.owner!r}, num_tokens={len(self.tokens)}, ttl_s={self.ttl_s}, num_hits={self.num_hits})"
 
     def num_common(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
-        """Tokens that it and a prompt have in common, from the beginning on, keys counted."""
+        """Length of the common prefix of the pin and a prompt in tokens, extra keys considered."""
         n = min(len(tokens), len(self.tokens))
         same = tokens[:n] == self.tokens[:n]
         n = n if same.all() else int(same.argmin())
@@ -106,14 +106,14 @@ class Pin:
         return min([n, *different])
 
     def is_prefix_of(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> bool:
-        """Whether a prompt begins with all that is pinned."""
+        """Whether a prompt begins with all of the pin's tokens."""
         n = len(self.tokens)
         keys = {at: key for at, key in (extra_keys or {}).items() if at < n}
         return len(tokens) >= n and keys == self.extra_keys and np.array_equal(tokens[:n], self.tokens)
 
 
 class Pins:
-    """The pins of one cache, see the module's text. max_blocks: None is no limit but the pool."""
+    """The pins of one cache, see the module's text. max_blocks: None for no limit except the pool."""
 
     def __init__(self, cache: PinnedCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
@@ -126,7 +126,7 @@ class Pins:
         self.next_expiry: float | None = None
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Seconds by another clock from now on, while there are no pins."""
+        """Replaces the clock, while there are no pins."""
         if self._pins:
             raise ArgumentError(f"expected a clock before the first pin, got one after {len(self)} of them")
         self.now = SteadyClock(clock)
@@ -144,11 +144,11 @@ class Pins:
 
     @property
     def block_ids(self) -> Int32Array:
-        """Those blocks."""
+        """The ids of these blocks."""
         return np.fromiter(self._num_references, np.int32, len(self._num_references))
 
     def blocks_of(self, owner_id: int) -> int:
-        """Those referred to by the pins of one owner, a block once for each of its pins."""
+        """Blocks that the pins of one owner refer to, each counted once per pin."""
         return self._by_owner[owner_id]
 
     @property
@@ -163,7 +163,8 @@ class Pins:
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> None:
-        """*raises:* ArgumentError, CapacityError where such a pin cannot be had, before anything is computed for it."""
+        """Checks whether such a pin is possible, before anything is computed for it. *raises:* ArgumentError,
+        CapacityError."""
         if ttl_s is not None and (
             isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s < float("inf")
         ):
@@ -174,13 +175,13 @@ class Pins:
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache
-        most = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
-        if num_others + num_new > most:
+        budget = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
+        if num_others + num_new > budget:
             size = cache.block_bytes
             raise CapacityError(
-                f"expected a pin within the budget of {format_size(most * size)} ({most} {cache.block_name}s), got one "
-                f"that needs {num_new} {cache.block_name}s more ({format_size(num_new * size)}) where {num_others} are "
-                "pinned; unpin something or raise pin_memory"
+                f"expected a pin within the budget of {format_size(budget * size)} ({budget} {cache.block_name}s), "
+                f"got one that needs {num_new} {cache.block_name}s more ({format_size(num_new * size)}) where "
+                f"{num_others} are pinned; unpin something or raise pin_memory"
             )
 
     def add(
@@ -193,7 +194,7 @@ class Pins:
         owner: str = "",
         ttl_s: float | None = None,
     ) -> Pin:
-        """Pins tokens that are in the cache, the last partial block too.
+        """Pins tokens that are in the cache, including the last partial block.
 
         *raises:* ArgumentError: no tokens, a ttl that is not positive, or content that is not there. CapacityError:
         over the budget, or no state slot for it.
@@ -204,24 +205,26 @@ class Pins:
             raise ArgumentError("expected tokens to pin, got none")
         self.check(tokens, ttl_s, namespace=namespace, extra_keys=extra_keys)
         cache = self._cache
-        # The last token of a prompt is never taken from the cache: one more, so that all of these are.
+        # A hit never has the last token of a prompt: one more token makes it cover all of these.
         probe = np.append(tokens, np.int32(0))
-        # Looked up before it is opened: what a sequence referred to and gave back may be in flight to the running step.
-        found = min(cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens))
-        if found < len(tokens):
+        # Looked up before it is opened: blocks that a sequence referred to and released may be in flight to the running
+        # step.
+        num_found = min(
+            cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens)
+        )
+        if num_found < len(tokens):
             raise ArgumentError(
-                f"expected {len(tokens)} tokens that are in the cache, of these it has {found}; compute them first"
+                f"expected {len(tokens)} cached tokens to pin, got {num_found}; compute the others first"
             )
         sequence = cache.open(
             probe, namespace=namespace, extra_keys=extra_keys, owner_id=owner_id, cache_priority=NORMAL
         )
-        if (held := sequence.num_cached_tokens) < len(
-            tokens
-        ):  # two state slots are left to those who compute
+        num_held = sequence.num_cached_tokens
+        if num_held < len(tokens):  # two state slots stay for sequences that compute
             cache.close(sequence.id)
             raise CapacityError(
-                f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {held} of them: the "
-                "slots are pinned, or requests have them; unpin something, raise kv_memory, or pin it once requests "
+                f"expected a state slot for a pin of {len(tokens)} tokens, got one that would hold {num_held} of them: "
+                "the slots are pinned, or requests use them; unpin something, raise kv_memory, or pin it once requests "
                 "have ended"
             )
         tables = [sequence.block_table(group) for group in range(cache.num_groups)]
@@ -238,7 +241,7 @@ class Pins:
         return pin
 
     def remove(self, pin: Pin) -> None:
-        """Its content stays findable until the room is needed. Twice does nothing."""
+        """Ends a pin. Its content stays findable until the room is needed. A second call does nothing."""
         if pin not in self._pins:
             return
         self._pins.remove(pin)
@@ -250,7 +253,7 @@ class Pins:
     def touch(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> None:
-        """A prompt is about to be served: the pins that it begins with live on for their whole ttl."""
+        """For a prompt about to be served: restarts the ttl of the pins that it begins with."""
         self.expire()
         for pin in self._pins:
             if pin.namespace == namespace and pin.is_prefix_of(tokens, extra_keys):
@@ -260,7 +263,7 @@ class Pins:
         self._note_expiry()
 
     def prolong(self, pin: Pin, ttl_s: float) -> None:
-        """Has it live for that long from now on, where its own time would be over before; one without end stays so."""
+        """Extends the pin's life to at least that long from now; a pin without end stays so."""
         end = self.now() + ttl_s
         if pin.expires_at is not None and pin.expires_at < end:
             pin.ttl_s, pin.expires_at = ttl_s, end
@@ -269,21 +272,22 @@ class Pins:
     def in_what_begins_with(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> list[Pin]:
-        """Those that hold some of what `Cache.drop` would forget: they go on behind the tokens, or end within the node
-        in which these end, which may be theirs."""
+        """The pins with content that `Cache.drop` of these tokens would forget: they extend beyond the tokens, or end
+        within the node in which the tokens end, which they may share."""
         size, num_tokens = self._cache.node_tokens, len(tokens)
         num_before = (num_tokens - 1) // size * size if num_tokens else 0
-        found: list[Pin] = []
+        pins: list[Pin] = []
         for pin in self._pins:
             num_common = pin.num_common(tokens, extra_keys) if pin.namespace == namespace else -1
             if num_common == num_tokens or num_common == len(pin.tokens) > num_before:
-                found.append(pin)
-        return found
+                pins.append(pin)
+        return pins
 
     def blocks_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """Pinned blocks of whole blocks that a prompt begins with, at least: it needs none of its own for them."""
+        """A lower bound of the pinned whole blocks that a prompt begins with: it needs no blocks of its own for
+        them."""
         size = self._cache.node_tokens
         same = [pin.num_common(tokens, extra_keys) for pin in self._pins if pin.namespace == namespace]
         return self._cache.blocks_later(max(same, default=0) // size * size, 0)
@@ -323,8 +327,10 @@ class Pins:
                 )
             named.update(block_ids)
             probe = np.append(pin.tokens, np.int32(0))
-            found = self._cache.match(probe, namespace=pin.namespace, extra_keys=pin.extra_keys).num_tokens
-            if found < len(pin.tokens):
-                raise InvariantError(f"N1 broken: {found} of {len(pin.tokens)} pinned tokens found")
+            num_found = self._cache.match(
+                probe, namespace=pin.namespace, extra_keys=pin.extra_keys
+            ).num_tokens
+            if num_found < len(pin.tokens):
+                raise InvariantError(f"N1 broken: {num_found} of {len(pin.tokens)} pinned tokens found")
         if named != self._num_references:
             raise InvariantError("N1 broken: blocks are counted that no pin names")

@@ -1,7 +1,7 @@
-"""Which cached content is a request's own: what it says of itself, and what the cache is asked with.
+"""Identifies the cached content that a request may use: `PrefixKey` from the caller, `ResolvedKey` for the cache.
 
-`PrefixKey` is what a caller says. `Tenants.resolve` turns it, once for each request, into a `ResolvedKey`, whose
-namespace cannot be guessed. Data only.
+`Tenants.resolve` turns a `PrefixKey`, once for each request, into a `ResolvedKey`, whose namespace cannot be guessed.
+Data only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["NOBODYS", "NamespaceKeywords", "PrefixKey", "PrefixKeywords", "Resol
 
 
 class NamespaceKeywords(TypedDict, total=False):
-    """The fields of `PrefixKey`, but for extra_keys, as keywords of a public call."""
+    """The fields of `PrefixKey` except extra_keys, as keywords of a public call."""
 
     tenant: str | None
     cache_salt: str | None
@@ -31,9 +31,9 @@ class PrefixKeywords(NamespaceKeywords, total=False):
 class PrefixKey:
     """Prompts with equal keys and equal tokens share their cached content; others never do.
 
-    tenant: one that was added, see `LLM.tenants`; None for nobody. cache_salt: text that divides the tenant's content
-    further. namespace: an adapter's or the like, within the tenant's. extra_keys: {position: bytes} set apart what the
-    token ids alone do not say, from that position on; see `quire.Cache.match`.
+    tenant: a tenant that was added, see `LLM.tenants`; None for no tenant. cache_salt: text that divides the tenant's
+    content further. namespace: an adapter's or the like, within the tenant's. extra_keys: {position: bytes} that
+    separate contents with equal token ids, from that position on; see `quire.Cache.match`.
     """
 
     tenant: str | None = None
@@ -48,7 +48,7 @@ class PrefixKey:
 
     @classmethod
     def of_namespace(cls, **keywords: Unpack[NamespaceKeywords]) -> PrefixKey:
-        """`of`, where extra_keys would say nothing: they are kept with a snapshot."""
+        """`of` for calls without extra_keys: a snapshot keeps its own."""
         return cls._of(keywords, NamespaceKeywords)
 
     @classmethod
@@ -61,9 +61,10 @@ class PrefixKey:
 
 @dataclass(frozen=True)
 class ResolvedKey:
-    """Where a prompt's content lives. owner_id: whose memory it takes. priority: the tenant's, added to the request's.
+    """The place of a prompt's content. owner_id: the owner of its memory. priority: the tenant's, added to the
+    request's.
 
-    num_published: tokens of the prompt that are everybody's.
+    num_published: tokens of the prompt that belong to a published prefix.
     """
 
     namespace: bytes = b""
@@ -79,4 +80,4 @@ class ResolvedKey:
 
 
 NOBODYS = ResolvedKey()
-"""Where content lives that has no tenant, salt or namespace."""
+"""The key of content without tenant, salt or namespace."""

@@ -1,4 +1,4 @@
-"""A cache in a table that a person can read: states, owners, fragmentation.
+"""A cache as tables for a person: states, owners, fragmentation.
 
 Cost: O(nodes).
 """
@@ -22,7 +22,7 @@ def report(
     owner_of: Callable[[bytes], str] = lambda _: "",
     name_of: Callable[[int], str] = lambda owner_id: f"owner {owner_id}",
 ) -> str:
-    """owner_of, name_of: of a namespace, of an owner."""
+    """owner_of: owner of a namespace. name_of: name of an owner."""
     parts = [_states(cache)]
     if shares_prefixes(cache) and cache.prefix_caching:
         parts += [_owners(cache, owner_of, name_of)]
@@ -30,7 +30,7 @@ def report(
 
 
 def aligned(rows: Iterable[Iterable[object]]) -> str:
-    """Rows as columns, the first to the left, the others to the right."""
+    """Rows as columns: the first left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What `Cache` answers about a prompt or an owner: plain data, true of the moment it was asked for."""
+"""Answers of `Cache` about a prompt or an owner: plain data, valid at the moment of the call."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Dropped", "Explanation", "Match", "OwnerCounts"]
 
 @dataclass(frozen=True)
 class Match:
-    """What `Cache.match` found: `num_tokens` of the prompt are in the cache."""
+    """Result of `Cache.match`: `num_tokens` of the prompt are in the cache."""
 
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How far `Cache.explain` came with a prompt.
+    """Result of `Cache.explain`.
 
-    num_hit_tokens: what `match` says. num_common_tokens: what the tree's nodes share with the prompt, its last token
-    counted too; where it is more, blocks were given up. nearest_block: int32, tokens of the stored block that has most
-    in common with the prompt's next one (the block that begins at `num_common_tokens // block_size * block_size`);
-    empty where the prompt ends there, or nothing was stored behind what is common.
+    num_hit_tokens: the result of `match`. num_common_tokens: tokens that the tree's nodes share with the prompt, its
+    last token included; if it is more than the hit, blocks were given up. nearest_block: int32, tokens of the stored
+    block that has most in common with the prompt's next one (the block that begins at `num_common_tokens // block_size
+    * block_size`); empty if the prompt ends there, or the tree stores nothing after the common part.
     """
 
     num_hit_tokens: int
@@ -33,8 +33,8 @@ class Explanation:
 
 
 class Dropped(NamedTuple):
-    """Blocks of what `Cache.drop` forgot: those made free, and those that open sequences hold or a running step may
-    read, which are free when these end."""
+    """Numbers of blocks that `Cache.drop` forgot: blocks made free, and blocks that open sequences hold or a running
+    step may read, which are free when these end."""
 
     num_freed: int
     num_held: int

@@ -1,17 +1,17 @@
-"""`StateCache`: a `Cache` for models that keep a state per sequence beside K and V, or in their place. No tensors.
+"""`StateCache`: a `Cache` for models with a state per sequence, in addition to K and V or instead of them. No tensors.
 
-A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Others find its prefix
-by K and V at any token, but by states only where one was kept (`checkpoints`): before a prompt's last token, where K
-and V went on and states did not (a branch), at each `checkpoint_every` tokens where asked for, and at a sequence's
-end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to 1 820 and a state
-of 1 792 tokens are a hit of 1 792.
+A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Other sequences find its
+prefix by K and V at any token, but by states only at a checkpoint (`checkpoints`). Checkpoints are kept before a
+prompt's last token, where K and V went on and states did not (a branch), at each `checkpoint_every` tokens if set, and
+at a sequence's end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to
+1820 and a state of 1792 tokens are a hit of 1792.
 
-A slot is free, a sequence's, a checkpoint's, or being written to become one. When there is none, the checkpoint that
-saves least goes; when there is none of those, `reserve` finds no room, as when blocks are short. Where there is an
-`exchange`, blocks become slots and slots blocks before that.
+A slot is free, a sequence's, a checkpoint's, or being written to become one. If no slot is free, the checkpoint that
+saves least goes; without checkpoints `reserve` finds no room, as when blocks are short. With an `exchange`, blocks
+become slots and slots blocks before that.
 
-Invariants (beside those of `Cache`; `check` proves them)
-    S1  every slot is in exactly one of those four places; with those given up they are all ids there were.
+Invariants (in addition to those of `Cache`; `check` proves them)
+    S1  every slot is in exactly one of those four places; with the slots given up they are all ids that ever existed.
     S2  the state in a checkpoint's slot is of exactly its content, in a sequence's slot of its computed tokens, once
         the operations and rows of the plans handed out are done. A step that was reserved and not committed leaves a
         slot that becomes no checkpoint.
@@ -49,7 +49,7 @@ __all__ = ["StateCache"]
 
 _NONE: Int64Array = np.empty(0, np.int64)
 
-# Tokens, namespace, positions of extra keys, the keys: what `arguments.prompt` makes.
+# Tokens, namespace, positions of extra keys, the keys: the result of `arguments.prompt`.
 _Prompt: TypeAlias = tuple[Int32Array, bytes, Int64Array, list[bytes]]
 
 
@@ -59,24 +59,24 @@ def _extra_keys(prompt: _Prompt) -> ExtraKeys:
 
 @dataclass(eq=False)
 class _SequenceSlot:
-    """What an open sequence has of states."""
+    """The states of an open sequence."""
 
     namespace: bytes
     keys: ExtraKeys
-    wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
+    wanted: list[int]  # positions at which it shall leave a checkpoint, ascending
     owner_id: int = 0
     cache_priority: int = NORMAL
-    source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
-    is_short: bool = False  # whether its prompt's K and V go beyond `source`, until it has reserved
+    source: Checkpoint | None = None  # pinned: the state that its own begins with; None: zeros
+    is_short: bool = False  # until it has reserved: whether its prompt's K and V go beyond `source`
     slot: int | None = None  # since it has reserved, or was forked
-    under_way: int | None = None  # tokens that are computed once the step reserved for it is committed
+    under_way: int | None = None  # computed tokens after the commit of the reserved step
     made: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of that step's checkpoints
 
 
 class StateCache(Cache):
-    """See the module's text. num_state_slots: at least 2, one to compute and one to come from.
+    """See the module's text. num_state_slots: at least 2, one to compute in and one to copy from.
 
-    checkpoint_every: keep a state each so many tokens of a prompt; 0: not.
+    checkpoint_every: tokens of a prompt between checkpoints; 0: no such checkpoints.
     """
 
     def __init__(self, *args: Any, num_state_slots: int, checkpoint_every: int = 0, **options: Any) -> None:
@@ -86,17 +86,17 @@ class StateCache(Cache):
         self.checkpoints = Checkpoints()
         self.num_evicted_checkpoints = self.num_short_hits = 0
         self.keeps_boundaries = False
-        """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
+        """Whether a prompt also leaves a checkpoint at its last block boundary: tiers have no K and V beyond it."""
         self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
-        """Called with each checkpoint that goes for want of room, its state there still."""
+        """Called with each checkpoint that is evicted, while its state is still there."""
         self.exchange: MemorySplit | None = None
-        """What has slots and blocks exchange memory; None: their numbers stay."""
+        """Exchanges memory between slots and blocks; None: their numbers stay."""
         self.num_slot_ids = self.num_state_slots
-        """Every id of a slot is below it: those given up come back first."""
+        """Every slot id is below it: growing first takes back the ids given up."""
         self._given_up: list[int] = []
         self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
         self._free = list(range(self.num_state_slots - 1, -1, -1))
-        self._held: dict[int, _SequenceSlot] = {}
+        self._states: dict[int, _SequenceSlot] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
 
     # Finding a prefix
@@ -105,13 +105,13 @@ class StateCache(Cache):
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Match:
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
-        found = self._deepest(prompt, self._manager.match(*prompt))
-        return Match(0 if found is None else found.num_tokens)
+        checkpoint = self._deepest(prompt, self._manager.match(*prompt))
+        return Match(0 if checkpoint is None else checkpoint.num_tokens)
 
     def num_kv_tokens(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """How much of a prompt is there in K and V, whatever states were kept; at most all but its last token."""
+        """The prompt's tokens with K and V in the cache, regardless of states; at most all but its last token."""
         return self._manager.match(*arguments.prompt(token_ids, namespace, extra_keys))
 
     def drop(
@@ -125,7 +125,7 @@ class StateCache(Cache):
         return dropped
 
     def _deepest(self, prompt: _Prompt, most: int) -> Checkpoint | None:
-        """The checkpoint of most tokens that the prompt begins with, of at most so many."""
+        """The longest checkpoint that the prompt begins with, of at most `most` tokens."""
         return self.checkpoints.find(prompt[1], encode(prompt[0], _extra_keys(prompt), 0, most))
 
     # Sequences
@@ -154,7 +154,7 @@ class StateCache(Cache):
             hit = self._manager.num_cached_tokens(sequence_id)
             if hit == wanted_hit:
                 break
-            # Blocks behind a window are there for a longer hit, and not for this one.
+            # Blocks behind a window are there for a longer hit, but not for this one.
             call_manager(self._manager.close, sequence_id)
             most = hit
         if source is not None:
@@ -162,7 +162,7 @@ class StateCache(Cache):
             self.checkpoints.use(source)
             source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
-        self._held[sequence_id] = _SequenceSlot(
+        self._states[sequence_id] = _SequenceSlot(
             prompt[1], _extra_keys(prompt), wanted, owner_id, cache_priority, source, is_short=is_short
         )
         return self._opened(sequence_id)
@@ -178,18 +178,18 @@ class StateCache(Cache):
         return sorted(position for position in wanted if num_hit < position < num_tokens)
 
     def _may_pin(self) -> bool:
-        """Whether two slots are left for those who compute."""
+        """Whether two slots are left for sequences that compute."""
         left = self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten())
         return left > 2 or (self.exchange is not None and left + self.exchange.slots_to_come > 2)
 
     def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
-        """Whether there is a state slot for the fork, if it needs one: not of a sequence that has none yet."""
+        """Whether the fork can have a state slot; it needs none if the sequence has none yet."""
         if self._state_of(sequence).slot is None or self._has_slot():
             return True
         return self.exchange is not None and self.exchange.slots_to_come > 0
 
     def _has_slot(self) -> bool:
-        """Whether a slot is to be had without an exchange."""
+        """Whether a slot is available without an exchange."""
         return bool(self._free) or self.checkpoints.num_free_to_go > 0
 
     def fork(self, sequence: CacheSequence | int) -> Sequence:
@@ -201,41 +201,43 @@ class StateCache(Cache):
                 f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
             )
         child = super().fork(sequence)
-        held = replace(parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False)
+        state = replace(
+            parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False
+        )
         if parent.slot is not None:
-            held.slot = self._take_slot()
-            self._operations.append((parent.slot, held.slot))
-        elif held.source is not None:
-            held.source.num_pins += 1
-        self._held[child.id] = held
+            state.slot = self._take_slot()
+            self._operations.append((parent.slot, state.slot))
+        elif state.source is not None:
+            state.source.num_pins += 1
+        self._states[child.id] = state
         return child
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
-        """As `Cache.rewind`; states are there again from the last checkpoint on: compute again from there."""
-        held = self._state_of(sequence)
+        """As `Cache.rewind`; the last checkpoint up to `position` gives the state: compute again from there."""
+        state = self._state_of(sequence)
         sequence_id = self._id(sequence)
         position = arguments.count(position, "position", 0)
         num_computed = self._manager.num_computed_tokens(sequence_id)
-        if position >= num_computed and held.under_way is None:
-            held.wanted = [one for one in held.wanted if one < position]
-            held.keys = held.keys.truncated(position)
+        if position >= num_computed and state.under_way is None:
+            state.wanted = [wanted for wanted in state.wanted if wanted < position]
+            state.keys = state.keys.truncated(position)
             return super().rewind(sequence, position)
         tokens = self._manager.tokens(sequence_id)[:position]
-        content = encode(tokens, held.keys, 0, min(position, num_computed))
-        source = self.checkpoints.find(held.namespace, content)
+        content = encode(tokens, state.keys, 0, min(position, num_computed))
+        source = self.checkpoints.find(state.namespace, content)
         there = 0 if source is None else source.num_tokens
         left = super().rewind(sequence, there)
         if left != there:  # a window has given up what the next query would read
-            source = self.checkpoints.find(held.namespace, encode(tokens, held.keys, 0, left))
+            source = self.checkpoints.find(state.namespace, encode(tokens, state.keys, 0, left))
             if source is None or source.num_tokens != left:
                 source, left = None, super().rewind(sequence, 0)
         call_manager(self._manager.append, sequence_id, np.ascontiguousarray(tokens[left:]))
-        self._let_go(held)
+        self._release(state)
         if source is not None:
             source.num_pins += 1
-        held.source = source
-        held.wanted = [one for one in held.wanted if left < one < position]
-        held.keys = held.keys.truncated(position)
+        state.source = source
+        state.wanted = [wanted for wanted in state.wanted if left < wanted < position]
+        state.keys = state.keys.truncated(position)
         return left
 
     def withdraw(self, sequence: CacheSequence | int) -> None:
@@ -243,14 +245,14 @@ class StateCache(Cache):
         self._state_of(sequence).wanted.clear()
 
     def close(self, sequence: CacheSequence | int) -> None:
-        held, sequence_id = self._state_of(sequence), self._id(sequence)
-        if held.slot is not None and held.under_way is None and self._manager.is_findable(sequence_id):
+        state, sequence_id = self._state_of(sequence), self._id(sequence)
+        if state.slot is not None and state.under_way is None and self._manager.is_findable(sequence_id):
             num_computed = self._manager.num_computed_tokens(sequence_id)
-            self._keep(sequence_id, held, num_computed, held.slot)
-            held.slot = None
-        self._let_go(held)
+            self._keep(sequence_id, state, num_computed, state.slot)
+            state.slot = None
+        self._release(state)
         super().close(sequence)
-        del self._held[sequence_id]
+        del self._states[sequence_id]
 
     # A step
 
@@ -258,109 +260,109 @@ class StateCache(Cache):
         self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
         ids, counts = sequence_ids, num_new_tokens
-        held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
+        states = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
             sizes = [
                 (group.tokens_per_block(self.block_size), group.blocks_per_node) for group in self.spec.groups
             ]
             most = sum(int((-(-(counts + num_lookahead_tokens) // size) + num).sum()) for size, num in sizes)
-            self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
-        if not self._slots_suffice(held):
+            self._exchange(self.exchange, num_blocks, most, states, self._num_wanted(ids, counts, states))
+        if not self._slots_suffice(states):
             return None
         plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         while plan is None and self._has_more_blocks(num_blocks(), ids, counts):
             plan = super().reserve_unchecked(ids, counts, num_lookahead_tokens)
         if plan is None:
             return None
-        for one in held:
-            if one.slot is None:
-                self.num_short_hits += (
-                    one.is_short
-                )  # here, since `open` is called again where there is no room
-                self._begin(one)
+        for state in states:
+            if state.slot is None:
+                # Counted here: without room `open` is called again.
+                self.num_short_hits += state.is_short
+                self._begin(state)
         checkpoints: list[tuple[int, int]] = []
         stops, rows = plan.context_lengths.tolist(), plan.query_start.tolist()
-        for sequence_id, one, stop, row, after in zip(
-            ids.tolist(), held, stops, rows, rows[1:], strict=False
+        for sequence_id, state, stop, row, after in zip(
+            ids.tolist(), states, stops, rows, rows[1:], strict=False
         ):
-            self._give_up_made(one)
-            one.under_way = stop
+            self._free_made_slots(state)
+            state.under_way = stop
             start = stop - (after - row)
-            for position in [position for position in one.wanted if position <= stop]:
-                if position > start and self._is_new(sequence_id, one, position):
+            for position in [position for position in state.wanted if position <= stop]:
+                if position > start and self._is_new(sequence_id, state, position):
                     slot = self._slot_or_none()
                     if slot is not None:
-                        one.made.append((position, slot))
+                        state.made.append((position, slot))
                         checkpoints.append((row + position - 1 - start, slot))
         operations, self._operations = tuple(self._operations), []
-        slots = np.array([one.slot for one in held], np.int64)
+        slots = np.array([state.slot for state in states], np.int64)
         plan.states = StatePlan(slots, operations, tuple(checkpoints))
         return plan
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         """As `Cache.restore`: the plan's operations first, then the state goes to its slot, then `commit`."""
-        held = self._state_of(sequence)
+        state = self._state_of(sequence)
         num_blocks = partial(self.num_blocks_to_restore, sequence, num_computed_tokens)
         if self.exchange is not None:
-            self._exchange(self.exchange, num_blocks, num_blocks(), [held], int(held.slot is None))
-        if not self._slots_suffice([held]):
+            self._exchange(self.exchange, num_blocks, num_blocks(), [state], int(state.slot is None))
+        if not self._slots_suffice([state]):
             return None
         plan = super().restore(sequence, num_computed_tokens)
         while plan is None and self._has_more_blocks(num_blocks()):
             plan = super().restore(sequence, num_computed_tokens)
         if plan is None:
             return None
-        if held.slot is None:
-            self._begin(held)
-        self._give_up_made(held)
-        held.under_way = int(num_computed_tokens)
+        if state.slot is None:
+            self._begin(state)
+        self._free_made_slots(state)
+        state.under_way = int(num_computed_tokens)
         operations, self._operations = tuple(self._operations), []
-        plan.states = StatePlan(np.array([held.slot], np.int64), operations, ())
+        plan.states = StatePlan(np.array([state.slot], np.int64), operations, ())
         return plan
 
     def slots_to_load(self, sequence: CacheSequence | int) -> tuple[int, ...]:
-        """What was reserved for the sequence is not computed: its state comes from elsewhere, and goes to these slots.
+        """Slots for a loaded state: the tokens reserved for the sequence are not computed, their state comes from
+        elsewhere.
 
-        The sequence's own, and that of a checkpoint of all reserved tokens, where there is room for one. The
-        operations of the reservation's plan are done first, then the bytes are written, then it is committed. Where
-        they do not come, nothing is: the sequence is as it was.
+        The slots are the sequence's own, and that of a checkpoint of all reserved tokens if there is room for one. The
+        operations of the reservation's plan are done first, then the bytes are written, then it is committed. If the
+        bytes do not come, none of this happens: the sequence is unchanged.
         """
-        held, sequence_id = self._state_of(sequence), self._id(sequence)
-        if held.slot is None or held.under_way is None:
+        state, sequence_id = self._state_of(sequence), self._id(sequence)
+        if state.slot is None or state.under_way is None:
             raise ArgumentError(f"expected a sequence with a reservation, got sequence {sequence_id} without")
-        self._give_up_made(held)
+        self._free_made_slots(state)
         if self.prefix_caching and (slot := self._slot_or_none()) is not None:
-            held.made = [(held.under_way, slot)]
-        return (held.slot, *(slot for _, slot in held.made))
+            state.made = [(state.under_way, slot)]
+        return (state.slot, *(slot for _, slot in state.made))
 
     def readable_slot(self, sequence: CacheSequence | int) -> int | None:
-        """Where the state of the sequence's computed tokens lies; None where no slot has it yet. Between two steps."""
-        held = self._state_of(sequence)
-        return held.slot if held.under_way is None and self._is_written(held.slot) else None
+        """The slot with the state of the sequence's computed tokens; None if no slot has it yet. Between two steps."""
+        state = self._state_of(sequence)
+        return state.slot if state.under_way is None and self._is_written(state.slot) else None
 
     def has_state_of(self, checkpoint: Checkpoint) -> bool:
-        """Whether its slot has its state now: not before the operation that copies it there. Between two steps."""
+        """Whether its slot has its state now, after the operation that copies it there. Between two steps."""
         return checkpoint.is_found and self._is_written(checkpoint.slot)
 
     def deepest_boundary(
         self, namespace: bytes, tokens: Int32Array, extra_keys: tuple[tuple[int, bytes], ...], most: int
     ) -> Checkpoint | None:
-        """The checkpoint of most of these tokens, at most `most`, that ends with a block and has its state now."""
+        """The longest checkpoint of these tokens, at most `most`, that ends with a block and has its state now."""
         keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
-        while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
-            if not found.num_tokens % self.node_tokens and self.has_state_of(found):
-                return found
-            most = found.num_tokens - 1
+        while (checkpoint := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
+            if not checkpoint.num_tokens % self.node_tokens and self.has_state_of(checkpoint):
+                return checkpoint
+            most = checkpoint.num_tokens - 1
         return None
 
     def _is_written(self, slot: int | None) -> bool:
         return slot is not None and all(slot != target for _, target in self._operations)
 
-    def _give_up_made(self, held: _SequenceSlot) -> None:
-        """The checkpoints of a step that was refused."""
-        self._free += [slot for _, slot in held.made]
-        held.made = []
+    def _free_made_slots(self, state: _SequenceSlot) -> None:
+        """Frees the checkpoint slots of a refused step."""
+        self._free += [slot for _, slot in state.made]
+        state.made = []
 
     def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
         super().commit(sequence, num_computed_tokens)
@@ -374,32 +376,32 @@ class StateCache(Cache):
             self._committed(sequence_id, count)
 
     def _committed(self, sequence_id: int, num_computed: int) -> None:
-        held = self._held[sequence_id]
-        if held.under_way is None:
+        state = self._states[sequence_id]
+        if state.under_way is None:
             return
-        if held.under_way != num_computed:
+        if state.under_way != num_computed:
             raise ArgumentError(
-                f"expected a commit of all {held.under_way} tokens of the step, whose state there is, got one of "
+                f"expected a commit of all {state.under_way} tokens of the step, the only position with a state, got "
                 f"{num_computed} for sequence {sequence_id}"
             )
-        held.under_way = None
-        held.wanted = [position for position in held.wanted if position > num_computed]
-        made, held.made = held.made, []
+        state.under_way = None
+        state.wanted = [position for position in state.wanted if position > num_computed]
+        made, state.made = state.made, []
         for position, slot in made:
             if self._manager.is_findable(sequence_id):
-                self._keep(sequence_id, held, position, slot)
+                self._keep(sequence_id, state, position, slot)
             else:
                 self._free.append(slot)
 
-    # Exchanging memory of blocks and slots
+    # Exchange between blocks and slots
 
-    def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_SequenceSlot]) -> int:
-        """Slots that a reservation takes if there are as many: for who has none, and for checkpoints."""
-        num = sum(one.slot is None for one in held)
-        for sequence_id, count, one in zip(ids.tolist(), counts.tolist(), held, strict=True):
-            if one.wanted:
+    def _num_wanted(self, ids: Int64Array, counts: Int64Array, states: list[_SequenceSlot]) -> int:
+        """Slots that a reservation takes if available: for sequences without one, and for checkpoints."""
+        num = sum(state.slot is None for state in states)
+        for sequence_id, count, state in zip(ids.tolist(), counts.tolist(), states, strict=True):
+            if state.wanted:
                 start = self._manager.num_computed_tokens(sequence_id)
-                num += sum(start < position <= start + count for position in one.wanted)
+                num += sum(start < position <= start + count for position in state.wanted)
         return num
 
     def _exchange(
@@ -407,31 +409,31 @@ class StateCache(Cache):
         exchange: MemorySplit,
         num_blocks: Callable[[], int],
         most: int,
-        held: list[_SequenceSlot],
+        states: list[_SequenceSlot],
         num_slots: int,
     ) -> None:
-        """Before a reservation: what there should be free for it. most: no more blocks than these."""
+        """Before a reservation: frees blocks and slots for it. most: an upper bound of its blocks."""
         needed, (free, _) = most, self.free_and_cached_blocks()
         if most > free or num_slots > len(self._free):
             needed = num_blocks()
         exchange.for_slots(num_slots, needed)
         if needed > free:
-            beside = num_slots - sum(one.slot is None for one in held)
-            exchange.for_blocks(needed, self.num_state_slots_needed + beside)
+            num_checkpoints = num_slots - sum(state.slot is None for state in states)
+            exchange.for_blocks(needed, self.num_state_slots_needed + num_checkpoints)
 
     def _has_more_blocks(self, num_blocks: int, *step: Int64Array) -> bool:
-        """Whether slots have become blocks, as so many were refused. step: ids and numbers of new tokens."""
+        """After a refusal of so many blocks: whether slots have become blocks. step: ids and numbers of new tokens."""
         if self.exchange is None or self._is_beyond_quota(*step):
             return False
         return self.exchange.for_more_blocks(num_blocks, 0)
 
     def _is_beyond_quota(self, ids: Int64Array = _NONE, counts: Int64Array = _NONE) -> bool:
-        """Whether it is for an owner's quota that there is no room, which more blocks do not change."""
+        """Whether an owner's quota causes the refusal, which more blocks do not change."""
         for owner_id, (_, quota) in self._limits.items():
             own = [
                 at
                 for at, sequence_id in enumerate(ids.tolist())
-                if self._held[sequence_id].owner_id == owner_id
+                if self._states[sequence_id].owner_id == owner_id
             ]
             if quota >= 0 and own:
                 now = self.owner_counts(owner_id)
@@ -441,37 +443,39 @@ class StateCache(Cache):
 
     @property
     def least_state_slots(self) -> int:
-        """Slots that stay slots whatever happens: one to compute in, one to come from, and those that pins keep."""
-        pinning = (self._held.get(pin.sequence.id) for pin in self.pins)
-        sources = {held.source.slot for held in pinning if held is not None and held.source is not None}
+        """Slots that always stay slots: one to compute in, one to copy from, and those that pins keep."""
+        pinning = (self._states.get(pin.sequence.id) for pin in self.pins)
+        sources = {state.source.slot for state in pinning if state is not None and state.source is not None}
         return 2 + len(self._with_sources(sources))
 
     @property
     def num_state_slots_needed(self) -> int:
-        """Slots that are somebody's, and one for each open sequence that computes and has none yet."""
+        """Slots in use, and one for each open sequence that computes and has none yet."""
         pinning = {pin.sequence.id for pin in self.pins}
-        to_come = sum(one.slot is None and number not in pinning for number, one in self._held.items())
-        held = {one.slot for one in self._held.values() if one.slot is not None}
-        held.update(slot for one in self._held.values() for _, slot in one.made)
-        held.update(one.slot for one in {*self.checkpoints, *self._forgotten()} if one.num_pins)
-        return len(self._with_sources(held)) + to_come
+        to_come = sum(state.slot is None and number not in pinning for number, state in self._states.items())
+        used = {state.slot for state in self._states.values() if state.slot is not None}
+        used.update(slot for state in self._states.values() for _, slot in state.made)
+        used.update(
+            checkpoint.slot for checkpoint in {*self.checkpoints, *self._forgotten()} if checkpoint.num_pins
+        )
+        return len(self._with_sources(used)) + to_come
 
     @property
     def num_free_state_slots(self) -> int:
         return len(self._free)
 
     def _operations_for(self, slots: set[int]) -> list[tuple[int, int]]:
-        """The operations still to be done without which these slots would not have their states, in order."""
-        wanted, found = set(slots), []
+        """The pending operations that these slots need for their states, in order."""
+        needed, operations = set(slots), []
         for source, target in reversed(self._operations):
-            if target in wanted:
-                wanted.discard(target)  # what it held before is overwritten
-                wanted.add(source)
-                found.append((source, target))
-        return found[::-1]
+            if target in needed:
+                needed.discard(target)  # its earlier content is overwritten
+                needed.add(source)
+                operations.append((source, target))
+        return operations[::-1]
 
     def _with_sources(self, slots: set[int]) -> set[int]:
-        """These slots, and those from which operations still to be done copy to them."""
+        """These slots, and the sources of pending operations that copy to them."""
         return slots | {source for source, _ in self._operations_for(slots) if source != ZERO_STATE}
 
     def _used(self) -> set[int]:
@@ -479,7 +483,7 @@ class StateCache(Cache):
         return set(range(self.num_slot_ids)).difference(self._free, self._given_up)
 
     def _drop_idle_operations(self) -> None:
-        """Of the operations to be done those go whose results are read by no one: of forks that were closed."""
+        """Removes pending operations whose results no slot in use needs: those of closed forks."""
         self._operations = self._operations_for(self._used())
 
     def free_and_cached_blocks(self) -> tuple[int, int]:
@@ -487,30 +491,37 @@ class StateCache(Cache):
         return free, cached
 
     def victim(self) -> Checkpoint | None:
-        """The checkpoint to go first: one without K and V, which go in the order of use too, else what saves least."""
-        # A slot that is still to be copied from cannot be given up. One that is written later can: it is not, then.
+        """The checkpoint to evict first: one without K and V, in the order of use, else the one that saves least."""
+        # The source of a pending copy cannot be given up. The target of a later write can: the write is then dropped.
         sources = {source for source, _ in self._operations_for(self._used())} if self._operations else set()
-        oldest = next((one for one in self.checkpoints if not one.num_pins and one.slot not in sources), None)
+        oldest = next(
+            (
+                checkpoint
+                for checkpoint in self.checkpoints
+                if not checkpoint.num_pins and checkpoint.slot not in sources
+            ),
+            None,
+        )
         if oldest is None or not self.has_kv_of(oldest):
             return oldest
         return self.checkpoints.victim(sources)
 
     def has_kv_of(self, checkpoint: Checkpoint) -> bool:
-        """Whether the K and V of all its tokens are there, without which nobody finds it."""
+        """Whether the K and V of all its tokens are there; without them no prompt finds it."""
         tokens, keys = checkpoint.decoded()
-        probe = np.append(tokens, np.int32(0))  # the last token of a prompt is never found
+        probe = np.append(tokens, np.int32(0))  # a hit never has the last token of a prompt
         prompt = arguments.prompt(probe, checkpoint.namespace, dict(keys))
         return self._manager.match(*prompt) >= checkpoint.num_tokens
 
     def evict_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """It goes for want of room; its slot is free then."""
+        """Evicts a checkpoint to make room; its slot is free then."""
         self.on_going(checkpoint)
         self.checkpoints.evict(checkpoint)
         self.num_evicted_checkpoints += 1
         self._free.append(checkpoint.slot)
 
     def add_state_slots(self, num: int) -> None:
-        """Have so many slots more: those given up last come back first, then there are new ones."""
+        """Adds so many slots: those given up last come back first, then there are new ones."""
         back = [self._given_up.pop() for _ in range(min(num, len(self._given_up)))]
         new = range(self.num_slot_ids, self.num_slot_ids + num - len(back))
         self.num_slot_ids = new.stop
@@ -518,7 +529,7 @@ class StateCache(Cache):
         self._free += [*reversed(new), *reversed(back)]
 
     def give_up_state_slots(self, slots: list[int]) -> None:
-        """Have these slots no more. They are of `free_state_slots`."""
+        """Removes these slots, which are of `free_state_slots`."""
         going = set(slots)
         self._free = [slot for slot in self._free if slot not in going]
         self._given_up += slots
@@ -543,8 +554,8 @@ class StateCache(Cache):
         if exchange is not None and not exchange.make_blocks(others + floor_blocks):
             raise ArgumentError(
                 f"expected floors of at most {self.num_blocks + exchange.blocks_to_come} blocks together, as many as "
-                f"there can be now beside {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
-                f"owner {owner_id} beside {others} of the others; set it again once requests have ended, or lower a "
+                f"there can be now next to {self.num_state_slots_needed} state slots in use, got {floor_blocks} for "
+                f"owner {owner_id} and {others} for the others; set it again once requests have ended, or lower a "
                 "floor"
             )
         super().set_limits(owner_id, floor_blocks, quota_blocks)
@@ -576,8 +587,11 @@ class StateCache(Cache):
             self._forget(checkpoint)
 
     def trim(self, share_kept: float = 0.0) -> Int32Array:
-        """As `Cache.trim`; the same share of checkpoints stays, those that are worth most."""
-        going = sorted((one for one in self.checkpoints if not one.num_pins), key=self.checkpoints.worth)
+        """As `Cache.trim`; the same share of checkpoints stays, those with the highest worth."""
+        going = sorted(
+            (checkpoint for checkpoint in self.checkpoints if not checkpoint.num_pins),
+            key=self.checkpoints.worth,
+        )
         num_kept = int(len(going) * arguments.share(share_kept, "share_kept"))
         for checkpoint in going[: len(going) - num_kept]:
             self.on_going(checkpoint)
@@ -585,14 +599,14 @@ class StateCache(Cache):
         self._drop_idle_operations()
         return super().trim(share_kept)
 
-    # Looking on
+    # Reports
 
     def free_state_slots(self) -> list[int]:
-        """Those whose bytes nobody needs any more, ascending."""
+        """Free slots whose bytes no pending operation reads, ascending."""
         return sorted(set(self._free) - self._with_sources(self._used()) if self._operations else self._free)
 
     def idle_state_slots(self) -> list[int]:
-        """Those of `free_state_slots`, and those that were given up, ascending: no memory needs to be behind them."""
+        """Slots that need no memory behind them, ascending: `free_state_slots` and the slots given up."""
         return sorted([*self.free_state_slots(), *self._given_up])
 
     def stats(self) -> dict[str, int]:
@@ -614,65 +628,65 @@ class StateCache(Cache):
             self.exchange.check()
         places = [
             *self._free,
-            *(one.slot for one in self.checkpoints),
-            *(one.slot for one in self._forgotten()),
-            *(held.slot for held in self._held.values() if held.slot is not None),
-            *(slot for held in self._held.values() for _, slot in held.made),
+            *(checkpoint.slot for checkpoint in self.checkpoints),
+            *(checkpoint.slot for checkpoint in self._forgotten()),
+            *(state.slot for state in self._states.values() if state.slot is not None),
+            *(slot for state in self._states.values() for _, slot in state.made),
         ]
         everywhere = sorted([*places, *self._given_up])
         if len(places) != self.num_state_slots or everywhere != list(range(self.num_slot_ids)):
             raise InvariantError(
-                f"S1: expected each of {self.num_state_slots} state slots in one place, got {sorted(places)}"
+                f"S1: expected each of {self.num_state_slots} state slots in exactly one place, got {sorted(places)}"
             )
-        pins = sum(one.num_pins for one in {*self.checkpoints, *self._forgotten()})
-        pinning = sum(held.source is not None for held in self._held.values())
-        if pins != pinning or self._held.keys() != self._open_ids:
-            raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences that pin one")
+        pins = sum(checkpoint.num_pins for checkpoint in {*self.checkpoints, *self._forgotten()})
+        pinning = sum(state.source is not None for state in self._states.values())
+        if pins != pinning or self._states.keys() != self._open_ids:
+            raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences with a pin")
 
-    # How
+    # Private parts
 
     def _state_of(self, sequence: CacheSequence | int) -> _SequenceSlot:
         sequence_id = self._id(sequence)
-        held = self._held.get(sequence_id)
-        if held is None:
+        state = self._states.get(sequence_id)
+        if state is None:
             raise arguments.closed(sequence_id, "StateCache")
-        return held
+        return state
 
-    def _slots_suffice(self, held: list[_SequenceSlot]) -> bool:
-        num_needed = sum(one.slot is None for one in held)
+    def _slots_suffice(self, states: list[_SequenceSlot]) -> bool:
+        num_needed = sum(state.slot is None for state in states)
         if not num_needed:
             return True
         num_there = len(self._free) + self.checkpoints.num_free_to_go
-        # A source that nobody else is to copy becomes the slot itself, if need be.
-        sources = Counter(one.source for one in held if one.slot is None and one.source is not None)
-        return num_needed <= num_there + sum(count == one.num_pins for one, count in sources.items())
+        # A source that no other sequence is to copy becomes the slot itself, if need be.
+        sources = Counter(state.source for state in states if state.slot is None and state.source is not None)
+        return num_needed <= num_there + sum(count == state.num_pins for state, count in sources.items())
 
-    def _begin(self, held: _SequenceSlot) -> None:
-        """A slot for its state, which begins with its source."""
-        source = held.source
+    def _begin(self, state: _SequenceSlot) -> None:
+        """Gives the sequence a slot for its state, which begins with its source."""
+        source = state.source
         slot = self._slot_or_none()
         if source is None:
             assert slot is not None
             self._operations.append((ZERO_STATE, slot))
         elif slot is not None:
             self._operations.append((source.slot, slot))
-            self._unpin(held)
+            self._unpin(state)
         else:
-            self._unpin(held)
-            slot = self._take_slot()  # the source's own
+            self._unpin(state)
+            slot = self._take_slot()  # the source's slot itself
             assert slot == source.slot
-        held.slot = slot
+        state.slot = slot
 
-    def _unpin(self, held: _SequenceSlot) -> None:
-        source, held.source = held.source, None
+    def _unpin(self, state: _SequenceSlot) -> None:
+        source, state.source = state.source, None
         if source is not None:
             source.num_pins -= 1
             if not source.is_found and not source.num_pins:
                 self._free.append(source.slot)
 
     def _forgotten(self) -> set[Checkpoint]:
-        """Those that are found no more and wait for who has pinned them."""
-        sources = (held.source for held in self._held.values())
+        """Removed checkpoints that sequences still pin."""
+        sources = (state.source for state in self._states.values())
         return {source for source in sources if source is not None and not source.is_found}
 
     def _take_slot(self) -> int:
@@ -691,36 +705,36 @@ class StateCache(Cache):
         self.evict_checkpoint(victim)
         return self._free.pop()
 
-    def _is_new(self, sequence_id: int, held: _SequenceSlot, position: int) -> bool:
-        content = encode(self._manager.tokens(sequence_id), held.keys, 0, position)
-        found = self.checkpoints.get(held.namespace, content)
-        if found is not None:
-            self.checkpoints.use(found)
-            found.cache_priority = max(found.cache_priority, held.cache_priority)
-        return found is None
+    def _is_new(self, sequence_id: int, state: _SequenceSlot, position: int) -> bool:
+        content = encode(self._manager.tokens(sequence_id), state.keys, 0, position)
+        checkpoint = self.checkpoints.get(state.namespace, content)
+        if checkpoint is not None:
+            self.checkpoints.use(checkpoint)
+            checkpoint.cache_priority = max(checkpoint.cache_priority, state.cache_priority)
+        return checkpoint is None
 
-    def _keep(self, sequence_id: int, held: _SequenceSlot, num_tokens: int, slot: int) -> None:
-        """A slot that holds the state of the sequence's first tokens becomes a checkpoint, or is free."""
-        content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
-        found = self.checkpoints.get(held.namespace, content)
-        if found is None and num_tokens:
-            added = self.checkpoints.add(held.namespace, content, num_tokens, slot)
-            added.cache_priority = held.cache_priority
+    def _keep(self, sequence_id: int, state: _SequenceSlot, num_tokens: int, slot: int) -> None:
+        """Turns a slot with the state of the sequence's first tokens into a checkpoint, or frees it."""
+        content = encode(self._manager.tokens(sequence_id), state.keys, 0, num_tokens)
+        checkpoint = self.checkpoints.get(state.namespace, content)
+        if checkpoint is None and num_tokens:
+            added = self.checkpoints.add(state.namespace, content, num_tokens, slot)
+            added.cache_priority = state.cache_priority
             return
         self._free.append(slot)
-        if found is not None:
-            found.cache_priority = max(found.cache_priority, held.cache_priority)
+        if checkpoint is not None:
+            checkpoint.cache_priority = max(checkpoint.cache_priority, state.cache_priority)
 
-    def _let_go(self, held: _SequenceSlot) -> None:
-        """Of its slots and its source."""
-        if held.slot is not None:
-            self._free.append(held.slot)
-        self._give_up_made(held)
-        self._unpin(held)
-        held.slot = held.under_way = None
+    def _release(self, state: _SequenceSlot) -> None:
+        """Frees the sequence's slots and unpins its source."""
+        if state.slot is not None:
+            self._free.append(state.slot)
+        self._free_made_slots(state)
+        self._unpin(state)
+        state.slot = state.under_way = None
 
     def _forget(self, checkpoint: Checkpoint) -> None:
-        """Nobody finds it any more; who has found it may copy it still."""
+        """Makes a checkpoint unfindable; sequences that pinned it may still copy it."""
         self.checkpoints.remove(checkpoint)
         if not checkpoint.num_pins:
             self._free.append(checkpoint.slot)

@@ -1,4 +1,4 @@
-"""Seconds that only go forward, whatever the clock they are taken from does."""
+"""Seconds that never go back, even if the underlying clock does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["SteadyClock"]
 
 
 class SteadyClock:
-    """Seconds since it was made. Where the clock behind it goes back, it stands still for that one call and goes on
-    from there: nothing that waits for a time waits longer, or ends before, by more than that."""
+    """Seconds since it was made. If the underlying clock goes back, this one stands still for that call and goes on
+    from there: a deadline shifts by at most that jump."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

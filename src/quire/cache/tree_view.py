@@ -1,7 +1,7 @@
 """The prefix tree at one moment, as arrays: for reports. Row i is a node; parents stand before their children.
 
-First the children of the roots (roots in the order of their namespaces' bytes, siblings in the order of their tokens),
-then the children of the first row, and so on.
+The order: first the children of the roots (roots in the order of their namespaces' bytes, siblings in the order of
+their tokens), then the children of the first row, and so on.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from quire.cache.types import Int32Array, Int64Array
 __all__ = ["STATES", "TreeArrays", "TreeView"]
 
 TreeArrays: TypeAlias = dict[str, Any]
-"""The entries of a `TreeView`, by name: what a block manager gives."""
+"""The entries of a `TreeView`, by name, as a block manager returns them."""
 
 STATES = ("gone", "cached", "held", "in_flight")
 
 
 @dataclass(frozen=True)
 class TreeView:
-    """Arrays of n nodes of g blocks, group after group (one each, where all groups' blocks have as many tokens);
-    entries of a block that is gone, or behind a partial node's end, are -1, its state 0.
+    """Arrays of n nodes of g blocks, group after group (one block each if all groups' blocks have as many tokens).
+    Entries of a block that is gone, or beyond a partial node's end, are -1, its state 0.
 
-    node_ids: numbered when `tree` or `record_events` is first used, then as they are made; never used twice.
+    node_ids: numbered when `tree` or `record_events` is first used, then in the order of creation; never used twice.
     """
 
     node_ids: Int64Array  # [n]

@@ -1,7 +1,7 @@
-"""What a storage is to those who use one: block ids in, tables and views out. Four of them implement it.
+"""The contract of a storage: block ids in, tables and views out. It has four implementations.
 
-A storage turns the blocks of a sequence into bytes that a kernel reaches. It holds no sequences' tokens, decides
-nothing about who gets a block, and knows no prefixes: that is `quire.cache`.
+A storage turns the blocks of a sequence into bytes that a kernel reaches. It holds no sequences' tokens, does not
+assign blocks, and knows no prefixes: that is `quire.cache`.
 
     paged       a table entry names a block; the kernel translates
     virtual     a table has one entry, the sequence's row of addresses; the MMU translates
@@ -11,9 +11,9 @@ nothing about who gets a block, and knows no prefixes: that is `quire.cache`.
 so that one kernel reads all four: `view(layer).block_size` is the number of tokens that an entry stands for.
 
 Invariants
-    R1  between two calls of `prepare` every address that the tables of the first one lead to stays as it is, and
-        what was written there stays written.
-    R2  a call that fails changes nothing that a table of an earlier step leads to.
+    R1  between two calls of `prepare` every address reached by the tables of the first one stays valid, and
+        the bytes written there stay unchanged.
+    R2  a call that fails changes no memory that a table of an earlier step reaches.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["Capabilities", "Storage", "TablePlan"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What laws, tests and schedulers may ask of a storage.
+    """The properties of a storage that laws, tests and schedulers read.
 
-    shares_prefix: one block may stand in several sequences; such a storage is a `BlockStorage` too, whose blocks'
-    bytes can be read and written (`quire.memory.block_bytes`). elastic: `resize` works while sequences are open.
+    shares_prefix: one block may stand in several sequences; such a storage is a `BlockStorage` too, whose blocks' bytes
+    can be read and written (`quire.memory.block_bytes`). elastic: `resize` works while sequences are open.
     """
 
     shares_prefix: bool
@@ -44,11 +44,11 @@ class Capabilities:
 
 
 TablePlan: TypeAlias = tuple[Int32Array, Int64Array]
-"""A table's part of a step: int32 [n, widest] entries (-1 where none is), int64 [T] slots of the new tokens."""
+"""A table's part of a step: int32 [n, widest] entries (-1: no entry), int64 [T] slots of the new tokens."""
 
 
 class Storage(Protocol):
-    """See the module's text, and each storage for what its calls cost. states: of a model with state layers."""
+    """See the module's text; each storage states the costs of its calls. states: of a model with state layers."""
 
     spec: KVSpec
     dtype: torch.dtype
@@ -58,12 +58,12 @@ class Storage(Protocol):
 
     @property
     def num_tables(self) -> int:
-        """Tables of a step: layers that lie alike share one."""
+        """Tables of a step: layers with the same layout share one."""
         ...
 
     @property
     def generation(self) -> int:
-        """Another number whenever views that were handed out no longer hold."""
+        """Changes whenever views that were handed out become invalid."""
         ...
 
     @property
@@ -73,19 +73,19 @@ class Storage(Protocol):
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of memory really taken now, as the operating system tells it."""
+        """Bytes of memory actually in use now, as the operating system reports them."""
         ...
 
     def table_of(self, layer: int) -> int:
-        """Which table leads to decoder layer `layer`, one that stores KV."""
+        """The index of the table for decoder layer `layer`, which must store KV."""
         ...
 
     def view(self, layer: int) -> KVView:
-        """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does)."""
+        """The keys and values of decoder layer `layer` (or of the layer whose KV it shares)."""
         ...
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
-        """Have everything in place that the step reads and writes: its copies done, its addresses backed by memory.
+        """Prepare all memory that the step reads and writes: its copies done, its addresses backed by memory.
 
         Args:
             plan: the cache's StepPlan.
@@ -100,11 +100,11 @@ class Storage(Protocol):
         ...
 
     def forget(self, sequence_ids: Int64Array) -> None:
-        """These sequences have ended: what only they were reached through may be given up. Unknown ids are ignored."""
+        """These sequences have ended: memory reached only through them may be given up. Unknown ids are ignored."""
         ...
 
     def fill(self, value: float) -> None:
-        """Set every element that can be reached now. For tests that poison what was not written."""
+        """Set every element in reach to a value. For tests that poison unwritten memory."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Carrying out a step that `reserve.py` has decided and the pool has room for: blocks change hands here.
+"""Carries out a step that `reserve.py` has decided and the pool has room for: here the tables get their blocks.
 
 Cost: O(new blocks) per group.
 """
@@ -13,7 +13,8 @@ __all__ = ["allocate", "write_in_place"]
 
 
 def write_in_place(blocks: Blocks, request: BlockRequest) -> None:
-    """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
+    """Without room for a copy, if no other table names the block: the tree forgets it, and the sequence may
+    write it."""
     for _, _, block_id in request.sequence.partial_blocks(blocks.shape):
         if blocks.node_of[block_id] is not None:
             blocks.write_in_place(block_id, request.sequence.owner_id)
@@ -23,13 +24,13 @@ def write_in_place(blocks: Blocks, request: BlockRequest) -> None:
 def allocate(
     blocks: Blocks, request: BlockRequest, copies: list[list[Copy]], sources: list[tuple[int, int]]
 ) -> None:
-    """Give one sequence its blocks; the copies' sources are let go at the end of the call."""
+    """Give one sequence its blocks; the caller releases the copies' sources at its end."""
     sequence = request.sequence
-    # All that has to go goes first, so that what is freed together is handed out in runs.
+    # All evictions come first, so that blocks freed together are handed out in runs.
     blocks.make_room(sequence, blocks_of(request, blocks.shape))
     partial = sequence.partial_blocks(blocks.shape)
     for group, (shape, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
-        for _, block, source in (one for one in partial if one[0] == group):
+        for _, block, source in (entry for entry in partial if entry[0] == group):
             if request.copies:
                 table[block] = _allocate(blocks, request, group, block)
                 num_tokens = min(shape.tokens, request.start - block * shape.tokens)

@@ -1,4 +1,4 @@
-"""The blocks and the tree as arrays, for whoever looks on: what `TreeView`, `BlockMap` and `BlockContent` are made of.
+"""The blocks and the tree as arrays, for reports: the data of `TreeView`, `BlockMap` and `BlockContent`.
 
 Changes nothing. Cost: O(nodes) and O(blocks + nodes); `content_of` O(tokens).
 """
@@ -55,7 +55,7 @@ def tree_arrays(blocks: Blocks) -> TreeArrays:
 
 
 def block_map(blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array]:
-    """(states, namespace_index) of `BlockMap`; pins are not known here: what they hold is HELD."""
+    """(states, namespace_index) of `BlockMap`. This file does not know pins: their blocks are HELD."""
     pool, tree = blocks.pool, blocks.tree
     states = np.full(pool.num_ids, HELD, np.uint8)
     states[list(pool.free)] = FREE
@@ -72,7 +72,7 @@ def block_map(blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array]:
 
 
 def content_of(blocks: Blocks, block_id: int) -> tuple[bytes, Int32Array, int] | None:
-    """(namespace, tokens, num_own) of `BlockContent`; None where nothing is known."""
+    """(namespace, tokens, num_own) of `BlockContent`; None if the content is not known."""
     num_ids = blocks.pool.num_ids
     if not 0 <= block_id < num_ids:
         raise ValueError(f"expected a block of 0 .. {num_ids - 1}, got {block_id} in content_of")
@@ -81,7 +81,7 @@ def content_of(blocks: Blocks, block_id: int) -> tuple[bytes, Int32Array, int] |
         return None
     shape = blocks.shape
     column = node.block_ids.index(block_id)
-    group = next(one for one in reversed(shape.groups) if one.first_column <= column)
+    group = next(group for group in reversed(shape.groups) if group.first_column <= column)
     num_own = min(group.tokens, node.num_tokens - shape.starts[column])
     end = (node.depth - 1) * shape.size + shape.starts[column] + num_own
     path: list[list[int]] = []

@@ -1,16 +1,16 @@
-"""The block manager in plain Python: what the literature calls by that name, in one readable piece.
+"""The block manager in plain Python: the "block manager" of the literature, in one readable piece.
 
-A sequence is a list of token ids and, per group of layers, a *block table*: entry b names the block in which
-tokens b * size .. are kept, size being that of the group's blocks. The life of a request:
+A sequence is a list of token ids and, per group of layers, a *block table*: entry b names the block that stores tokens
+b * size .., size being that of the group's blocks. The life of a request:
 
-    open      the longest known prefix is found in the tree, its blocks are named by the new table
-    reserve   blocks for the next tokens are taken, and the one about to be written is copied if others see it
+    open      the longest known prefix is found in the tree, and the new table names its blocks
+    reserve   the sequence gets blocks for the next tokens; a block about to be written is copied if others see it
     (the engine computes K and V of those tokens into the slots)
     commit    those tokens are computed: their blocks become nodes of the tree, for others to find
-    close     the table lets go; what the tree knows stays findable until the room is needed
+    close     the table releases its blocks; content in the tree stays findable until the room is needed
 
-This is the `python` back end of `quire.Cache`, and the oracle of the native one: every rule below is
-written down in docs/contracts.md, "The cache". Not thread-safe. Invariants: `invariants.py`.
+This is the `python` back end of `quire.Cache`, and the oracle of the native one: every rule below is written down in
+docs/contracts.md, "The cache". Not thread-safe. Invariants: `invariants.py`.
 
 Cost: open O(blocks of the prompt), reserve and commit O(new blocks + sequences), close and fork O(blocks).
 """
@@ -35,7 +35,6 @@ from quire.cache.manager.groups import explain_hit, find_hit
 from quire.cache.manager.invariants import check_invariants
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NOBODY
-from quire.cache.manager.refresh_hit import refresh_hit
 from quire.cache.manager.reserve import BlockRequest, Copy, blocks_by_owner, decide, make_plan
 from quire.cache.manager.sequence import ManagedSequence
 from quire.cache.tree_view import TreeArrays
@@ -47,19 +46,19 @@ __all__ = ["PythonBlockManager"]
 
 
 class PythonBlockManager:
-    """The calls of the contract (`cache/protocol.py`) on ids and arrays. A call means here what it says there.
+    """The calls of the contract (`cache/protocol.py`) on ids and arrays. Each call means the same as there.
 
-    `quire._native.BlockManager` has the same calls with the same answers, block ids included. What is said here of
-    arrays and errors holds for it as well.
+    `quire._native.BlockManager` has the same calls with the same answers, block ids included. The rules for arrays and
+    errors below hold for it as well.
 
     sequence(s)     ids: an int, or contiguous int64 [n]
     a prompt        (tokens, namespace, key_positions, keys). tokens: contiguous int32 [n], values >= 0. key_positions:
                     int64 [m], strictly increasing, within 0 .. n - 1; keys: m of them
-    arrays given    have right types, shapes and dtypes, and values that are right whatever the state: `quire.Cache`
+    arrays given    have right types, shapes and dtypes, and values that are right in any state: `quire.Cache`
                     checks them first
     arrays returned are never written again
     KeyError        an id that is unknown or closed; nothing has changed. `SequenceClosedError` of the contract
-    ValueError      what depends on the state: `ArgumentError` of the contract, with the same text
+    ValueError      a value that the state excludes: `ArgumentError` of the contract, with the same text
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class PythonBlockManager:
         blocks_per_node: SequenceOf[int] = (),
         eviction: str = "lru",
     ) -> None:
-        """`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens
-        of a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if
-        empty."""
+        """`spans`: ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of a
+        node of the tree. blocks_per_node: blocks of each group in a node, divisors of block_size; 1 each if empty."""
         self.num_groups = len(spans)
         self.shape = NodeShape(
             [Span(kind, size) for kind, size in spans],  # type: ignore[arg-type]
@@ -91,7 +89,7 @@ class PythonBlockManager:
         self.num_admitted = 0
         self.num_hit_tokens = self.num_query_tokens = 0
         self.num_copied = self.num_deduplicated = 0
-        self.most_blocks = 0  # held and in flight together at the end of a `reserve`
+        self.most_blocks = 0  # most blocks held and in flight together at the end of a `reserve`
 
     # Finding a prefix
 
@@ -121,7 +119,7 @@ class PythonBlockManager:
         cache_priority: int = NORMAL,
         most_cached: int = NO_LIMIT,
     ) -> int:
-        """The id of the new sequence. most_cached: tokens that its hit has at most, now, later and after a rewind."""
+        """The id of the new sequence. most_cached: limit of its hit in tokens, now, later and after a rewind."""
         extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
         sequence = ManagedSequence(
             self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority, most_cached
@@ -131,10 +129,10 @@ class PythonBlockManager:
         if self.prefix_caching:
             sequence.node = self.blocks.tree.root(namespace)
             sequence.node.num_sequences += 1
-            refresh_hit(self.blocks, sequence)
+            self.blocks.extend_hit(sequence)
         return sequence.id
 
-    # What is known of a sequence
+    # Properties of a sequence
 
     def append(self, sequence: int, tokens: Int32Array) -> None:
         self.sequences[sequence].append(tokens)
@@ -147,12 +145,12 @@ class PythonBlockManager:
 
     def num_cached_tokens(self, sequence: int) -> int:
         state = self.sequences[sequence]
-        refresh_hit(self.blocks, state)
+        self.blocks.extend_hit(state)
         return state.num_cached
 
     def num_computed_tokens(self, sequence: int) -> int:
         state = self.sequences[sequence]
-        refresh_hit(self.blocks, state)
+        self.blocks.extend_hit(state)
         return state.num_computed
 
     def block_table(self, sequence: int, group: int) -> Int32Array:
@@ -233,10 +231,10 @@ class PythonBlockManager:
 
     def commit(self, sequence: int, num_computed_tokens: int) -> None:
         state = self.sequences[sequence]
-        most = min(state.reserved, state.num_tokens)
-        if not state.num_computed <= num_computed_tokens <= most:
+        limit = min(state.reserved, state.num_tokens)
+        if not state.num_computed <= num_computed_tokens <= limit:
             raise ValueError(
-                f"expected {state.num_computed} .. {most} computed tokens for sequence {sequence} "
+                f"expected {state.num_computed} .. {limit} computed tokens for sequence {sequence} "
                 f"({state.reserved} reserved, {state.num_tokens} known), got {num_computed_tokens} in commit"
             )
         if num_computed_tokens == state.num_computed:
@@ -247,7 +245,7 @@ class PythonBlockManager:
                     f"expected {state.restored_to} computed tokens for sequence {sequence}, which was restored to "
                     f"these, got {num_computed_tokens} in commit"
                 )
-            # What lies behind the windows was not written: it goes before nodes are made.
+            # Blocks behind the windows were not written: they are released before nodes are made.
             release_behind_windows(self.blocks, state, num_computed_tokens)
             state.restored_to = 0
         if state.node is not None:
@@ -324,12 +322,12 @@ class PythonBlockManager:
     def max_owner_blocks(self, owner_id: int) -> int:
         return self.blocks.pool.max_owner_blocks(owner_id)
 
-    # The whole
+    # The whole cache
 
     def drop(
         self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
     ) -> tuple[int, int]:
-        """(blocks made free, blocks that left the tree and are held or in flight still). Pins are `quire.Cache`'s."""
+        """(blocks made free, blocks that left the tree and are still held or in flight). `quire.Cache` handles pins."""
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         return drop(self.blocks, self.sequences.values(), root, tokens, extra_keys)
@@ -372,12 +370,12 @@ class PythonBlockManager:
         self.blocks.reset()
 
     def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
-        """num_blocks: >= 0. watermark_blocks: instead of the one given when the manager was made."""
+        """num_blocks: >= 0. watermark_blocks: replaces the manager's watermark."""
         pool = self.blocks.pool
-        least = pool.num_blocks - pool.num_available_blocks
-        if num_blocks < least:
+        num_in_use = pool.num_blocks - pool.num_available_blocks
+        if num_blocks < num_in_use:
             raise ValueError(
-                f"expected at least {least} blocks in resize, as {pool.num_held} are held and "
+                f"expected at least {num_in_use} blocks in resize, as {pool.num_held} are held and "
                 f"{len(pool.in_flight)} in flight, got {num_blocks}"
             )
         self.watermark_blocks = watermark_blocks
@@ -407,7 +405,7 @@ class PythonBlockManager:
 
     @property
     def num_visited(self) -> int:
-        """Tree nodes compared so far: what look-ups have cost."""
+        """Tree nodes compared so far: the cost of look-ups."""
         return self.blocks.tree.num_visited
 
     def check(self) -> None:

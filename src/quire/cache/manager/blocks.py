@@ -1,12 +1,16 @@
-"""Blocks with content: the pool and the prefix tree joined by the four moves everything else is made of.
+"""Blocks with content: joins the pool and the prefix tree by four moves, the base of all other operations.
 
     take      a table names the block of a node
-    allocate  a table gets a block of its own, once the least recently used content has been evicted if it must
-    release   a table names it no more: it stays findable if the tree knows its content
+    allocate  a table gets a new block, after an eviction of the least recently used content if need be
+    release   a table no longer names a block: it stays findable if the tree knows its content
     remove    the tree forgets a node
 
+A sequence extends its hit when it is opened and again, until it is admitted or withdrawn (`forget.py`), whenever the
+tree or its tokens have changed. `groups.py` decides which hit is valid.
+
 The order in which these put blocks on the lists decides every later block id; docs/contracts.md, "The
-cache", states it, and the native back end follows it too. Cost: O(columns) per move and O(log siblings).
+cache", states it, and the native back end follows it too. Cost: O(columns) per move and O(log siblings);
+`extend_hit` O(blocks of the prompt) after a change, else O(1).
 
 Invariant: `node_of[block_id]` is the node that has `block_id` in some column, or None; one node at most.
 """
@@ -15,11 +19,12 @@ from __future__ import annotations
 
 from quire.cache.manager.event_log import EventLog
 from quire.cache.manager.eviction import NO_KEY, EvictionPolicy
+from quire.cache.manager.groups import find_hit
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NO_QUOTA, NOBODY
 from quire.cache.manager.pool import NO_WRITER, Pool
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
-from quire.cache.manager.sequence import ManagedSequence
+from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
 __all__ = ["Blocks"]
 
@@ -49,7 +54,7 @@ class Blocks:
 
     @property
     def flight(self) -> int:
-        """The step that has to complete before a block let go of now may be reused; 0 for none."""
+        """The step that has to complete before a block released now may be reused; 0 for none."""
         under_way = self.overlapped_steps and self.newest_step > self.completed_step
         return self.newest_step if under_way else 0
 
@@ -68,20 +73,20 @@ class Blocks:
         self.pool.take(block_id, cache_priority)
 
     def make_room(self, sequence: ManagedSequence, num_blocks: int) -> None:
-        """Evict until so many blocks are free, which must be available to the sequence's owner."""
+        """Evict until so many blocks are free; they must be available to the sequence's owner."""
         while len(self.pool.free) < num_blocks:
             block_id = self._next_victim()
             assert block_id is not None
             self._evict(block_id, sequence.owner_id, "evicted")
 
     def allocate(self, sequence: ManagedSequence, before: int, block: int) -> int:
-        """A block without content for the sequence to write its block, behind the one that has the block `before`."""
+        """A block without content for table entry `block` of the sequence, whose previous entry is `before`."""
         block_id = self.pool.pop_free(sequence.owner_id, sequence.cache_priority, before, block)
         self.pool.writer[block_id] = sequence.id
         return block_id
 
     def keep_quota(self, number: int) -> None:
-        """Evict the owner's own content until what it needs fits into its quota."""
+        """Evict the owner's own content until its need fits into its quota."""
         owner_id = self.pool.owner_ids[number]
         while owner_id.quota != NO_QUOTA and owner_id.num_owned + owner_id.need > owner_id.quota:
             block_id = self.pool.cached.first([number])
@@ -89,9 +94,9 @@ class Blocks:
             self._evict(block_id, number, "quota")
 
     def resize(self, num_blocks: int) -> list[int]:
-        """Have `num_blocks` blocks from now on; the blocks given up, which must have been available.
+        """Change the number of blocks to `num_blocks`. Returns the blocks given up, which must have been available.
 
-        Floors are kept while anything else can go, and then yield: it is not another owner that takes the room."""
+        Floors hold while other blocks can go, and then yield: no other owner takes the room."""
         given_up: list[int] = []
         self.pool.owner_ids.need({})
         while self.pool.num_blocks > num_blocks:
@@ -106,7 +111,7 @@ class Blocks:
         return given_up
 
     def release(self, block_id: int, sequence: int) -> None:
-        """The table of `sequence` names the block no more."""
+        """The table of `sequence` no longer names the block."""
         pool = self.pool
         if pool.writer[block_id] == sequence:
             pool.writer[block_id] = NO_WRITER
@@ -129,7 +134,46 @@ class Blocks:
                 self.pool.uncache(block_id)
         self.tree.prune(node)
 
-    # Parts of them
+    # Hits
+
+    def extend_hit(self, sequence: ManagedSequence) -> None:
+        """Extend the hit of a sequence not yet admitted by what others have committed since it last looked.
+
+        Does nothing once it is admitted or withdrawn, or while neither the tree nor its tokens have changed."""
+        seen = (self.tree.version, sequence.num_tokens)
+        if sequence.admitted or sequence.node is None or seen == sequence.looked_at:
+            return
+        sequence.looked_at = seen
+        tokens = sequence.tokens[: sequence.most_cached + 1]  # a hit leaves the last one to compute
+        hit = find_hit(self.tree, self.shape, sequence.node.root, tokens, sequence.extra_keys)
+        if hit.num_tokens <= sequence.num_computed:
+            return
+        old = sequence.kept_blocks(self.shape, 0)
+        for index, (group, table) in enumerate(zip(self.shape.groups, sequence.tables, strict=True)):
+            first, num_blocks = group.first_needed(hit.num_tokens), group.num_blocks(hit.num_tokens)
+            columns = hit.block_ids[group.first_column : group.first_column + group.per_node]
+            table.truncate(0)
+            for block, block_id in enumerate(columns.T.reshape(-1)[:num_blocks].tolist()):
+                if block >= first:
+                    self.take(block_id, sequence.cache_priority)
+                table.append(block_id if block >= first else GIVEN_UP)
+            sequence.first_kept[index] = min(first, num_blocks)
+        for block_id in old:
+            self.release(block_id, sequence.id)
+        assert hit.node is not None
+        self.move_to(sequence, hit.node)
+        sequence.num_computed = sequence.num_cached = sequence.reserved = hit.num_tokens
+
+    def move_to(self, sequence: ManagedSequence, node: Node) -> None:
+        """The sequence's full committed blocks end in `node` from now on."""
+        left = sequence.node
+        assert left is not None
+        node.num_sequences += 1
+        left.num_sequences -= 1
+        sequence.node = node
+        self.tree.prune(left)
+
+    # Parts of the moves
 
     def _park(self, block_id: int, flight: int) -> None:
         node = self.node_of[block_id]
@@ -137,7 +181,7 @@ class Blocks:
         self.pool.park(block_id, is_known=node is not None, flight=flight, least_key=least_key)
 
     def _highest_key_below(self, node: Node, block_id: int) -> float:
-        """For a policy: of the cached full-attention blocks that have to go before this one of the node."""
+        """For a policy: the highest key of the cached full-attention blocks that must go before this one."""
         cached, highest = self.pool.cached, NO_KEY
         if cached.policy is None or not self.shape.is_full[node.block_ids.index(block_id)]:
             return highest
@@ -151,14 +195,14 @@ class Blocks:
         return highest
 
     def _next_victim(self) -> int | None:
-        """The block that is evicted next, of those owners that may still lose one in this call."""
+        """The block that is evicted next, among owners that may still lose one in this call."""
         owner_ids = self.pool.owner_ids.by_number
         return self.pool.cached.first(number for number, owner_id in owner_ids.items() if owner_id.budget > 0)
 
     def _evict(self, victim: int, owner_id: int, reason: str) -> None:
-        """Give up cached content. A full-attention block takes its node along, a window's leaves a hole.
+        """Give up cached content. A full-attention block takes its node along, a window's block leaves a hole.
 
-        What a table names or another owner may not lose stays in the node, and so do the nodes below."""
+        Blocks that a table names or another owner may not lose stay in the node, and so do the nodes below."""
         node = self.node_of[victim]
         assert node is not None
         num_free = len(self.pool.free)
@@ -176,7 +220,7 @@ class Blocks:
         self.tree.prune(node)
 
     def _may_leave(self, block_id: int) -> bool:
-        """Whether a block may go along with another of its node; if its owner loses it by that, it is charged."""
+        """Whether a block may go together with another of its node; charges its owner if it loses a block."""
         if block_id not in self.pool.cached:
             return not self.pool.num_references[block_id]
         if self.pool.owner_ids[self.pool.cached.owner_id[block_id]].budget <= 0:
@@ -188,7 +232,7 @@ class Blocks:
         self.pool.owner_ids[self.pool.cached.owner_id[block_id]].budget -= 1
 
     def forget(self, node: Node) -> int:
-        """Nothing of the node is found any more; how many of its blocks are in use still."""
+        """Make the whole node unfindable. Returns the number of its blocks still in use."""
         left = list(node.block_ids)
         num_free = len(self.pool.free)
         for column, block_id in enumerate(left):
@@ -202,7 +246,7 @@ class Blocks:
         return num_left - (len(self.pool.free) - num_free)
 
     def write_in_place(self, block_id: int, owner_id: int) -> None:
-        """The tree forgets a block that somebody holds and will write."""
+        """The tree forgets a held block that its sequence will write."""
         node = self.node_of[block_id]
         assert node is not None
         column = node.block_ids.index(block_id)
@@ -226,13 +270,13 @@ class Blocks:
         self.tree.version += 1
 
     def is_unheld_partial(self, node: Node) -> bool:
-        """A partial node that no table names: it is kept only while no sibling says the same and more."""
+        """Whether no table names this partial node: it is kept only while no sibling begins with its content."""
         return node.num_tokens < self.tree.block_size and not any(
             block_id != HOLE and self.pool.num_references[block_id] for block_id in node.block_ids
         )
 
     def insert(self, parent: Node, content: bytes, num_tokens: int, block_ids: list[int]) -> Node:
-        """A new node made of `block_ids`, holes among them; the partial node it makes redundant goes."""
+        """A new node with `block_ids`, some of them holes; removes the partial node that it makes redundant."""
         node = self.tree.insert(parent, content, num_tokens, block_ids)
         for block_id in block_ids:
             if block_id != HOLE:
@@ -242,9 +286,9 @@ class Blocks:
         return node
 
     def extend(self, node: Node, content: bytes, num_tokens: int, block_ids: list[int]) -> None:
-        """More tokens for a partial node; the partial node it makes redundant goes.
+        """More tokens for a partial node; removes the partial node that it makes redundant.
 
-        block_ids: by column, of all tokens it has then; those that begin behind what it had are new to it."""
+        block_ids: by column, of all its tokens then; those that begin after its old end are new to it."""
         for column, start in enumerate(self.shape.starts):
             if start >= node.num_tokens and block_ids[column] != HOLE:
                 node.block_ids[column] = block_ids[column]
@@ -254,7 +298,7 @@ class Blocks:
         self._remove_redundant_neighbour(node)
 
     def note_stored(self, node: Node, block_ids: list[int]) -> None:
-        """For the events: these blocks of the node are found from now on; of none there is nothing to tell."""
+        """Records that these blocks of the node are findable from now on, if there are any."""
         if self.events.is_on and any(block_id != HOLE for block_id in block_ids):
             first = next(block_id for block_id in block_ids if block_id != HOLE)
             self.events.stored(
@@ -262,7 +306,7 @@ class Blocks:
             )
 
     def _note_removed(self, node: Node, left: list[int], owner_id: int, reason: str) -> None:
-        """For the events: these blocks are the node's no more."""
+        """Records that these blocks left the node."""
         if self.events.is_on:
             self.events.removed(
                 node, left, owner_id, reason, self._highest_cache_priority([*left, *node.block_ids])
@@ -272,7 +316,7 @@ class Blocks:
         return max(self.pool.cached.cache_priority[block_id] for block_id in block_ids if block_id != HOLE)
 
     def record_events(self, is_on: bool) -> None:
-        """Turned on, the log begins with what is there."""
+        """Turns the log on or off; turned on, it begins with the present content."""
         if is_on and not self.events.is_on:
             self.tree.start_numbering()
             self.events.turn_on()
@@ -284,7 +328,7 @@ class Blocks:
 
     def _remove_redundant_neighbour(self, node: Node) -> None:
         # An unheld partial node has no sibling that starts with it, so if it is a prefix of the new content
-        # nothing can stand between the two: looking at one neighbour is enough.
+        # the two are neighbours: checking one neighbour is enough.
         left = self.tree.left_neighbour(node)
         if left is not None and self.is_unheld_partial(left) and node.content.startswith(left.content):
             self.remove(left)

@@ -1,4 +1,4 @@
-"""Forking and rewinding: a second table over the same blocks, and a table that goes back to a token before.
+"""Forking and rewinding: a second table over the same blocks, and a table cut back to an earlier token.
 
 Cost: O(blocks of the sequence).
 """
@@ -6,7 +6,6 @@ Cost: O(blocks of the sequence).
 from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
-from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import longest_valid_hit
 from quire.cache.manager.pool import NO_WRITER
 from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
@@ -16,7 +15,7 @@ __all__ = ["forget_from", "share_computed"]
 
 
 def share_computed(blocks: Blocks, parent: ManagedSequence, child: ManagedSequence) -> None:
-    """The child, new and of the parent's tokens, has the parent's computed blocks too."""
+    """Gives the child, new and with the parent's tokens, the parent's computed blocks too."""
     for shape, source, table in zip(blocks.shape.groups, parent.tables, child.tables, strict=True):
         for block_id in source.block_ids[: shape.num_blocks(parent.num_computed)].tolist():
             if block_id != GIVEN_UP:
@@ -33,8 +32,8 @@ def share_computed(blocks: Blocks, parent: ManagedSequence, child: ManagedSequen
 
 
 def forget_from(blocks: Blocks, state: ManagedSequence, position: int) -> int:
-    """Forget a sequence's tokens from `position` on, which it has; the tokens computed then: fewer than `position`
-    where a window has given up what the next query would read."""
+    """Forget a sequence's tokens from `position` on. Returns the tokens computed then: fewer than `position` if a
+    window has given up blocks that the next query would read."""
     size, pool = blocks.shape.size, blocks.pool
     state.forget_tokens(position)
     wanted = min(position, state.num_computed)
@@ -60,5 +59,5 @@ def forget_from(blocks: Blocks, state: ManagedSequence, position: int) -> int:
         while node.depth > kept // size:
             assert node.parent is not None
             node = node.parent
-        move_to(blocks.tree, state, node)
+        blocks.move_to(state, node)
     return kept

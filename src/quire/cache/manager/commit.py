@@ -1,12 +1,12 @@
 """Making computed tokens findable: how a sequence's blocks become nodes of the prefix tree.
 
-A node's worth of tokens that became full is inserted below the sequence's node, or, where another sequence has
-committed the same tokens before, its table is pointed at those blocks and our own are let go (the one place where
-blocks computed twice are merged). The rest, fewer tokens than a node has, is kept as a partial node that grows with
-each commit, so that a hit can end at any token.
+A node's worth of tokens that became full is inserted below the sequence's node. If another sequence has committed the
+same tokens before, the table changes to its blocks and our own are released (the one place where blocks computed twice
+are merged). The remaining tokens, fewer than a node has, become a partial node that grows with each commit, so that a
+hit can end at any token.
 
-*Own* below is the partial node of the blocks we write: only their writer extends it. Of a restored sequence blocks
-behind a window were never written: it has no blocks there, and the nodes get holes.
+*Own* below is the partial node of the blocks we write: only their writer extends it. A restored sequence has no blocks
+behind a window, as they were never written, and the nodes get holes there.
 
 Cost: O(new blocks x log siblings).
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.elements import encode
-from quire.cache.manager.prefix import HOLE, Node, PrefixTree
+from quire.cache.manager.prefix import HOLE, Node
 from quire.cache.manager.sequence import GIVEN_UP, ManagedSequence
 
-__all__ = ["make_findable", "move_to", "release_behind_windows"]
+__all__ = ["make_findable", "release_behind_windows"]
 
 
 def make_findable(blocks: Blocks, sequence: ManagedSequence, end: int) -> int:
@@ -43,7 +43,7 @@ def _insert_full_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> 
         node = _insert_or_extend(blocks, sequence, depth, content, size)
     else:
         if own is not None:
-            # The full node says all that our partial one did; whoever names its blocks keeps them.
+            # The full node has all tokens of our partial node; tables that name its blocks keep them.
             blocks.remove(own)
         supplied = [HOLE] * len(node.block_ids)
         for group, table in zip(blocks.shape.groups, sequence.tables, strict=True):
@@ -62,7 +62,7 @@ def _insert_full_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> 
                     num_deduplicated += 1
         if any(block_id != HOLE for block_id in supplied):
             blocks.note_stored(node, supplied)
-    move_to(blocks.tree, sequence, node)
+    blocks.move_to(sequence, node)
     return num_deduplicated
 
 
@@ -87,26 +87,16 @@ def _insert_or_extend(
 
 
 def _own_partial_node(blocks: Blocks, sequence: ManagedSequence, depth: int) -> Node | None:
-    """All blocks that begin before its end are in it. Those behind are in none: a sibling said as much when they
-    came."""
+    """The partial node that the sequence writes. It has all blocks that begin before its end. Blocks after its end are
+    in no node: a sibling had the same tokens when they came."""
     if sequence.num_computed <= depth * blocks.shape.size:
         return None
     nodes = (blocks.node_of[block_id] for _, _, block_id in sequence.partial_blocks(blocks.shape))
     return next((node for node in nodes if node is not None), None)
 
 
-def move_to(tree: PrefixTree, sequence: ManagedSequence, node: Node) -> None:
-    """The sequence's full committed blocks end in `node` from now on."""
-    left = sequence.node
-    assert left is not None
-    node.num_sequences += 1
-    left.num_sequences -= 1
-    sequence.node = node
-    tree.prune(left)
-
-
 def release_behind_windows(blocks: Blocks, sequence: ManagedSequence, num_computed: int) -> None:
-    """Let go of the blocks that no query from `num_computed` on reads, the deepest first in each group."""
+    """Release the blocks that no query from `num_computed` on reads, the deepest first in each group."""
     for group, (shape, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
         first = shape.first_needed(num_computed)
         for block in range(first - 1, sequence.first_kept[group] - 1, -1):

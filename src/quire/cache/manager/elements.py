@@ -1,13 +1,13 @@
-"""How the tokens of a block are compared: as bytes whose order is the order of their elements.
+"""The comparison of block contents: as bytes whose order is the order of their elements.
 
-The *element* at a position is (token id, extra key or none). Elements are ordered by token id, then no key
-before any key, then by the key's bytes. `encode` writes them one after the other such that
+The *element* at a position is (token id, extra key or none). Elements are ordered by token id, then no key before any
+key, then by the key's bytes. `encode` writes them one after the other such that
 
     comparing two encodings as bytes  =  comparing the two lists of elements lexicographically
     one encoding is a prefix of another  =  one list of elements is a prefix of the other
 
-so that Python's own comparison of bytes does the work. An element without a key is the 4 big-endian bytes of
-2 * token; one with a key those of 2 * token + 1, then the key with each 0 written as 0 255, then 0 0.
+so that Python compares plain bytes. An element without a key is the 4 big-endian bytes of 2 * token; one with a key
+those of 2 * token + 1, then the key with each 0 written as 0 255, then 0 0.
 
 Not here: hashes. Equality of content is always equality of all its bytes.
 """
@@ -57,7 +57,7 @@ def encode(tokens: Int32Array, extra_keys: ExtraKeys, start: int, stop: int) -> 
 
 
 def decode(content: bytes) -> tuple[list[int], list[tuple[int, bytes]]]:
-    """The tokens, and (offset, key) of those with an extra key: what `encode` made the content of."""
+    """The tokens, and (offset, key) of each extra key: the inverse of `encode`."""
     tokens: list[int] = []
     keys: list[tuple[int, bytes]] = []
     position = 0

@@ -1,7 +1,7 @@
-"""The events of the Python back end as they happen (`events.py` says what they mean).
+"""The events of the Python back end as they happen (`events.py` defines their meaning).
 
-Only full nodes come here. Their content never changes while they exist, so an event refers to its node, and becomes
-numbers and bytes when it is taken. Cost: O(columns) an event, O(block size) when taken; nothing while off.
+The log ignores partial nodes. The content of a full node never changes while it exists, so an event refers to its node,
+and becomes numbers and bytes when it is taken. Cost: O(columns) an event, O(block size) when taken; 0 while off.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Which cached block is given up next: the lowest cache priority first, then the least recently used, or what another
-policy says.
+"""The eviction order of cached blocks: the lowest cache priority first, then the least recently used, or the order of
+another policy.
 
     DISCARD  0   goes before all others
     NORMAL   1
     KEEP     2   goes after all others
 
-A list for each owner and cache priority, in the order in which its blocks were let go, and on each block its rank
-(key, time it was let go), which makes one order of the lists of all owners. A block keeps the highest cache priority of
-those who used it until it is free.
+Each owner and cache priority has a list, in the order in which its blocks were released. Each block has a rank (key,
+time of its release), which merges the lists of all owners into one order. Until it is free, a block keeps the highest
+cache priority of its users.
 
-The head of a path is let go after its tail by everybody who used both, and with no lower a cache priority; so a head
-goes last, unless its tail belongs to an owner that may not lose it now.
+Every sequence that used a path releases its head after its tail, and with no lower a cache priority. So a head goes
+last, unless its tail belongs to an owner that may not lose it now.
 
-An `EvictionPolicy` gives the keys, one to a block each time it is let go: the lowest goes first, of equal ones the one
-let go first. It orders only what may go. Cache priorities, pins, floors and quotas come before it, and a head has at
-least the highest key below it (`Blocks`), so a tail goes before its head whatever the keys. "lru" is all keys equal,
-the only policy that the native back end has. Another is a class and one call of `register`.
+An `EvictionPolicy` gives the keys, one to a block each time it is released: the lowest goes first, among equals the one
+released first. It orders only blocks that may go. Cache priorities, pins, floors and quotas come before it, and a head
+has at least the highest key below it (`Blocks`), so a tail goes before its head whatever the keys. "lru" means equal
+keys, the only policy of the native back end. Another policy is a class and one call of `register`.
 
-Cost: O(1) to add and to take out, O(owners) to find the first; with a policy O(cached) to find it, and O(children) to
-add, to see what is below.
+Cost: O(1) to add and to remove, O(owners) to find the first; with a policy O(cached) to find it, and O(children) to
+add, for the keys below.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ NO_KEY = float("-inf")  # lower than every key of a policy
 
 
 class EvictionPolicy:
-    """Says which of the cached blocks goes first. A cache has its own; a subclass overrides what it needs."""
+    """Orders the cached blocks for eviction. Each cache has its own policy; a subclass overrides the methods it
+    needs."""
 
     def stored(self, block_id: int) -> None:
-        """The block is handed out to be written: what it held before is gone. O(1), please."""
+        """The block is handed out to be written: its earlier content is gone. Should be O(1)."""
 
     def used(self, block_id: int) -> None:
-        """One more sequence takes over the content of the block. O(1), please."""
+        """One more sequence uses the content of the block. Should be O(1)."""
 
     def key(self, block_id: int) -> float:
-        """Of a block that nobody holds any more; the lowest goes first. Asked once each time it is let go."""
+        """The key of a block that no sequence holds any more; the lowest goes first. Called once at each release."""
         return 0
 
 
@@ -57,15 +58,15 @@ unregister = _POLICIES.unregister
 
 
 def register(name: str, make: Callable[[], EvictionPolicy]) -> None:
-    """Have `Cache(backend="python", eviction=name)` evict as what `make` returns says, called once for each cache.
+    """Registers `make` as the policy of `Cache(backend="python", eviction=name)`; each cache calls it once.
 
-    *raises:* ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: another policy has the name.
     """
     _POLICIES.register(name, make)
 
 
 def policy_of(name: str) -> EvictionPolicy | None:
-    """A new policy of that name; None for "lru". ArgumentError for a name that does not exist."""
+    """A new policy of that name; None for "lru". ArgumentError for an unknown name."""
     return _POLICIES[name]()
 
 
@@ -76,7 +77,7 @@ class EvictionOrder:
         self.policy = policy
         self.owner_id = [NOBODY] * num_ids
         self.cache_priority = [NORMAL] * num_ids
-        # (owner, cache priority) -> block -> (key, when it was let go).
+        # (owner, cache priority) -> block -> (key, time of its release).
         self._lists: dict[tuple[int, int], OrderedDict[int, tuple[float, int]]] = {}
         self._clock = 0
         self._count = 0
@@ -92,21 +93,21 @@ class EvictionOrder:
         return block_id in self._lists.get((self.owner_id[block_id], self.cache_priority[block_id]), ())
 
     def __iter__(self) -> Iterator[int]:
-        """In the order in which they would be given up if every owner had to."""
+        """In eviction order if every owner had to give up all its blocks."""
         for cache_priority in (DISCARD, NORMAL, KEEP):
             lists = [block_ids for (_, level), block_ids in self._lists.items() if level == cache_priority]
             together = {block_id: rank for block_ids in lists for block_id, rank in block_ids.items()}
             yield from sorted(together, key=together.__getitem__)
 
     def rank_of(self, block_id: int) -> tuple[float, int]:
-        """(key, when it was let go) of a cached block: the lower go first."""
+        """(key, time of its release) of a cached block: lower ranks go first."""
         return self._lists[self.owner_id[block_id], self.cache_priority[block_id]][block_id]
 
     def num_cached(self, owner_id: int) -> int:
         return sum(len(self._lists.get((owner_id, level), ())) for level in (DISCARD, NORMAL, KEEP))
 
     def first(self, owner_ids: Iterable[int]) -> int | None:
-        """The block of one of these owners that is given up next."""
+        """The block of these owners that is evicted next."""
         owner_ids = list(owner_ids)
         for cache_priority in (DISCARD, NORMAL, KEEP):
             heads = [
@@ -121,7 +122,7 @@ class EvictionOrder:
         return None
 
     def append(self, block_id: int, least_key: float = NO_KEY) -> None:
-        """It is cached from now on, and the most recently used. least_key: its key is no lower."""
+        """Adds the block as the most recently used one. least_key: lower bound of its key."""
         block_ids = self._lists.setdefault(
             (self.owner_id[block_id], self.cache_priority[block_id]), OrderedDict()
         )

@@ -1,9 +1,9 @@
-"""Forgetting content on purpose: all that begins with given tokens, whoever holds it.
+"""Forgetting content on request: all content that begins with given tokens, even while sequences hold it.
 
-Of every node at or below their end all blocks leave the node, deepest nodes first. A cached block is free at once; one
-that is held or in flight when nobody uses it any more. A sequence that has computed such content is *withdrawn*: it
-goes on over its blocks, its node is None from then on, and what it commits makes no nodes. So nothing of it is found
-again, and what it holds beside what others may find is free when it ends.
+All blocks leave every node at or below the end of the tokens, deepest nodes first. A cached block is free at once, a
+held or in flight one when its last use ends. A sequence that has computed such content is *withdrawn*: it keeps its
+blocks and goes on, its node is None from then on, and its commits make no nodes. So none of it is found again, and its
+unshared blocks are free when it ends.
 
 Cost: O(nodes at and below x log siblings + open sequences).
 """
@@ -28,9 +28,11 @@ def drop(
     tokens: Int32Array,
     extra_keys: ExtraKeys,
 ) -> tuple[int, int]:
-    """Forget what begins with the tokens below `root`: blocks made free, and blocks that others still use.
+    """Forget all content below `root` that begins with the tokens. Returns the blocks made free, and those still in
+    use.
 
-    sequences: the open ones."""
+    sequences: the open ones.
+    """
     num_free, num_used = len(blocks.pool.free), 0
     size = blocks.tree.block_size
     start = (len(tokens) - 1) // size * size if len(tokens) else 0
@@ -38,22 +40,22 @@ def drop(
     if above is None:
         return 0, 0
     rest = encode(tokens, extra_keys, start, len(tokens))
-    found = blocks.tree.children_starting_with(above, rest)
-    for node in found:
-        found.extend(node.children)
-    gone = {id(node) for node in found}
+    nodes = blocks.tree.children_starting_with(above, rest)
+    for node in nodes:
+        nodes.extend(node.children)
+    gone = {id(node) for node in nodes}
     for sequence in sequences:
         if id(sequence.node) in gone or (
             sequence.node is above and _begins_with(sequence, start, len(tokens), rest)
         ):
             withdraw(blocks.tree, sequence)
-    for node in reversed(found):
+    for node in reversed(nodes):
         num_used += blocks.forget(node)
     return len(blocks.pool.free) - num_free, num_used
 
 
 def withdraw(tree: PrefixTree, sequence: ManagedSequence) -> None:
-    """Nothing that the sequence commits from now on is found. Twice does nothing."""
+    """The sequence's later commits are not found. A second call does nothing."""
     left, sequence.node = sequence.node, None
     if left is not None:
         left.num_sequences -= 1
@@ -61,7 +63,7 @@ def withdraw(tree: PrefixTree, sequence: ManagedSequence) -> None:
 
 
 def _node_of(tree: PrefixTree, node: Node | None, tokens: Int32Array, extra_keys: ExtraKeys) -> Node | None:
-    """Where so many whole blocks below the node end."""
+    """The node at the end of these whole blocks below `node`; None if there is none."""
     for start in range(0, len(tokens), tree.block_size):
         if node is None:
             return None
@@ -70,9 +72,10 @@ def _node_of(tree: PrefixTree, node: Node | None, tokens: Int32Array, extra_keys
 
 
 def _begins_with(sequence: ManagedSequence, start: int, stop: int, rest: bytes) -> bool:
-    """Whether what the sequence has computed of the block at `start` begins with `rest`, the tokens up to `stop`.
+    """Whether the sequence's computed part of the block at `start` begins with `rest`, the tokens up to `stop`.
 
-    There need not be a node of it: a sibling may say the same."""
+    A node for it need not exist: a sibling may have the same tokens.
+    """
     if sequence.num_computed < max(stop, 1):
         return False
     return encode(sequence.tokens, sequence.extra_keys, start, stop) == rest

@@ -1,13 +1,13 @@
-"""The free blocks of a pool, and which of them a block gets: neighbours, so that a sequence's blocks lie side by side.
+"""The free blocks of a pool, and the choice among them: neighbours, so that a sequence's blocks lie side by side.
 
-The virtual storage needs one memory mapping for neighbours at neighbouring positions, and whatever reads a sequence
-reads on. The block at position b of a sequence gets, in this order,
+The virtual storage needs one memory mapping for neighbours at neighbouring positions, and every reader of a sequence
+reads contiguous memory. The block at position b of a sequence gets, in this order,
 
-    1. the block behind that of the block before, if it is free;
+    1. the block after that of the previous position, if it is free;
     2. block r * run + b % run of the lowest *run* r (blocks r * run .. r * run + run - 1) that is wholly free;
     3. the lowest free block.
 
-With runs of 1 the second is the third: only neighbours are sought. A run is a power of two.
+With runs of 1 the second equals the third: the choice seeks only neighbours. A run is a power of two.
 
 The twin of `native/core/free_blocks.hpp`: here a set is an integer whose bit u is set for block u.
 Cost: O(blocks / 64) machine words in a few operations of Python's integers.
@@ -42,9 +42,10 @@ class FreeBlocks:
             mask ^= lowest
 
     def take(self, before: int, position: int) -> int:
-        """A block for a block at `position`, behind one that has the block `before` (negative: there is none).
+        """A block for `position`, after the block `before` of the previous position (negative: there is none).
 
-        A negative position: the lowest block."""
+        A negative position: the lowest block.
+        """
         if position < 0:
             return self.take_lowest()
         if before >= 0 and before + 1 in self:
@@ -68,12 +69,12 @@ class FreeBlocks:
         self._mask &= ~(1 << block_id)
 
     def grow(self, num_new: int) -> None:
-        """So many ids more, all free."""
+        """Adds so many ids, all free."""
         self._mask |= ((1 << num_new) - 1) << self._num_ids
         self._num_ids += num_new
 
     def _first_of_a_free_run(self) -> int:
-        """The first block of the lowest run that is wholly free, -1 if there is none."""
+        """The first block of the lowest wholly free run, -1 if there is none."""
         # Bit u stays while blocks u .. u + width - 1 are all free.
         mask, width = self._mask, 1
         while width < self._run:

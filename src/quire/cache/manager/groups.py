@@ -1,14 +1,14 @@
-"""Retention rules: how much of a prefix can be used when each group has kept something different.
+"""Retention rules: how much of a prefix can be used when each group has kept different blocks.
 
-A hit of h tokens is valid if every group still has the blocks that the query at position h may read:
-`first_needed(h) // size .. (h - 1) // size`, where a block of the group has `size` tokens. For a full-attention group
-these are all blocks, for a window only those that the window covers, for a chunk only those since the chunk began.
+A hit of h tokens is valid if every group still has the blocks that the query at position h may read: `first_needed(h)
+// size .. (h - 1) // size`, where a block of the group has `size` tokens. For a full-attention group these are all
+blocks, for a window only those that the window covers, for a chunk only those since the chunk began.
 
-`first_needed` never falls as h grows. So inside one block the largest h is valid if any is, and it is enough
-to try the wanted number of tokens and then the boundaries of the smallest blocks below it.
+`first_needed` never falls as h grows. So inside one block the largest h is valid if any is, and it is enough to try the
+wanted number of tokens and then the boundaries of the smallest blocks below it.
 
-Cost: O(columns x nodes), one binary search among siblings per node and at most `MAX_OTHERS` more siblings. Nothing
-here changes anything.
+Cost: O(columns x nodes), one binary search among siblings per node and at most `MAX_OTHERS` more siblings. This file
+changes nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from quire.cache.types import Int32Array
 
 __all__ = ["Hit", "explain_hit", "find_hit", "longest_valid_hit"]
 
-MAX_OTHERS = 64  # siblings that one search looks at beside the closest ones; the native back end has the same
+MAX_OTHERS = 64  # further siblings that one search compares; the native back end has the same limit
 
 
 @dataclass
 class Hit:
-    """A valid hit: its length, the node its full blocks end in, and its blocks.
+    """A valid hit: its length, the node in which its full blocks end, and its blocks.
 
-    `block_ids`: int32 [columns, nodes]; those before what a group needs, and behind the hit, are not valid.
+    `block_ids`: int32 [columns, nodes]; entries before a group's first needed block, and after the hit, are not valid.
     """
 
     num_tokens: int
@@ -48,14 +48,14 @@ def find_hit(
 ) -> Hit:
     """The longest valid hit below `root`, which always leaves the last token to compute.
 
-    Where the closest child has lost a block, other children that share a shorter beginning and have all of theirs are
-    looked at, `MAX_OTHERS` of them in all: content that a pin keeps stays found beside what a window left behind.
+    If the closest child has lost a block, the search also compares children that share a shorter beginning and have all
+    its blocks, `MAX_OTHERS` in all: pinned content stays found next to nodes that lost blocks behind a window.
     """
     size = tree.block_size
     num_usable = len(tokens) - 1
     num_matched = num_tokens = 0
     num_others = MAX_OTHERS
-    missing = [-1] * len(shape.groups)  # by group, the deepest block that the path lacks
+    missing = [-1] * len(shape.groups)  # by group, the deepest block missing on the path
     path: list[Node] = []
     last: Node | None = None
 
@@ -65,7 +65,7 @@ def find_hit(
         )
 
     def is_valid_in(child: Node, num_hit: int) -> bool:
-        """Of a hit that ends in this child of the path."""
+        """As `is_valid`, for a hit that ends in this child of the path."""
         return is_valid(num_hit) and all(
             block < group.first_needed(num_hit) or child.block_ids[group.first_column + part] != HOLE
             for group in shape.groups
@@ -99,16 +99,16 @@ def find_hit(
         num_matched += num_common
         node = child if num_common == size else None
     num_full, num_nodes = num_tokens // size, -(-num_tokens // size)
-    found = [*path[: num_nodes - 1], last] if last is not None else []
-    block_ids = np.array([node.block_ids for node in found], np.int32).reshape(num_nodes, shape.num_columns).T
-    return Hit(num_tokens, found[num_full - 1] if num_full else root, block_ids)
+    nodes = [*path[: num_nodes - 1], last] if last is not None else []
+    block_ids = np.array([node.block_ids for node in nodes], np.int32).reshape(num_nodes, shape.num_columns).T
+    return Hit(num_tokens, nodes[num_full - 1] if num_full else root, block_ids)
 
 
 def explain_hit(
     tree: PrefixTree, root: Node | None, tokens: Int32Array, extra_keys: ExtraKeys
 ) -> tuple[int, Int32Array]:
-    """How many of all the tokens the nodes below `root` share, whatever blocks they have left, and the tokens of the
-    nearest block where they stop; none where the tokens end there or there is no block."""
+    """The number of tokens that the nodes below `root` share with the prompt, even without blocks, and the tokens of
+    the nearest block where they differ; empty if the tokens end there or there is no block."""
     size, num_common = tree.block_size, 0
     nearest: list[int] = []
     node = root
@@ -124,9 +124,9 @@ def explain_hit(
 
 
 def longest_valid_hit(shape: NodeShape, tables: list[Int32Array], num_tokens: int) -> int:
-    """Largest valid hit of at most `num_tokens` tokens, which all tables reach.
+    """Largest valid hit of at most `num_tokens` tokens, a length that all tables reach.
 
-    `tables`: int32 [blocks] of each group, below 0 where it has none.
+    `tables`: int32 [blocks] of each group, negative for missing blocks.
     """
     # run_starts[g][b]: first block of the unbroken run of blocks that ends with block b; b + 1 for a gap at b.
     run_starts = [

@@ -89,7 +89,7 @@ def _check_owners(blocks: Blocks, known: dict[int, Node]) -> None:
         _require(
             owner_id.num_owned == owned[number],
             "C9",
-            f"owner {number} counts {owner_id.num_owned} blocks, {owned[number]} are its own",
+            f"owner {number} counts {owner_id.num_owned} blocks, {owned[number]} belong to it",
         )
         held, cached, in_flight = pool.owner_counts(number)
         _require(
@@ -137,7 +137,7 @@ def _check_tree(blocks: Blocks, sequences: Mapping[int, ManagedSequence]) -> lis
                 _require(
                     not blocks.tree.is_prefix_of_sibling(child),
                     "C6",
-                    f"a partial node of {child.num_tokens} tokens that nobody holds is a prefix of a sibling",
+                    f"an unheld partial node of {child.num_tokens} tokens is a prefix of a sibling",
                 )
         todo.extend(node.children)
     _require(
@@ -153,19 +153,19 @@ def _check_sequence(
     num_computed = sequence.num_computed
     partial, offset = divmod(num_computed, size)
     tables = list(zip(blocks.shape.groups, sequence.tables, strict=True))
-    least = min(len(table) * group.tokens for group, table in tables)
+    num_slots = min(len(table) * group.tokens for group, table in tables)
     _require(
-        all((len(table) - 1) * group.tokens < least for group, table in tables),
+        all((len(table) - 1) * group.tokens < num_slots for group, table in tables),
         "C7",
         f"{name} has tables of {[len(table) for table in sequence.tables]} blocks",
     )
     _require(
-        num_computed <= sequence.num_tokens and num_computed <= sequence.reserved <= least,
+        num_computed <= sequence.num_tokens and num_computed <= sequence.reserved <= num_slots,
         "C7",
         f"{name} has {num_computed} computed of {sequence.num_tokens} tokens, {sequence.reserved} reserved "
-        f"in blocks of {least}",
+        f"in blocks of {num_slots}",
     )
-    # Blocks that are written in place are in one node; those that begin behind its end are in none.
+    # Blocks written in place are in one node; those that begin after its end are in no node.
     nodes_of_partial = {
         id(node): node.num_tokens
         for _, _, block_id in sequence.partial_blocks(blocks.shape)
@@ -175,14 +175,14 @@ def _check_sequence(
     for index, (group, table) in enumerate(tables):
         first, tokens = group.first_needed(num_computed), group.tokens
         for block, block_id in enumerate(table.block_ids.tolist()):
-            where = f"{name}, group {index}, block {block}"
+            place = f"{name}, group {index}, block {block}"
             # A restored sequence has no blocks where it will never have written.
             beyond = group.first_needed(sequence.restored_to) if sequence.restored_to else 0
             may_lack = block * tokens >= num_computed and block < beyond
             _require(
                 (block_id == GIVEN_UP) == (block < first) or may_lack,
                 "C7",
-                f"{where}: block {block_id}, {first} is needed first",
+                f"{place}: block {block_id}, {first} is needed first",
             )
             if block_id == GIVEN_UP:
                 continue
@@ -193,19 +193,19 @@ def _check_sequence(
                     and pool.writer[block_id] == sequence.id
                     and node is None,
                     "C4",
-                    f"{where}: block {block_id} is not its own, {pool.num_references[block_id]} references",
+                    f"{place}: block {block_id} is shared, {pool.num_references[block_id]} references",
                 )
             elif block // group.per_node == partial and pool.writer[block_id] == sequence.id:
                 num_findable = node.num_tokens if node is not None else 0
                 _require(
                     node is not None or block * tokens - partial * size >= num_own,
                     "C4",
-                    f"{where}: block {block_id} is in no node, others of its node are, up to {num_own}",
+                    f"{place}: block {block_id} is in no node, others of its node are, up to {num_own}",
                 )
                 _require(
                     num_findable <= offset,
                     "C4",
-                    f"{where}: block {block_id} is written from {offset}, found up to {num_findable}",
+                    f"{place}: block {block_id} is written from {offset}, found up to {num_findable}",
                 )
     _require(len(nodes_of_partial) <= 1, "C4", f"{name}: its partial block is in several nodes")
     if sequence.node is not None:

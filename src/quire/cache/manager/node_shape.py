@@ -1,8 +1,8 @@
-"""How many blocks of each group a node of the tree has, and which of its tokens lie in which.
+"""The numbers of blocks of each group in a node of the tree, and the tokens in each.
 
-A node stands for `size` tokens. A group whose block is as large has one block there; one of smaller blocks has several.
-The blocks of a node, group after group, are its *columns*: column c is block `part` of its group in the node, and
-begins at token `starts[c]` of it. A partial node has blocks in the columns that begin before its end.
+A node stands for `size` tokens. A group with blocks of that size has one block in it; a group with smaller blocks has
+several. The blocks of a node, group after group, are its *columns*: column c is block `part` of its group in the node,
+and begins at the node's token `starts[c]`. A partial node has blocks in the columns that begin before its end.
 
 In most caches all groups have one block to a node: a column is a group then.
 Numbers only; made once. Cost: O(columns).
@@ -23,7 +23,7 @@ __all__ = ["GroupShape", "NodeShape"]
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Of one group. tokens: of a block. per_node: blocks of a whole node. first_column: in a node, of them."""
+    """One group. tokens: of a block. per_node: blocks of a whole node. first_column: of its blocks in a node."""
 
     span: Span
     tokens: int
@@ -45,7 +45,7 @@ class GroupShape:
 
 
 class NodeShape:
-    """Of a cache whose nodes are of `size` tokens. blocks_per_node: of each group, each a divisor of `size`."""
+    """The shape of nodes of `size` tokens. blocks_per_node: of each group, each a divisor of `size`."""
 
     def __init__(self, spans: Sequence[Span], size: int, blocks_per_node: Sequence[int]) -> None:
         self.size = size
@@ -57,11 +57,11 @@ class NodeShape:
             self.starts += [part * (size // count) for part in range(count)]
             self.is_full += [span.kind == "full"] * count
         self.num_columns = len(self.starts)
-        # Tokens of the smallest blocks: where a hit may end inside of a node that has lost some.
+        # Tokens of the smallest blocks: the possible ends of a hit inside a node that has lost blocks.
         self.step = min(group.tokens for group in self.groups)
 
     def columns_of(self, tables: Sequence[Int32Array], num_nodes: int) -> Int32Array:
-        """Tables of blocks, one of each group, as int32 [columns, nodes]; -1 where one is at its end."""
+        """Block tables, one for each group, as int32 [columns, nodes]; -1 after a table's end."""
         rows: list[Int32Array] = []
         for group, table in zip(self.groups, tables, strict=True):
             padded = np.full(num_nodes * group.per_node, -1, np.int32)

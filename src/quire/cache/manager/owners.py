@@ -1,18 +1,18 @@
-"""Owners: whose memory a block counts in, and how much of it the others must leave or nobody may exceed.
+"""Owners: the accounts that blocks count in, each with a floor that the others must leave and a quota.
 
-A block counts in the owner of the sequence it was allocated for until it is free again, whoever uses it meanwhile.
-Account 0 is nobody's: it has no limits. Of the others,
+A block counts in the owner of the sequence it was allocated for until it is free again, even if others use it. Owner 0
+stands for no owner and has no limits. The others have
 
     floor   blocks below which no eviction for another's need brings the owner
     quota   blocks that it may own; its own cached ones go before it would own more
 
-A call of `reserve` is decided as a whole, before anything changes, so that nothing fails in its middle. With `need`
-blocks wanted by an owner in the call, it may lose
+A call of `reserve` is decided as a whole, before anything changes, so that it never fails in its middle. An owner that
+wants `need` blocks in the call may lose
 
     budget = need + max(0, owned - floor)
 
-cached blocks by evictions, its own included: so it ends with no fewer than min(owned, floor). What the call may take is
-then free + the sum over owners of min(cached, budget), in whichever order the sequences come.
+cached blocks by evictions, its own included: so it ends with no fewer than min(owned, floor). The call may then take
+free + the sum over owners of min(cached, budget), in any order of the sequences.
 
 Cost: O(owners) for each decision, O(1) for each block.
 """
@@ -29,7 +29,7 @@ NO_QUOTA = -1
 
 @dataclass
 class Owner:
-    """Limits, what it owns now, and what it needs and may lose in the call under way."""
+    """An owner's limits and owned blocks, and its need and budget in the present call."""
 
     floor: int = 0
     quota: int = NO_QUOTA
@@ -39,7 +39,7 @@ class Owner:
 
 
 class Owners:
-    """By number; one is made when it is first mentioned."""
+    """Owners by number; each is made at its first use."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Owner] = {NOBODY: Owner()}

@@ -1,19 +1,19 @@
 """The pool: `num_blocks` blocks, each in exactly one state, and how many block tables name it.
 
-    free     no known content, nobody names it            in the set of free ones (`free_blocks.py`)
-    cached   content known to the tree, nobody names it   in the eviction order (`eviction.py`)
-    held     some block table names it                    on no list
-    in flight   nobody names it, but a step under way may    on the lease list, oldest first
-             still read or write it
+    free       no known content, no table names it            in the set of free ones (`free_blocks.py`)
+    cached     content known to the tree, no table names it   in the eviction order (`eviction.py`)
+    held       some block table names it                      on no list
+    in flight  no table names it, but a running step may      on the lease list, oldest first
+               still read or write it
 
-and beside them the ids given up by a resize, which are no blocks of the pool until it grows again.
+In addition there are the ids given up by a resize, which are no blocks of the pool until it grows again.
 
-The pool knows no tokens and no tree; who moves a block says whether its content is known. Every move is O(1), but for
-what the set of free blocks costs.
+The pool knows no tokens and no tree; the caller of a move says whether the content is known. Every move is O(1), plus
+the cost of the set of free blocks.
 Every block that is not free counts in one owner (`owners.py`).
 
 Invariants
-    P1  free + cached + held + in flight = num_blocks, each block in one list only; with those given up they are all
+    P1  free + cached + held + in flight = num_blocks, each block in one list only; with the ids given up they are all
         ids from 0 to `num_ids` - 1.
     P2  `num_references[block_id]` is the number of table entries that name it; it is 0 unless the block is held.
     P3  an owner's `num_owned` is the number of blocks that are not free and count in it.
@@ -45,9 +45,9 @@ class Pool:
         # Block -> the step that has to complete first.
         self.in_flight: OrderedDict[int, int] = OrderedDict()
         self.num_references = [0] * num_blocks
-        # The one sequence that may write beyond what is committed in the block.
+        # The one sequence that may write after the committed tokens of the block.
         self.writer = [NO_WRITER] * num_blocks
-        # The newest step that one of those who let go of the block may still have under way.
+        # The newest step that may still use the block, over all sequences that released it.
         self.busy_until = [0] * num_blocks
 
     @property
@@ -66,7 +66,7 @@ class Pool:
     # Owners
 
     def available(self, needs: dict[int, int]) -> int:
-        """Blocks that a call could be given in which the owners need so many; begins that call."""
+        """Begins a call in which the owners need so many blocks; the blocks that it could be given."""
         self.owner_ids.need(needs)
         return len(self.free) + sum(
             min(self.cached.num_cached(number), owner_id.budget)
@@ -74,18 +74,18 @@ class Pool:
         )
 
     def exceeds_a_quota(self, needs: dict[int, int]) -> bool:
-        """Whether what cannot be evicted and what is needed are more than a quota."""
+        """Whether an owner's need and its blocks that cannot be evicted exceed its quota."""
         return any(need and self.room_in_quota(number) < need for number, need in needs.items())
 
     def room_in_quota(self, number: int) -> int:
-        """Blocks that the owner may still take before its quota, its cached ones given up."""
+        """Blocks that the owner may still take before its quota, once its cached ones are given up."""
         owner_id = self.owner_ids[number]
         if owner_id.quota == NO_QUOTA:
             return self.num_ids
         return owner_id.quota - owner_id.num_owned + self.cached.num_cached(number)
 
     def fits(self, needs: dict[int, int], num_left: int) -> bool:
-        """Whether the owners can be given what they need and `num_left` blocks would still be available."""
+        """Whether the owners can get the blocks they need with `num_left` blocks still available."""
         return not self.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= self.available(needs)
 
     def num_available_to(self, number: int) -> int:
@@ -95,7 +95,7 @@ class Pool:
         return max(0, min(available, self.room_in_quota(number)))
 
     def max_owner_blocks(self, number: int) -> int:
-        """Blocks that the owner is sure to get once nobody else holds any."""
+        """Blocks that the owner is sure to get once no other owner holds any."""
         limits = self.owner_ids.by_number.get(number)
         most = self.num_blocks - self.owner_ids.sum_of_other_floors(number)
         return max(0, most if limits is None or limits.quota == NO_QUOTA else min(most, limits.quota))
@@ -127,7 +127,8 @@ class Pool:
     def pop_free(self, owner_id: int, cache_priority: int, before: int, position: int) -> int:
         """A free block, now held by one table and counting in the owner.
 
-        For its block at `position`, behind the one that has the block `before` (negative: none)."""
+        It is for `position`, after the block `before` of the previous position (negative: there is none).
+        """
         block_id = self.free.take(before, position)
         self.num_references[block_id] = 1
         self.cached.owner_id[block_id], self.cached.cache_priority[block_id] = owner_id, cache_priority
@@ -137,9 +138,10 @@ class Pool:
         return block_id
 
     def park(self, block_id: int, *, is_known: bool, flight: int, least_key: float) -> None:
-        """A block that nobody names any more: in flight until step `flight` if that is not 0, else settled.
+        """Takes a block that no table names any more: in flight until step `flight` if that is not 0, else settled.
 
-        least_key: see `EvictionOrder.append`."""
+        least_key: see `EvictionOrder.append`.
+        """
         if flight:
             self.in_flight[block_id] = flight
         elif is_known:
@@ -149,7 +151,7 @@ class Pool:
             self.free.add(block_id)
 
     def uncache(self, block_id: int) -> None:
-        """Its content is not known any more: a cached block becomes free, another one stays what it is."""
+        """The block's content is no longer known: a cached block becomes free, any other keeps its state."""
         if block_id in self.cached:
             self.cached.remove(block_id)
             self._disown(block_id)
@@ -162,7 +164,7 @@ class Pool:
         return block_id
 
     def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks: those given up last come back first, then there are new ones."""
+        """Grows to `num_blocks` blocks: those given up last come back first, then there are new ones."""
         while self.num_blocks < num_blocks and self.given_up:
             self.free.add(self.given_up.pop())
         num_new = max(0, num_blocks - self.num_blocks)
@@ -178,7 +180,7 @@ class Pool:
         return next(iter(self.in_flight.items()), None)
 
     def reset(self) -> None:
-        """Everything that is not in flight is free. Nothing may be held."""
+        """Frees every block that is not in flight. No block may be held."""
         for block_id in self.cached:
             self._disown(block_id)
         self.cached.clear()

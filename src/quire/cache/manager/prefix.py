@@ -1,8 +1,8 @@
-"""The prefix tree: a trie of blocks that knows which blocks hold which content.
+"""The prefix tree: a trie of blocks that maps content to blocks.
 
-A node stands for 1 .. block_size tokens below its parent and names one block per column (`node_shape.py`; a group,
-where all groups have blocks of as many tokens), or a hole (-1) where that block is gone. It knows no reference counts
-and no free list: `blocks.py` joins tree and pool.
+A node stands for 1 .. block_size tokens below its parent and names one block per column (`node_shape.py`; a column is a
+group if all groups' blocks have equally many tokens), or a hole (-1) where that block is gone. The tree knows no
+reference counts and no free list: `blocks.py` joins tree and pool.
 
 Invariants
     T1  siblings are distinct and sorted by content (`elements.py`), so the sibling with the longest common
@@ -10,8 +10,8 @@ Invariants
     T2  only full nodes (block_size tokens) have children; a shorter node, called partial, is a leaf.
     T3  no node is bare: without block, child and sequence. A root is dropped without child and sequence.
 
-Cost: one step down is a binary search, O(log siblings) comparisons of one block (`num_visited` counts the
-nodes compared); inserting moves the siblings behind, a memmove of pointers.
+Cost: one step down is a binary search, O(log siblings) comparisons of one block (`num_visited` counts the nodes
+compared); inserting moves the later siblings, a memmove of pointers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Node:
         self.num_sequences = 0
         # Blocks from the root to here, this one included; 0 for a root, whose content is its namespace.
         self.depth: int = 0 if parent is None else parent.depth + 1
-        # Given to no other node; -1 while nodes are not numbered.
+        # Never given to another node; -1 while nodes are not numbered.
         self.id = -1
 
     @property
@@ -66,9 +66,9 @@ class PrefixTree:
         self.roots: dict[bytes, Node] = {}
         self.num_nodes = 0
         self.num_visited = 0
-        # Counts what can make a hit longer: nodes inserted or extended, blocks supplied to holes.
+        # Counts changes that can make a hit longer: nodes inserted or extended, holes filled.
         self.version = 0
-        # The next node's id; None until somebody asks for ids.
+        # The next node's id; None until `start_numbering`.
         self.next_id: int | None = None
 
     def root(self, namespace: bytes) -> Node:
@@ -77,7 +77,7 @@ class PrefixTree:
             self.roots[namespace] = Node(None, namespace, 0, [])
         return self.roots[namespace]
 
-    # Looking
+    # Look-ups
 
     def insertion_point(self, parent: Node, content: bytes) -> int:
         """Index of the first child whose content is >= `content`."""
@@ -107,7 +107,7 @@ class PrefixTree:
     def closest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
         """The child with the longest common prefix with `content`, and its length in tokens.
 
-        Of the two neighbours of the insertion point the right one, unless the left one is strictly closer.
+        Of the two neighbours of the insertion point it is the right one, unless the left one is strictly closer.
         """
         index = self.insertion_point(parent, content)
         best, num_common = None, 0
@@ -119,10 +119,11 @@ class PrefixTree:
         return best, num_common
 
     def closest_whole_child(self, parent: Node, content: bytes, most: int) -> tuple[Node | None, int, int]:
-        """As `closest_child` among those that have all blocks of what is common, and how many were looked at, at most
-        `most`.
+        """As `closest_child` among the children that have all blocks of the common part, and the number compared, at
+        most `most`.
 
-        From the insertion point outwards, to the right first: what is in common only becomes shorter on each side.
+        The search goes from the insertion point outwards, to the right first: the common part only becomes shorter on
+        each side.
         """
         index = self.insertion_point(parent, content)
         best, num_common, num_seen = None, 0, 0
@@ -144,28 +145,28 @@ class PrefixTree:
         return best, num_common, num_seen
 
     def is_whole(self, node: Node, num_tokens: int) -> bool:
-        """Whether it has all blocks of its first tokens."""
+        """Whether the node has all blocks of its first `num_tokens` tokens."""
         return all(
             block_id != HOLE or start >= num_tokens
             for block_id, start in zip(node.block_ids, self.column_starts, strict=True)
         )
 
     def nearest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
-        """As `closest_child`, but a neighbour even where nothing is common; None if there are no children."""
+        """As `closest_child`, but a neighbour even if the common prefix is empty; None if there are no children."""
         node, num_common = self.closest_child(parent, content)
         if node is None and parent.children:
             node = parent.children[min(self.insertion_point(parent, content), len(parent.children) - 1)]
         return node, num_common
 
     def children_starting_with(self, parent: Node, content: bytes) -> list[Node]:
-        """All of them: they stand together."""
+        """All children that start with `content`: they stand together."""
         first = last = self.insertion_point(parent, content)
         while last < len(parent.children) and parent.children[last].content.startswith(content):
             last += 1
         return parent.children[first:last]
 
     def all_nodes(self) -> list[Node]:
-        """Without roots; the children of all roots first, then those of the first node, and so on."""
+        """All nodes except roots; the children of all roots first, then those of the first node, and so on."""
         nodes = [node for name in sorted(self.roots) for node in self.roots[name].children]
         for node in nodes:
             nodes.extend(node.children)
@@ -186,7 +187,7 @@ class PrefixTree:
     # Changing
 
     def start_numbering(self) -> None:
-        """Nodes have ids from now on; those there are get theirs in the order of `all_nodes`."""
+        """Nodes have ids from now on; present nodes get theirs in the order of `all_nodes`."""
         if self.next_id is None:
             self.next_id = 0
             for node in self.all_nodes():
@@ -198,7 +199,7 @@ class PrefixTree:
             self.next_id += 1
 
     def insert(self, parent: Node, content: bytes, num_tokens: int, block_ids: list[int]) -> Node:
-        """A new child. No equal one may exist."""
+        """Adds a child. The parent must not have an equal one."""
         node = Node(parent, content, num_tokens, block_ids)
         parent.children.insert(self.insertion_point(parent, content), node)
         self._number(node)

@@ -1,10 +1,10 @@
-"""Deciding a step before anything is changed: which blocks must be copied, how many blocks that takes.
+"""Decides a step before anything changes: the blocks that must be copied, and the number of blocks it takes.
 
-`reserve` is all or nothing, so the decision is a pure function of the state; `apply.py` does it
-only if the blocks suffice. Writing the plan down afterwards is here too.
+`reserve` is all or nothing, so the decision is a pure function of the state; `apply.py` carries it out only if the
+blocks suffice. This file also writes the plan afterwards.
 
-When a block that is partly computed may be written in place: the sequence is its writer already; or nobody else
-names it, nobody finds tokens in it beyond our position, and no step under way uses it. Else it is copied.
+A partly computed block may be written in place if the sequence is its writer already; or if no other table names it, no
+look-up finds tokens in it beyond our position, and no running step uses it. Else it is copied.
 
 Cost: O(sequences + new blocks) per group.
 """
@@ -39,7 +39,7 @@ class BlockRequest:
     can_write_in_place: bool  # ... only because the tree finds more tokens in it
     first_blocks: list[
         int
-    ]  # by group: blocks before this one get no block; behind the windows of a `restore`
+    ]  # by group: earlier blocks get no block; they lie behind the windows of a `restore`
 
 
 def decide(
@@ -91,10 +91,11 @@ def decide(
 def _must_copy(
     blocks: Blocks, sequence: ManagedSequence, num_left: dict[int, int], is_given_up: bool
 ) -> tuple[bool, bool]:
-    """Whether the blocks of the partial node must be copied, and whether only the node stands against writing in place.
+    """Whether the blocks of the partial node must be copied, and whether only the node prevents writing in place.
 
-    is_given_up: not all its blocks will be written, as it lies behind a window at the end of a `restore`; so its node
-    must not come to say more."""
+    is_given_up: some of its blocks will not be written, as it lies behind a window at the end of a `restore`; so its
+    node must not come to have more tokens.
+    """
     pool = blocks.pool
     offset = sequence.num_computed % blocks.shape.size
     block_ids = [block_id for _, _, block_id in sequence.partial_blocks(blocks.shape)]
@@ -113,7 +114,7 @@ def _must_copy(
 
 
 def blocks_by_owner(requests: list[BlockRequest], shape: NodeShape) -> dict[int, int]:
-    """Blocks the requests take, over all groups, for each owner of theirs."""
+    """Blocks that the requests take over all groups, by owner."""
     needs: dict[int, int] = {}
     for request in requests:
         owner_id = request.sequence.owner_id
@@ -122,7 +123,7 @@ def blocks_by_owner(requests: list[BlockRequest], shape: NodeShape) -> dict[int,
 
 
 def blocks_of(request: BlockRequest, shape: NodeShape) -> int:
-    """Blocks one request takes, over all groups."""
+    """Blocks that one request takes over all groups."""
     num_copied = len(request.sequence.partial_blocks(shape)) if request.copies else 0
     groups = zip(shape.groups, request.sequence.tables, request.first_blocks, strict=True)
     return num_copied + sum(

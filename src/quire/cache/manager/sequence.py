@@ -1,4 +1,4 @@
-"""One sequence as the block manager keeps it: token ids, a block table per group, how far it is computed.
+"""One sequence in the block manager: token ids, a block table per group, and how far it is computed.
 
     tokens      | computed and committed | reserved, not computed | known, no slot yet |
                 0                  num_computed               reserved            num_tokens
@@ -25,8 +25,8 @@ GIVEN_UP = -1
 class BlockTable:
     """Block index -> block, -1 where a block behind a window was given up.
 
-    A plan keeps a view of the table instead of a copy. What a view shows is never written again: changing
-    such an entry moves the table to a new array first; growing, the common case, does not.
+    A plan keeps a view of the table instead of a copy. Entries in a view are never written again: changing such an
+    entry moves the table to a new array first; growing, the common case, does not.
     """
 
     __slots__ = ("_array", "_num_viewed", "length")
@@ -44,11 +44,11 @@ class BlockTable:
 
     @property
     def block_ids(self) -> Int32Array:
-        """The table now; to be read at once, not kept."""
+        """The table now; valid until the next change, not to be kept."""
         return self._array[: self.length]
 
     def view(self, num_blocks: int) -> Int32Array:
-        """The first `num_blocks` entries, to be kept: later calls do not show in it."""
+        """The first `num_blocks` entries, which may be kept: later calls do not change them."""
         self._num_viewed = max(self._num_viewed, num_blocks)
         return self._array[:num_blocks]
 
@@ -87,7 +87,7 @@ class ManagedSequence(KnownTokens):
     ) -> None:
         super().__init__(tokens)
         self.id = sequence_id
-        # Whose memory its blocks count in, and how what it uses is kept.
+        # The account of its blocks, and the eviction order of the content it uses.
         self.owner_id = owner_id
         self.cache_priority = cache_priority
         self.extra_keys = keys
@@ -98,19 +98,19 @@ class ManagedSequence(KnownTokens):
         self.num_cached = 0
         self.most_cached = most_cached
         self.reserved = 0
-        # Where a `restore` ends that has not been committed; 0 without one. Only then may blocks beyond `num_computed`
+        # The end of a `restore` that has not been committed; 0 without one. Only then may blocks beyond `num_computed`
         # be given up: those that no query from there on reads.
         self.restored_to = 0
-        # It, or the sequence it was forked from, has reserved; before that it keeps looking for a longer hit.
+        # It, or the sequence it was forked from, has reserved; before that each look extends its hit.
         self.admitted = False
         # (tree version, number of tokens) when it last looked.
         self.looked_at: tuple[int, int] = (-1, -1)
-        # Where its full committed blocks end in the tree; None without prefix caching, and once it is withdrawn:
-        # nothing that it commits is found then.
+        # The end of its full committed blocks in the tree; None without prefix caching, and once it is withdrawn: its
+        # commits are not found then.
         self.node: Node | None = None
 
     def kept_blocks(self, shape: NodeShape, num_tokens: int) -> list[int]:
-        """The blocks that begin at token `num_tokens` or behind it: deepest node first, in a node group by group, of a
+        """The blocks that begin at token `num_tokens` or later: deepest node first, in a node group by group, in a
         group the last one first."""
         num_nodes = max(
             -(-len(table) // group.per_node) for group, table in zip(shape.groups, self.tables, strict=True)
@@ -128,7 +128,7 @@ class ManagedSequence(KnownTokens):
         return by_depth[by_depth != GIVEN_UP].tolist()
 
     def partial_blocks(self, shape: NodeShape) -> list[tuple[int, int, int]]:
-        """(group, entry of its table, block) of the node that is computed in part: those with computed tokens."""
+        """(group, entry of its table, block) for each block with computed tokens of the partly computed node."""
         if self.num_computed % shape.size == 0:
             return []
         node = self.num_computed // shape.size
@@ -148,7 +148,7 @@ class ManagedSequence(KnownTokens):
         return block_ids
 
     def forget_tokens(self, position: int) -> None:
-        """Tokens and extra keys from `position` on are not known any more."""
+        """Removes the tokens and extra keys from `position` on."""
         self.num_tokens = min(self.num_tokens, position)
         self.extra_keys = self.extra_keys.truncated(position)
 

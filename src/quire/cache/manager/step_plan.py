@@ -1,7 +1,7 @@
-"""A group of what `reserve` hands out: where the step's tokens go and which blocks its attention reads.
+"""One group's part of a plan from `reserve`: where the step's tokens go and which blocks its attention reads.
 
-A plan holds arrays that nobody writes again, so it stays right while later calls change the cache. The padded
-block table is made when it is asked for. See `step.GroupPlan` for every field's shape and dtype.
+The arrays of a plan are never written again, so it stays valid while later calls change the cache. The padded block
+table is made at its first reading. See `step.GroupPlan` for every field's shape and dtype.
 """
 
 from __future__ import annotations
