@@ -1,9 +1,9 @@
 """Requests and the batches made of them. No tensors.
 
-Others may use
+Other parts may import
     scheduler                            chooses the batch of each step
-    batches                              how a batch is built
-    request, request_options             a request, and its options
-    request_validator, prompts           the checks of a request, and the forms of a prompt
-    tenants, memory_limits               tenants, and their quotas and floors
+    batches                              builds a batch
+    request, request_options             a request and its options
+    request_validator, prompts           the checks of a request, the forms of a prompt
+    tenants, memory_limits               tenants, their quotas and floors
 """
