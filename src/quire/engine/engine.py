@@ -491,7 +491,7 @@ class Engine:
             "query_tokens": num_query,
             "hit_tokens": num_hit,
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting) + len(scheduler.held),
+            "num_waiting": len(scheduler.waiting) + len(scheduler.paused_waiting),
             "num_unfinished_requests": len(scheduler.requests),
             "num_finished_requests": self._outputs.num_finished,
             "num_prompt_tokens": num_prompt,

@@ -117,11 +117,11 @@ class Admission:
             num_blocks = now + cache.blocks_later(len(tokens), num_computed + n)
             # Only the first sequence may take all free blocks (A2).
             if admitted or not is_first:
-                waits_for = self._memory_limits.waits_for(owner_id, num_blocks, taken_by[owner_id])
-                if waits_for is not None:
+                limit = self._memory_limits.blocking_limit(owner_id, num_blocks, taken_by[owner_id])
+                if limit is not None:
                     cache.close(cache_sequence)
                     short.add(owner_id)
-                    taken += num_blocks if waits_for == "others" else 0
+                    taken += num_blocks if limit == "others" else 0
                     continue
                 if taken + num_blocks + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
                     cache.close(cache_sequence)

@@ -87,7 +87,7 @@ class LoadingQueue:
             if owner_id in short:
                 continue
             if search is None or sequence.swapped is not None or not search.stored:
-                if self._memory_limits.waits_for(owner_id, alone, promised_to[owner_id]) == "itself":
+                if self._memory_limits.blocking_limit(owner_id, alone, promised_to[owner_id]) == "itself":
                     short.add(owner_id)
                     continue
                 promised += alone
@@ -113,7 +113,7 @@ class LoadingQueue:
             limit = (
                 None
                 if is_first
-                else self._memory_limits.waits_for(owner_id, num_blocks, promised_to[owner_id])
+                else self._memory_limits.blocking_limit(owner_id, num_blocks, promised_to[owner_id])
             )
             if limit is not None:
                 cache.close(cache_sequence)
@@ -150,7 +150,7 @@ class LoadingQueue:
             self._on_reserved()
         return plan
 
-    def land(self, num_seats: int) -> list[RequestSequence]:
+    def pop_loaded(self, num_seats: int) -> list[RequestSequence]:
         """Removes the first `num_seats` sequences whose load has ended; their loaded tokens are committed."""
         arrived = [s for s in self.sequences if s.load is not None and s.load.done][: max(0, num_seats)]
         for sequence in arrived:

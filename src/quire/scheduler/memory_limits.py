@@ -3,7 +3,7 @@
 The cache enforces limits block by block (`quire.cache.manager.owners`); the scheduler asks here about requests.
 
     most blocks     the smaller of quota - own pins, and pool - the floors and pins of other owners
-    short           an owner that has its most blocks and needs more: one of its own sequences is preempted
+    short           an owner that has its most blocks and needs more: one of its sequences is preempted
     preempted       otherwise the last sequence whose owner is above its floor; never the first of all
 
 Cost: O(owners) per call.
@@ -59,16 +59,16 @@ class MemoryLimits:
         """Blocks that one request of the owner could get if it ran alone, without the owner's pins."""
         pins = self._cache.pins
         others = set(self._limits) | set(pins.owner_ids)
-        kept = sum(
+        num_reserved = sum(
             max(self._limits[other].floor if other in self._limits else 0, pins.blocks_of(other))
             for other in others
             if other != owner_id
         )
-        own = pins.blocks_of(owner_id)
-        num_blocks = self._cache.num_possible_blocks - kept - own
+        num_pinned = pins.blocks_of(owner_id)
+        num_blocks = self._cache.num_possible_blocks - num_reserved - num_pinned
         limits = self._limits.get(owner_id)
         if limits is not None and limits.quota >= 0:
-            num_blocks = min(num_blocks, limits.quota - own)
+            num_blocks = min(num_blocks, limits.quota - num_pinned)
         return num_blocks
 
     def max_tokens(self, owner_id: int) -> int:
@@ -88,24 +88,25 @@ class MemoryLimits:
         most_blocks = self.max_blocks(owner_id)
         if needed <= most_blocks:
             return
-        block_name, size, own = cache.block_name, cache.block_bytes, cache.pins.blocks_of(owner_id)
+        block_name, size, num_pinned = cache.block_name, cache.block_bytes, cache.pins.blocks_of(owner_id)
         limits = self._limits.get(owner_id)
         owner = f"of tenant {limits.name!r} " if limits is not None else ""
         numbers = f"got one {owner}of {num_tokens} tokens that needs {needed} {block_name}s of "
-        if limits is not None and 0 <= limits.quota < needed + own:
+        if limits is not None and 0 <= limits.quota < needed + num_pinned:
             raise CapacityError(
                 f"expected a request that fits in its tenant's quota, {numbers}{limits.quota} "
-                f"({format_size(limits.quota * size)}, {own} {block_name}s of them pinned) - in {subject}; lower "
-                f"max_tokens or shorten the prompt, or raise the quota to {format_size((needed + own) * size)}"
+                f"({format_size(limits.quota * size)}, {num_pinned} {block_name}s of them pinned) - in {subject}; "
+                f"lower max_tokens or shorten the prompt, or raise the quota to "
+                f"{format_size((needed + num_pinned) * size)}"
             )
         possible = cache.num_possible_blocks
-        kept, stats = possible - most_blocks, cache.stats()
-        withheld = f", less {kept} for pins and other tenants' floors" if kept else ""
+        num_reserved, stats = possible - most_blocks, cache.stats()
+        withheld = f", less {num_reserved} for pins and other tenants' floors" if num_reserved else ""
         raise CapacityError(
             f"expected a request that fits in the KV cache, {numbers}{possible}{withheld} (free "
             f"{stats['free']}, cached {stats['cached']}, held {stats['held']}) - in {subject}; lower max_tokens or "
             f"shorten the prompt to at most {self.max_tokens(owner_id)} tokens in all, or raise kv_memory by a factor "
-            f"of {(needed + kept) / possible:.2f}"
+            f"of {(needed + num_reserved) / possible:.2f}"
         )
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -115,10 +116,12 @@ class MemoryLimits:
         """True if an owner has limits."""
         return bool(self._limits)
 
-    def waits_for(self, owner_id: int, num_blocks: int, num_taken: int) -> Literal["itself", "others"] | None:
+    def blocking_limit(
+        self, owner_id: int, num_blocks: int, num_taken: int
+    ) -> Literal["itself", "others"] | None:
         """The limit that keeps `num_blocks` more blocks from an owner to which `num_taken` are promised already.
 
-        "itself": the owner would exceed its own most blocks. "others": the free blocks are reserved for other owners'
+        "itself": the owner would exceed its most blocks. "others": the free blocks are reserved for other owners'
         floors. None: no limit; the pool may still lack blocks.
         """
         if not self._limits:

@@ -4,12 +4,12 @@ A *request* is one prompt and its parameters; a *sequence* is one of its `n` con
 moves. The first sequence computes the prompt; the others are forked from it after that.
 
     State of a sequence          edge: function
-    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
-    WAITING -> LOADING         Scheduler.schedule begins to load its prefix from a tier
-    LOADING -> RUNNING         Scheduler.schedule, after the load has ended, if there is a seat
+    WAITING -> RUNNING           Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
+    WAITING -> LOADING           Scheduler.schedule begins to load its prefix from a tier
+    LOADING -> RUNNING           Scheduler.schedule, after the load has ended, if there is a seat
     RUNNING, LOADING -> WAITING  Scheduler preempts it (its sequence is closed, its content stays findable)
-    UNBORN  -> RUNNING|WAITING Scheduler.update forks it from the first sequence
-    any     -> FINISHED        stop token, stop string, length, abort, error
+    UNFORKED -> RUNNING|WAITING  Scheduler.update forks it from the first sequence
+    any -> FINISHED              stop token, stop string, length, abort, error
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "S
 
 
 class SequenceStatus(enum.Enum):
-    UNBORN = "unborn"
+    UNFORKED = "unforked"
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
@@ -85,7 +85,7 @@ class RequestSequence:
         self.request = request
         self.index = index
         self.last_token = int(request.prompt_token_ids[-1])  # the newest known token
-        self.state = SequenceStatus.UNBORN
+        self.state = SequenceStatus.UNFORKED
         self.key: tuple[int, int, int] = (
             request.priority,
             request.arrival,
@@ -141,7 +141,7 @@ class RequestSequence:
         if self.index or self.output_ids or len(self.request.sequences) == 1:
             return []
         return [
-            sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNBORN
+            sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNFORKED
         ]
 
     def token_ids(self) -> np.ndarray:

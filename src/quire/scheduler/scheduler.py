@@ -18,8 +18,8 @@ sequences keep their blocks and places until other sequences need them, and are 
 
 Invariants
     R1  a sequence has an open cache sequence exactly while it is RUNNING or LOADING.
-    R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; no sequence is in two of them.
-        A WAITING sequence is in `held` exactly while its request is paused.
+    R2  `running`, `loading`, `waiting`, `paused_waiting` are sorted by `RequestSequence.key`; no sequence is in two.
+        A WAITING sequence is in `paused_waiting` exactly while its request is paused.
     R3  progress: the first running or loading sequence that is not paused is never preempted, and alone it always fits
         (`RequestValidator`); a load ends by itself.
 
@@ -96,7 +96,7 @@ class Scheduler:
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self.waiting: list[RequestSequence] = []
-        self.held: list[RequestSequence] = []  # waiting sequences of paused requests
+        self.paused_waiting: list[RequestSequence] = []  # waiting sequences of paused requests
         self.running: list[RequestSequence] = []
         self._paused: set[str] = set()
         self.num_steps = 0
@@ -201,7 +201,7 @@ class Scheduler:
         *raises:* ArgumentError: some of it is pinned; nothing has changed.
         """
         dropped = self._cache.drop(tokens, **key.content)
-        for sequence in (*self.waiting, *self.held):
+        for sequence in (*self.waiting, *self.paused_waiting):
             request = sequence.request
             if request.started_s is None or request.key.namespace != key.namespace:
                 continue
@@ -249,7 +249,7 @@ class Scheduler:
         """The next step, its memory reserved; None if there is nothing to run."""
         self._chunk_limit = self.max_batch_tokens
         if self._loading is not None:
-            for sequence in self._loading.land(self.max_num_seqs - len(self.running)):
+            for sequence in self._loading.pop_loaded(self.max_num_seqs - len(self.running)):
                 sequence.state = SequenceStatus.RUNNING
                 insort(self.running, sequence, key=_key)
                 self._record_start([(sequence, 0)])
@@ -335,7 +335,7 @@ class Scheduler:
                     sequence.num_computed += n
                     cache.commit(sequence.cache_sequence, sequence.num_computed)
             for sequence in step.sampled:
-                if sequence.state is SequenceStatus.UNBORN:
+                if sequence.state is SequenceStatus.UNFORKED:
                     self._fork(sequence)
         num_ended = 0
         # Time of the previous token, and the number of consecutive sequences that share it.
@@ -596,7 +596,7 @@ class Scheduler:
 
     def _waiting_list(self, sequence: RequestSequence) -> list[RequestSequence]:
         """The list in which a WAITING sequence waits."""
-        return self.held if sequence.request.is_paused else self.waiting
+        return self.paused_waiting if sequence.request.is_paused else self.waiting
 
     def _open(self, sequence: RequestSequence, tokens: np.ndarray) -> CacheSequence:
         request = sequence.request
