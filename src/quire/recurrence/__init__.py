@@ -3,7 +3,7 @@
 `backend()` is the entry point; `reference_recurrence` is the definition in torch, token by token in float32,
 `native_recurrence` the kernels. `recurrence_step` makes a step from arrays of a caller other than the engine.
 
-Other parts may import the names below, and
+Others may use the names below, and
     recurrence_backend, recurrence_checks   the backends by name; checks of arguments
     native_recurrence                       the kernels
 """

@@ -1,6 +1,6 @@
 """Requests and the batches made of them. No tensors.
 
-Other parts may import
+Others may use
     scheduler                            chooses the batch of each step
     batches                              builds a batch
     request, request_options             a request and its options
