@@ -197,7 +197,7 @@ def test_a_preempted_request_finds_what_it_had() -> None:
     for _ in range(4):
         engine.step()
     sequence = engine.scheduler.running[0]
-    engine.scheduler._unadmit(sequence)
+    engine.scheduler._return_to_waiting(sequence)
     before = engine.runner.num_computed_tokens
     output = engine.run()[request_id]
     assert engine.runner.num_computed_tokens - before == 4  # tokens 5 to 8, and nothing again

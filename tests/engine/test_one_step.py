@@ -52,9 +52,9 @@ def test_a_decode_step_is_short_and_calls_nothing_that_is_off() -> None:
     assert len(calls) <= MAX_CALLS, calls
     off = (
         "Pins.",
-        "Clients.",
+        "ClientFairness.",
         "OomBackoff.",
-        "Subscribers.",
+        "KVEventSubscribers.",
         "EventDispatcher.",
         "CacheMonitor.",
         "Profile.",

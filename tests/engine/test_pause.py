@@ -98,7 +98,7 @@ def test_a_paused_request_can_be_ended_in_any_state() -> None:
         engine.engine.pause(one)
     engine.engine.pause("unknown")
     engine.engine.resume("unknown")
-    assert len(engine.scheduler.held) == 1
+    assert len(engine.scheduler.paused_waiting) == 1
     for one in (running, waiting):
         assert engine.engine.abort(one) is not None
     engine.check_empty()

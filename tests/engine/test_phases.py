@@ -18,7 +18,12 @@ def phases(engine: FakeEngine) -> dict[str, str]:
     scheduler = engine.scheduler
     return {
         sequence.request.request_id: scheduler.phase_of(sequence)
-        for sequence in (*scheduler.running, *scheduler.loading, *scheduler.waiting, *scheduler.held)
+        for sequence in (
+            *scheduler.running,
+            *scheduler.loading,
+            *scheduler.waiting,
+            *scheduler.paused_waiting,
+        )
     }
 
 

@@ -142,9 +142,7 @@ def test_the_trace_keeps_the_last_steps_only(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_trace_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"expected a file that can be written for the trace, got .*: No such file"
-    ):
+    with pytest.raises(ArgumentError, match=r"expected a writable file for the trace, got .*: No such file"):
         Profile().write_trace(tmp_path / "none" / "trace.json")
 
 

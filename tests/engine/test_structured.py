@@ -43,7 +43,7 @@ def test_json_schema(llm: LLM, temperature: float) -> None:
         assert answer["age"] <= 99
 
 
-def test_regex_beside_free_requests(llm: LLM) -> None:
+def test_regex_with_free_requests(llm: LLM) -> None:
     free = SamplingParams(max_tokens=12, temperature=0)
     alone = llm.generate("def f(", free)[0].outputs[0].token_ids
     results = llm.generate(

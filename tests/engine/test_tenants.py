@@ -130,9 +130,9 @@ def test_salts_without_end_are_forgotten_with_their_content() -> None:
 
 def test_a_namespace_comes_from_the_secret_and_not_from_the_request() -> None:
     engine, other = FakeEngine(), FakeEngine()
-    mine = Tenants(engine.cache, engine.engine.share, SECRET)
-    same = Tenants(other.cache, other.engine.share, SECRET)
-    without = Tenants(engine.cache, engine.engine.share)
+    mine = Tenants(engine.cache, engine.engine.memory_limits, SECRET)
+    same = Tenants(other.cache, other.engine.memory_limits, SECRET)
+    without = Tenants(engine.cache, engine.engine.memory_limits)
     names = [mine.namespace(*parts) for parts in (("a",), ("a", "s"), ("as",), ("", "as"), ("a", "", b"s"))]
     assert len(set(names)) == len(names)
     assert [same.namespace("a"), same.public] == [names[0], mine.public]
@@ -415,7 +415,7 @@ def test_no_pin_and_no_floor_may_strand_a_request_that_waits() -> None:
         while llm.engine.has_work:
             llm.engine.step()
         pin = llm.pins.add(tokens_of(1, 240))
-        with pytest.raises(CapacityError, match="15 of which pins and other tenants' floors keep"):
+        with pytest.raises(CapacityError, match="less 15 for pins and other tenants' floors"):
             llm.generate([tokens_of(2, 240)], SamplingParams(max_tokens=16))
         shared = llm.generate([tokens_of(1, 240)], SamplingParams(max_tokens=16, ignore_eos=True))[0]
         assert len(shared.outputs[0].token_ids) == 16

@@ -21,7 +21,7 @@ BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0], []), "one sequence or more"),
+        (([0], []), "at least one sequence"),
         (([0, 1, 2], [3]), "one start more than slots, got 3 starts and 1 slots"),
         (([0, 2, 2], [0, 1]), "rise from 0"),
         (([1, 2], [0]), "rise from 0"),

@@ -129,13 +129,13 @@ class FakeEngine:
     def check(self) -> None:
         """R1 and R2 of the scheduler."""
         scheduler = self.scheduler
-        for queue in (scheduler.running, scheduler.loading, scheduler.waiting, scheduler.held):
+        for queue in (scheduler.running, scheduler.loading, scheduler.waiting, scheduler.paused_waiting):
             assert [s.key for s in queue] == sorted(s.key for s in queue)
         assert all(s.cache_sequence is not None and s.state.value == "running" for s in scheduler.running)
-        queued = scheduler.waiting + scheduler.held
+        queued = scheduler.waiting + scheduler.paused_waiting
         assert all(s.cache_sequence is None and s.state.value == "waiting" for s in queued)
         assert not any(s.request.is_paused for s in scheduler.waiting)
-        assert all(s.request.is_paused for s in scheduler.held)
+        assert all(s.request.is_paused for s in scheduler.paused_waiting)
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert all(s.cache_sequence is not None and s.state.value == "loading" for s in scheduler.loading)
         assert all(s.swapped is None for s in scheduler.running + scheduler.loading)
@@ -185,7 +185,7 @@ class FakeEngine:
         assert not self.scheduler.requests
         assert not self.scheduler.running
         assert not self.scheduler.waiting
-        assert not self.scheduler.held
+        assert not self.scheduler.paused_waiting
         assert not self.scheduler._paused
         assert not self.scheduler.loading
         assert self.engine.swap.num_bytes == 0

@@ -1,7 +1,7 @@
-"""The checks that both devices make before they touch memory: one clear error, and nothing changed.
+"""Checks of both devices before they touch memory: one clear error, and no change.
 
-The arrays of a batch are checked once, by `attention_batch`, for callers other than the engine; the engine's steps
-are made from the cache's plans. The options are checked once, when they are built.
+The arrays of a batch are checked once, by `attention_batch`, for callers other than the engine; the engine
+makes its steps from the cache's plans. Options are checked once, when they are built.
 
 Cost: a few us of shape comparisons, and one pass over the slot mapping; `attention_batch` about 20 us.
 """
@@ -30,14 +30,14 @@ def attention_batch(
 ) -> AttentionBatch:
     """A varlen batch for callers of attention by itself; decodes (one row) and prefills mix freely.
 
-    Arrays that are int32 already are taken over, not copied.
+    int32 arrays are not copied.
 
     Args:
         query_start: int32 [n + 1], first row of each sequence, and the number of rows.
-        context_lengths: int32 [n], tokens of each sequence once this step's are in.
+        context_lengths: int32 [n], tokens of each sequence, with those of this step.
         block_tables: int32 [n, widest].
         block_size: tokens of a block.
-        num_threads: threads a kernel may use; torch's number if not given.
+        num_threads: the most threads of a kernel; by default torch's number.
 
     Raises:
         ArgumentError: shapes that do not agree, or a table too short for its sequence.
@@ -80,12 +80,12 @@ def attention_batch(
 
 
 def _int32(values: Any) -> np.ndarray:
-    """Checked in numpy, whose small operations cost a tenth of torch's."""
+    """A contiguous numpy array: small operations cost a tenth of torch's."""
     return np.ascontiguousarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int32)
 
 
 def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] that exist in the view."""
+    """Checks k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] of the view. *raises:* ArgumentError."""
     num_tokens = slot_mapping.numel()
     heads = view.num_kv_heads
     if k.shape != (num_tokens, heads, view.k_head_dim) or v.shape != (num_tokens, heads, view.v_head_dim):
@@ -111,7 +111,7 @@ def check_run(
     options: AttentionOptions,
     out: torch.Tensor | None,
 ) -> None:
-    """query [T, Hq, Dk] and out [T, Hq, Dv] that fit the view, the batch and the options."""
+    """Checks query [T, Hq, Dk] and out [T, Hq, Dv] for view, batch and options. *raises:* ArgumentError."""
     if query.dim() != 3 or query.shape[0] != batch.num_tokens or query.shape[2] != view.k_head_dim:
         raise ArgumentError(
             f"expected query [{batch.num_tokens}, num_q_heads, {view.k_head_dim}], got {tuple(query.shape)}"
@@ -123,8 +123,8 @@ def check_run(
         )
     if view.k_offset is not None and (options.softcap or options.sinks is not None):
         raise ArgumentError(
-            "expected unmodified keys for a layer with a soft cap or sinks, whose scores the offset would change, got "
-            "keys with an offset"
+            "expected unmodified keys for a layer with a soft cap or sinks, because the offset changes their scores, "
+            "got keys with an offset"
         )
     if batch.block_size != view.block_size:
         raise ArgumentError(f"expected a batch of block size {view.block_size}, got {batch.block_size}")

@@ -1,15 +1,15 @@
-"""`Engine`, the step loop: requests in, outputs out; every block is returned, also after an error.
+"""`Engine`: the step loop. Takes requests, returns outputs, and returns every block, also after an error.
 
 `Engine` ties scheduler, runner, sampler and detokenizer together. It owns no thread: its owner calls `step` while
 `has_work`. Not thread-safe.
 
 Invariants
     E1  after a request has ended, for any reason, it holds no block and the engine no reference to it.
-    E2  an error of one sequence (its logits, its text) ends its own sequence; an error of a step ends the requests
-        of that step; requests that wait go on. An interruption ends all requests and is raised.
-    E3  a step that the storage has no memory for is as if it had never been; it ends no request but one that is alone.
+    E2  an error of one sequence (its logits, its text) ends only that sequence; an error of a step ends the requests of
+        that step; waiting requests continue. An interruption ends all requests and is raised.
+    E3  a step that the storage has no memory for has no effect; only a request that runs alone may end with it.
 
-Cost per step without the model: O(running sequences), text only for those that stream or have stop strings.
+Cost per step without the model: O(running sequences), and text for sequences that stream or have stop strings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from quire.step import Batch, StepRefusedError
 
 __all__ = ["Engine", "StepRunner"]
 
-_WAIT_S = 0.05  # that a step waits for tiers at most, where nothing else is to be done
+_WAIT_S = 0.05  # longest time that a step without other work waits for tiers
 
 
 class StepRunner(Protocol):
@@ -61,11 +61,12 @@ class StepRunner(Protocol):
 class Engine:
     """Requests over one cache and one runner.
 
-    cache: a `quire.Cache` for this engine only. tokenizer: None if only token ids go in and come out.
+    cache: a `quire.Cache` for this engine only. tokenizer: None if prompts and answers are token ids.
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
-    seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
-    profile: takes the times of every step. preemption, loads, stores: see `LLM` and the classes; speeds: theirs, kept
-    up here. tenant_secret: see `Tenants`. monitor: takes the cache's events and what was served (`monitor.py`).
+    seed: for requests without one; the same submissions in the same order then give the same tokens.
+    profile: records the times of every step. swap, loads, stores: see `LLM` and the classes; speeds: their
+    measurements, updated here. tenant_secret: see `Tenants`.
+    monitor: records the cache's events and ended requests (`monitor.py`).
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Engine:
         native: Any = None,
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
-        """Called before an idle engine checks a request to take it; what it raises, the request's caller gets."""
+        """Called before an idle engine checks a request; its errors go to the request's caller."""
         self._runner = runner
         self._speeds = speeds or Throughputs()
         self.swap = swap or Swap(cache)
@@ -103,8 +104,8 @@ class Engine:
         self._profile = profile
         self._native = native
         self._clock = clock
-        self.share = MemoryLimits(cache)
-        self.tenants = Tenants(cache, self.share, tenant_secret)
+        self.memory_limits = MemoryLimits(cache)
+        self.tenants = Tenants(cache, self.memory_limits, tenant_secret)
         self.pins: Pins = cache.pins
         self.pins.use_clock(clock)
         self._validator = RequestValidator(
@@ -115,7 +116,7 @@ class Engine:
             sampling_defaults=sampling_defaults,
             seed=seed,
             clock=clock,
-            share=self.share,
+            memory_limits=self.memory_limits,
             tenants=self.tenants,
             pins=self.pins,
         )
@@ -128,8 +129,8 @@ class Engine:
                     *self.tenants.namespaces_of(None),
                     self.tenants.public,
                 ]
-        # Told after each reservation and each step, where there is a monitor or a tier to tell.
-        self._told = None if monitor is None and stores is None else self.collect
+        # Called after each reservation and each step; None without monitor and tiers.
+        self._on_reserved = None if monitor is None and stores is None else self.collect
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -138,14 +139,14 @@ class Engine:
             clock=clock,
             swap=self.swap,
             loads=loads,
-            on_reserved=self._told,
-            share=self.share,
+            on_reserved=self._on_reserved,
+            memory_limits=self.memory_limits,
         )
-        if self._told is not None:
-            self.swap.on_reserved = self._told
+        if self._on_reserved is not None:
+            self.swap.on_reserved = self._on_reserved
         self._num_generated_tokens = 0
         self._busy_s = 0.0
-        self._prefill, self._decode = _Speed(), _Speed()
+        self._prefill, self._decode = _TokenRate(), _TokenRate()
 
     @property
     def has_work(self) -> bool:
@@ -169,28 +170,28 @@ class Engine:
         return self._validator.has_grammar(params)
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """Builds the grammar of `params` ahead of `check` and `submit`, which find it then; any thread may.
+        """Compiles the grammar of `params` for later `check` and `submit` calls; any thread may call it.
 
-        *raises:* ArgumentError: it cannot be used.
+        *raises:* ArgumentError: not usable.
         """
         self._validator.compile_grammar(params)
 
     def use_default_max_tokens(self, num_tokens: int) -> None:
-        """Has answers end there (256 if this is not called) where neither the request nor the model says how long."""
+        """Sets max_tokens for requests without it, if the model sets none either; 256 without this call."""
         self._validator.default_max_tokens = num_tokens
 
     def submit(self, prompt: Prompt | Any, options: RequestOptions | SamplingParams | None = None) -> str:
-        """Queues a request and returns its id. prompt: a `Prompt` or token ids. options: only the sampling parameters,
-        where the rest is as ever.
+        """Queues a request and returns its id. prompt: a `Prompt` or token ids. options: sampling parameters alone mean
+        defaults for the rest.
 
-        *raises:* what `check` raises; nothing was changed then.
+        *raises:* the errors of `check`; nothing changes then.
         """
         return self.submit_all([(prompt, options)])[0]
 
     def submit_all(
         self, requests: Sequence[tuple[Prompt | Any, RequestOptions | SamplingParams | None]]
     ) -> list[str]:
-        """Queues all or none of them; their ids. *raises:* as `submit`."""
+        """Queues all requests or none; returns their ids. *raises:* as `submit`."""
         if requests:
             self._begin_work()
         made: list[Request] = []
@@ -205,16 +206,16 @@ class Engine:
         return [request.request_id for request in made]
 
     def _begin_work(self) -> None:
-        """Before a request is checked: `on_work` may let go of pins that its fit would count on."""
+        """Calls `on_work` if the engine is idle; before the check, because it may remove pins that the check counts."""
         if not self.scheduler.has_work:
             self.on_work()
 
     def check_requests(self) -> None:
-        """*raises:* CapacityError where a request that is here could not end any more, as limits or pins changed."""
-        self._validator.check_again(self.scheduler.requests.values())
+        """Checks queued requests after a change of limits or pins. *raises:* CapacityError: one no longer fits."""
+        self._validator.check_queued(self.scheduler.requests.values())
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Queues what `RequestValidator.request` has made since the last step, all or none."""
+        """Queues requests that `RequestValidator.request` has made since the last step, all or none."""
         taken = set(self.scheduler.requests)
         for request in requests:
             if request.request_id in taken:
@@ -222,7 +223,7 @@ class Engine:
                     f"expected a new request id, got {request.request_id!r}, which is still running"
                 )
             taken.add(request.request_id)
-        self._validator.arrived(len(requests))
+        self._validator.count_arrivals(len(requests))
         for request in requests:
             self.scheduler.add(request)
             self.pins.touch(request.prompt_token_ids, **request.key.content)
@@ -235,12 +236,12 @@ class Engine:
         new_request_id: str | None = None,
         stream: bool | None = None,
     ) -> str:
-        """Branches a request (n=1) that has not ended: a new one goes on from its newest token; the new one's id.
+        """Branches a running request (n=1): a new request continues from its newest token. Returns the new id.
 
-        Its prompt is all that there is so far. Blocks are shared; the partial one is copied when the first of the two
-        writes to it. params: those of the request if not given, with what is left of its max_tokens and a seed of its
-        own. stream: as the request if not given.
-        *raises:* what `submit` raises, ArgumentError where there is no such request; nothing was changed then.
+        The new prompt is all tokens so far. Blocks are shared; the first of the two requests that writes to the partial
+        block copies it. params: by default the request's, with the rest of its max_tokens and a new seed. stream: by
+        default as the request.
+        *raises:* the errors of `submit`; ArgumentError: no such request. Nothing changes then.
         """
         parent = self.scheduler.requests.get(request_id)
         if parent is None:
@@ -252,9 +253,11 @@ class Engine:
         sequence = parent.sequences[0]
         rules = None
         if params is None:
-            asked, num_output = parent.options.params, len(sequence.output_ids)
-            least = None if asked.min_tokens is None else max(0, asked.min_tokens - num_output)
-            params = replace(asked, max_tokens=parent.max_tokens - num_output, min_tokens=least, seed=None)
+            given, num_output = parent.options.params, len(sequence.output_ids)
+            min_tokens = None if given.min_tokens is None else max(0, given.min_tokens - num_output)
+            params = replace(
+                given, max_tokens=parent.max_tokens - num_output, min_tokens=min_tokens, seed=None
+            )
             rules = None if parent.rules is None else parent.rules.continued(num_output)
         options = replace(
             parent.options,
@@ -271,7 +274,7 @@ class Engine:
         return child.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request in any state; its last output, or None if it is not here (any more)."""
+        """Ends a request in any state; returns its last output, None if the id is unknown or has ended."""
         request = self.scheduler.abort(request_id)
         return None if request is None else self._finished(request)
 
@@ -290,7 +293,7 @@ class Engine:
     # -- a step ----------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Ends a step's waiting for the tiers. The one call that may come from any thread."""
+        """Ends the wait of a step for the tiers. Any thread may call it."""
         if self._loads is not None:
             self._loads.changed.set()
 
@@ -304,9 +307,9 @@ class Engine:
             self._stores.collect()
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step; outputs of the requests that ended, and of the streaming ones that grew.
+        """Computes one step; returns the outputs of ended requests and of streaming requests with new tokens.
 
-        If no token can be computed until a load from a tier has ended, waits for that a moment instead.
+        If no token can be computed before a load from a tier ends, it waits briefly for that instead.
         """
         started = self._clock()
         scheduled: Batch[RequestSequence] | None = None
@@ -317,9 +320,9 @@ class Engine:
             profile.begin()
         try:
             if self._loads is not None:
-                self._loads.changed.clear()  # before what it tells of is looked at
+                self._loads.changed.clear()  # before the loads are read
             scheduled = self.scheduler.schedule()
-            touched = self.scheduler.take_failed() if self.scheduler.failed else []
+            touched = self.scheduler.pop_failed() if self.scheduler.failed else []
             if profile is not None:
                 profile.lap("schedule")
             if scheduled is not None:
@@ -345,7 +348,7 @@ class Engine:
             self._busy_s += self._clock() - started
 
     def _compute(self, scheduled: Batch[RequestSequence]) -> list[RequestSequence]:
-        """Runs a step; the sequences that drew a token or ended."""
+        """Runs a step; returns the sequences that drew a token or ended."""
         profile = self._profile
         try:
             logits = self._runner.run(scheduled)
@@ -364,20 +367,20 @@ class Engine:
                 self.scheduler.finish(sequence, "error", error)
             return ended
         self.scheduler.update(scheduled, tokens)
-        if self._told is not None:
-            self._told()
+        if self._on_reserved is not None:
+            self._on_reserved()
         if profile is not None:
             profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
         touched: list[RequestSequence] = []
         for sequence in scheduled.sampled:
             if sequence.detokenizer is not None:
-                self._read(sequence, sequence.detokenizer)
+                self._detokenize(sequence, sequence.detokenizer)
             if sequence.request.stream or sequence.state is SequenceStatus.FINISHED:
                 touched.append(sequence)
         return touched
 
-    def _read(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
+    def _detokenize(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
         """Turns a sequence's newest token into text and ends the sequence at a stop string."""
         try:
             is_stop_token = sequence.finished and sequence.finish_reason != "length"
@@ -385,38 +388,38 @@ class Engine:
                 detokenizer.push(sequence.output_ids[-1:])
             if detokenizer.stopped and not is_stop_token:
                 self.scheduler.finish(sequence, "stop")
-                sequence.finish_reason = "stop"  # rather than the length it reached with the same token
+                sequence.finish_reason = "stop"  # not "length", which it may have reached with the same token
                 sequence.stop_reason = detokenizer.stop_reason
-        except Exception as error:  # of this sequence alone (E2)
+        except Exception as error:  # ends only this sequence (E2)
             self.scheduler.finish(sequence, "error", error)
             sequence.finish_reason, sequence.error = "error", error
 
     def resize(self, num_blocks: int, *, reason: str) -> np.ndarray:
-        """Has the cache hold `num_blocks` blocks from now on; int32, the ids given up. No more are in use, see
-        `Scheduler.preempt_to`. reason: see `_given_up`."""
-        cache = self._elastic("resize")
-        return self._given_up(lambda: cache.resize(num_blocks), reason)
+        """Resizes the cache to `num_blocks` blocks; returns the removed ids, int32. At most that many are in use, see
+        `Scheduler.preempt_to`. reason: see `_collect_lost`."""
+        cache = self._check_elastic("resize")
+        return self._collect_lost(lambda: cache.resize(num_blocks), reason)
 
     def trim(self, share_kept: float = 0.0, *, reason: str = "dropped") -> np.ndarray:
-        """The cache forgets unheld content, but for a share of it. Returns the ids that are unused then, int32."""
-        cache = self._elastic("trim")
-        return self._given_up(lambda: cache.trim(share_kept), reason)
+        """Drops cached content that no sequence holds, except a share of it; returns the unused ids, int32."""
+        cache = self._check_elastic("trim")
+        return self._collect_lost(lambda: cache.trim(share_kept), reason)
 
-    def _elastic(self, where: str) -> PrefixKVCache:
+    def _check_elastic(self, where: str) -> PrefixKVCache:
         if not shares_prefixes(self._cache):
             raise ArgumentError(
-                f"expected a cache whose memory can be given up block by block, got {self._cache!r} in {where}; use "
+                f"expected a cache that can return its memory block by block, got {self._cache!r} in {where}; use "
                 "storage paged or virtual"
             )
         return self._cache
 
-    def _given_up(self, give_up: Callable[[], np.ndarray], reason: str) -> np.ndarray:
-        """Runs a call that gives content up, for a reason of `event_dispatcher.LOSS_REASONS`.
+    def _collect_lost(self, drop_blocks: Callable[[], np.ndarray], reason: str) -> np.ndarray:
+        """Runs `drop_blocks` and collects its events with a reason of `event_dispatcher.LOSS_REASONS`.
 
-        Tiers store that content, and none that was dropped before the call.
+        Tiers store the lost content, but no content dropped before the call.
         """
         self.collect()
-        block_ids = give_up()
+        block_ids = drop_blocks()
         forgotten = Forgotten(reason, is_kept=True)
         if self.monitor is not None:
             self.monitor.collect(forgotten)
@@ -427,8 +430,8 @@ class Engine:
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
         """Drops all content that begins with these tokens from memory, with events; tiers keep theirs.
 
-        Blocks that requests hold are not found from now on, and free when they end. *raises:* ArgumentError: some of
-        it is pinned; nothing has changed.
+        Blocks that requests hold are no longer findable, and free when the requests end. *raises:* ArgumentError: some
+        of it is pinned; nothing changes.
         """
         dropped = self.scheduler.drop(tokens, key)
         self.collect()
@@ -437,7 +440,7 @@ class Engine:
     # -- outputs ---------------------------------------------------------------------------------------
 
     def _outputs_of(self, sequences: list[RequestSequence]) -> list[RequestOutput]:
-        """One output for each request that ended, or streams, among those of `sequences`."""
+        """One output for each ended or streaming request of `sequences`."""
         outputs: list[RequestOutput] = []
         seen: set[str] = set()
         for sequence in sequences:
@@ -458,22 +461,22 @@ class Engine:
     # -- counts -----------------------------------------------------------------------------
 
     def _hit_tokens(self) -> dict[str, int]:
-        """Cached tokens of prompts by where they were: memory, or the tier that gave them. Never less than before."""
-        found = Counter({"memory": 0}) + self._outputs.hit_tokens
+        """Cached tokens of prompts by their place: memory, or the tier they were loaded from. Never decreases."""
+        tokens = Counter({"memory": 0}) + self._outputs.hit_tokens
         for request in self.scheduler.requests.values():
-            found.update(request.hit_tokens())
-        return {"memory": 0, **found}
+            tokens.update(request.hit_tokens())
+        return {"memory": 0, **tokens}
 
     def stats(self) -> dict[str, Any]:
-        """The cache's counts and the engine's, since the start. Seconds are those spent in steps.
+        """The counts of the cache and the engine since the start. Seconds are time in steps.
 
-        evicted_blocks: full blocks whose content memory gave up, for any reason; without a monitor the cache's own
-        count of what it evicted, partial blocks included.
-        query_tokens, hit_tokens: tokens of prompts looked up, and found, where prefixes are shared, else 0. A request
-        counts once, at its first start: what a preempted one finds of itself is no hit. hit_rate: their quotient.
-        prefill_tokens_per_second: tokens computed in steps that had some of a prompt, by the time of those;
-        decode_tokens_per_second: tokens generated in the other steps, by theirs. time_to_first_token_s: mean of the
-        requests that have ended, from their arrival. token_gap_s: mean time between two tokens of a sequence.
+        evicted_blocks: full blocks whose content left memory, for any reason; without a monitor the cache's own count
+        of evictions, with partial blocks.
+        query_tokens, hit_tokens: tokens of prompts looked up, and found, if prefixes are shared, else 0. A request
+        counts once, at its first start: after a preemption its own content is no hit. hit_rate: their quotient.
+        prefill_tokens_per_second: tokens computed in steps with prompt tokens, per second of those steps;
+        decode_tokens_per_second: tokens generated in the other steps, per second of those. time_to_first_token_s: mean
+        over the ended requests, from their arrival. token_gap_s: mean time between two tokens of a sequence.
         """
         scheduler = self.scheduler
         live = scheduler.requests.values()
@@ -488,7 +491,7 @@ class Engine:
             "query_tokens": num_query,
             "hit_tokens": num_hit,
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting) + len(scheduler.held),
+            "num_waiting": len(scheduler.waiting) + len(scheduler.paused_waiting),
             "num_unfinished_requests": len(scheduler.requests),
             "num_finished_requests": self._outputs.num_finished,
             "num_prompt_tokens": num_prompt,
@@ -516,8 +519,8 @@ class Engine:
 
 
 @dataclass
-class _Speed:
-    """Tokens of steps of one kind, and the time of those."""
+class _TokenRate:
+    """Tokens and time of the steps of one kind."""
 
     num_tokens: int = 0
     seconds: float = 0.0

@@ -24,7 +24,7 @@ from quire.engine.llm_tenants import LLMTenants
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.prompts import Prompt, paired
+from quire.scheduler.prompts import Prompt, pair_params
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
@@ -192,7 +192,7 @@ class LLM:
         self.driver.require_open()
         self.refuse_autocast()
         self.driver.refuse_to_wait_here()
-        pairs = paired(prompts, params, self.tokenizer)
+        pairs = pair_params(prompts, params, self.tokenizer)
         return [(prompt, RequestOptions.of(own, stream=stream, **options)) for prompt, own in pairs]
 
     # -- conversations ---------------------------------------------------------------------------------

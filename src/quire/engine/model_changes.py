@@ -6,7 +6,7 @@ content is dropped, and tiers continue under another fingerprint; their content 
 model is changed back. Some changes cannot be followed (another dtype, vocabulary or device, training mode, autocast):
 each request is an error until they are undone; the model is then as it would be without Quire.
 
-Cost: a comparison some 0.2 ms; following a change as much as opening the loaded model.
+Cost: about 0.2 ms a comparison; a followed change costs as much as opening the loaded model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelChanges:
         self._failure: QuireError | None = None  # why the changed model cannot be run
 
     def refuse_autocast(self) -> None:
-        """Checks the calling thread. *raises:* ArgumentError: it is inside of `torch.autocast`."""
+        """*raises:* ArgumentError: the calling thread is inside `torch.autocast`."""
         if torch.is_autocast_enabled("cpu"):
             raise ArgumentError(
                 f"expected no torch.autocast around an LLM, which computes in its model's {self._opened.spec.dtype}; "
@@ -60,7 +60,7 @@ class ModelChanges:
             )
 
     def follow(self) -> None:
-        """Has the engine run the model in its present state. *raises:* ArgumentError, UnsupportedModelError."""
+        """Makes the engine run the model in its present state. *raises:* ArgumentError, UnsupportedModelError."""
         change = self._model_record.compare()
         if change.changed is None and change.hooks == self._hooks:
             if self._failure is not None:
@@ -73,11 +73,11 @@ class ModelChanges:
             return
         reason = change.changed or "its hooks have changed"
         _log.info("%s: the model was changed (%s); it is prepared again", self._opened.name, reason)
-        self._forget()
+        self._drop_content()
         self._prepared.restore()
         try:
             model, before = self._opened.model, self._opened
-            # The name of the format stays; another dtype is refused below.
+            # Keeps the name of the format; `_check` refuses another dtype.
             dtype = before.spec.dtype if model.dtype == before.dtype else "auto"
             loaded = load((model, before.tokenizer), dtype=dtype)
             self._check(loaded, reason)
@@ -95,15 +95,15 @@ class ModelChanges:
         self._hooks = self._model_record.compare().hooks
 
     def _check(self, loaded: LoadedModel, reason: str) -> None:
-        """*raises:* ArgumentError: the memory and limits made for the model do not fit it any more."""
+        """*raises:* ArgumentError: the memory and limits made for the old model do not fit the new one."""
         before = self._opened
-        for subject, then, now in (
+        for subject, old, new in (
             ("weights of", before.spec.dtype, loaded.spec.dtype),
             ("a vocabulary of", before.vocab_size, loaded.vocab_size),
             ("layers that keep", before.spec.layers, loaded.spec.layers),
         ):
-            if then != now:
-                got: tuple[Any, Any] = (then, now)
+            if old != new:
+                got: tuple[Any, Any] = (old, new)
                 if subject == "layers that keep":
                     got = "the keys and values they kept", "others"
                 raise ArgumentError(
@@ -111,8 +111,8 @@ class ModelChanges:
                     f"({reason}); change it back, or close this LLM and open another"
                 )
 
-    def _forget(self) -> None:
-        """Drops all content: it is of the old model."""
+    def _drop_content(self) -> None:
+        """Drops all content, which is the old model's."""
         pins = list(self._cache.pins)
         if pins:
             _log.warning(

@@ -1,6 +1,6 @@
-"""`CacheMonitor`: an engine's records of its cache: the mirror, the log of losses, the subscribers to events.
+"""`CacheMonitor`: an engine's records of its cache (mirror, log of losses) and the subscribers to its events.
 
-Cost: that of its parts, see there; an engine without a monitor has none.
+Cost: see its parts; an engine without a monitor has no cost.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["CacheMonitor"]
 
 
 class CacheMonitor:
-    """feed: the cache's dispatcher, which may have other listeners. max_blocks: losses that are remembered.
+    """feed: the cache's dispatcher, which may have other listeners. max_blocks: the most losses in the log.
 
-    mirror: one that is a listener already. tier_events: events of the tiers below the cache, for subscribers. Only the
-    engine's thread may call it.
+    mirror: a mirror that listens already; None for a new one. tier_events: events of the tiers below the
+    cache, for subscribers. Only the engine's thread may call it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CacheMonitor:
         self.subscribers.collect()
 
     def served(self, request: Request) -> None:
-        """A request has ended."""
+        """Records an ended request in the history."""
         if request.started_s is None:
             return
         began_at = self.clock() - max(0.0, self._clock() - request.started_s)
@@ -78,7 +78,8 @@ class CacheMonitor:
         tiers = {} if self.tier_events is None else {"num_untold_segments": self.tier_events.num_untold}
         count = history.num_evicted
         idle_s, age_s = (
-            sum(one.sum_s for one in spans.values()) for spans in (history.evictions, history.eviction_ages)
+            sum(durations.sum_s for durations in spans.values())
+            for spans in (history.evictions, history.eviction_ages)
         )
         return tiers | {
             "num_known_blocks": len(self.mirror.by_id),

@@ -1,16 +1,16 @@
-"""Where the time of a step goes: a profile of an engine's steps, as a table and as a Chrome trace.
+"""`Profile`: the time of an engine's steps by phase, as a table and as a Chrome trace.
 
-A step is cut into laps, one after another, so that they sum to the step. The lap of the model's forward is cut once
-more: by the records of its linear layers, its attention and its KV writes, from the native kernels and, for what
-torch computes (`backend="python"`), from `quire.model.torch_timing`; the rest of the forward is the other operators.
-Only what happens in `Engine.step` is measured: not the encoding of prompts, not what lies between two steps.
+A step is divided into consecutive laps, whose sum is the step. The lap of the model's forward is divided again by the
+records of its linear layers, its attention and its KV writes, from the native kernels or, if torch computes
+(`backend="python"`), from `quire.model.torch_timing`; the rest of the forward is the other operators. Only
+`Engine.step` is measured: neither the encoding of prompts nor the time between two steps.
 
 Invariants
     L1  the laps of a step follow each other without a gap from its begin to its end.
-    L2  a record lies within its step's forward; no two overlap, but that a fused operator holds others.
+    L2  a record lies within its step's forward; no two overlap, except that a fused operator contains others.
 
-Cost: none without a profile, which is not called then; with one about 1 us a lap and 0.1 us a record. The sums grow
-with nothing; the trace keeps the records of the last `MAX_TRACED_STEPS` steps, 24 bytes each.
+Cost: about 1 us a lap and 0.1 us a record; an engine without a profile makes no call. The sums have a constant size;
+the trace keeps the records of the last `MAX_TRACED_STEPS` steps, 24 bytes each.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["MAX_TRACED_STEPS", "PHASES", "Profile", "check_trace_path"]
 
 MAX_TRACED_STEPS = 10_000
 
-# Phases of a step, as the table shows them; those in the middle are cut from the lap "forward".
+# Phases of a step in the order of the table; linears to other operators are parts of the lap "forward".
 PHASES = (
-    "schedule",  # who computes what, and the blocks for it
+    "schedule",  # choice of the batch and its blocks
     "plan",  # copies of blocks, attention plans
-    "linears",  # and what fused layers do to a product's results while they are in the cache
+    "linears",  # and the operations of fused layers on a product's results
     "attention",
     "KV writes",
-    "fused operators",  # the rest of the native calls of fused layers: norms above all
-    "other operators",  # torch's, and the model's Python
+    "fused operators",  # the other native calls of fused layers, mostly norms
+    "other operators",  # torch operators, and the model's Python
     "sampling",
-    "update",  # what was computed committed, tokens appended, sequences ended
-    "detokenize",  # text, and the outputs made of it
+    "update",  # commits, appended tokens, ended sequences
+    "detokenize",  # text and outputs
 )
 _LAPS = ("schedule", "plan", "forward", "sampling", "update", "detokenize")
-_RECORDED = ("linears", "attention", "KV writes", "fused operators")  # by the first column of a record
-_FUSED = 3  # the one that holds others
+_RECORDED = ("linears", "attention", "KV writes", "fused operators")  # index: first column of a record
+_FUSED = 3  # index of the kind whose records contain others
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class _Step:
 
 @dataclass(eq=False)
 class _Sums:
-    """Over all steps of a kind; ns and calls by phase."""
+    """Sums over all steps of a kind; ns and calls by phase."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -75,9 +75,9 @@ class _Sums:
 
 
 class Profile:
-    """The profile of the steps of one engine, whose back end `backend` is; the engine calls `begin`, `lap` and `end`.
+    """The profile of the steps of one engine with the back end `backend`; the engine calls `begin`, `lap` and `end`.
 
-    Prefill steps (any prompt among them) and decode steps are kept apart. Read it between two steps.
+    Prefill steps (with any prompt tokens) and decode steps have separate sums. Read it between two steps.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -88,38 +88,38 @@ class Profile:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all steps so far: after a warm-up, say."""
+        """Forgets all steps so far, for example after a warm-up."""
         self._sums: dict[str, _Sums] = {"prefill": _Sums(), "decode": _Sums()}
         self._traced: deque[_Step] = deque(maxlen=MAX_TRACED_STEPS)
 
-    # -- what the engine calls -------------------------------------------------------------------------
+    # -- calls of the engine -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._laps, self._recorded = [], []
         if self._native is not None:
             self._native.start_recording()
         self._start_ns = self._last_ns = time.perf_counter_ns()
 
     def lap(self, name: str) -> None:
-        """What has passed since the last lap was `name`, one of `_LAPS`."""
+        """Ends a lap: the time since the previous lap belongs to `name`, one of `_LAPS`."""
         now = time.perf_counter_ns()
         self._laps.append((name, self._last_ns, now - self._last_ns))
         self._last_ns = now
 
     def record(self, kind: int, start_ns: int, duration_ns: int) -> None:
-        """An operator that no native record tells of: 0 a linear layer, 1 attention, 2 a KV write."""
+        """Records an operator without a native record. kind: 0 a linear layer, 1 attention, 2 a KV write."""
         self._recorded.append((kind, start_ns, duration_ns))
 
     def end(self, step: Batch[Any] | None) -> None:
-        """The step that began has ended; without a `step` nothing was computed and nothing is kept."""
+        """Ends the step. step: None if nothing was computed; no record is kept then."""
         raw = b"" if self._native is None else self._native.take_records()
         if step is None:
             return
         records = np.frombuffer(raw, np.int64).reshape(-1, 3)
         if self._recorded:
             records = np.concatenate([records, np.array(self._recorded, np.int64)])
-        done = _Step(
+        profiled = _Step(
             kind="decode" if step.is_decode else "prefill",
             num_tokens=len(step.input_ids),
             num_sequences=len(step.sequences),
@@ -128,8 +128,8 @@ class Profile:
             laps=self._laps,
             records=records,
         )
-        self._add(done)
-        self._traced.append(done)
+        self._add(profiled)
+        self._traced.append(profiled)
 
     def _add(self, step: _Step) -> None:
         sums = self._sums[step.kind]
@@ -150,7 +150,7 @@ class Profile:
             sums.phase_ns["other operators"] -= recorded_ns - within_ns  # L2
             sums.phase_calls[phase] += len(records)
 
-    # -- what it tells ---------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """For "prefill" and "decode": num_steps, num_tokens, duration_ns, and `phases`: {name: (ns, calls)}."""
@@ -165,7 +165,7 @@ class Profile:
         }
 
     def table(self) -> str:
-        """Total, per step, share and calls of each phase, for prefill and for decode steps (if there were any)."""
+        """Total, time per step, share and calls of each phase, for prefill steps and decode steps."""
         parts = [_table(kind, sums) for kind, sums in self._sums.items() if sums.num_steps]
         return "\n\n".join(parts) if parts else "no step was profiled"
 
@@ -178,7 +178,7 @@ class Profile:
             with Path(path).open("w", encoding="utf-8") as file:
                 json.dump({"displayTimeUnit": "ms", "traceEvents": self._events()}, file)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _not_writable_error(path, error) from error
 
     def _events(self) -> list[dict[str, Any]]:
         """Complete events on one track, nested by time: step, lap, operator. Times in us since the first step."""
@@ -207,7 +207,7 @@ class Profile:
 
 
 def _within(records: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """bool [n], which of `records` lie within one of `outer`; neither kind overlaps itself."""
+    """bool [n]: True for each of `records` inside one of `outer`; records of one kind do not overlap."""
     if not len(outer):
         return np.zeros(len(records), bool)
     outer = outer[np.argsort(outer[:, 1])]
@@ -217,18 +217,16 @@ def _within(records: np.ndarray, outer: np.ndarray) -> np.ndarray:
 
 
 def check_trace_path(path: str | Path) -> None:
-    """Makes sure that a trace can be written there; for before the run. *raises:* ArgumentError."""
+    """Checks before a run that a trace can be written to `path`. *raises:* ArgumentError."""
     try:
         with Path(path).open("a"):
             pass
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _not_writable_error(path, error) from error
 
 
-def _unwritable(path: str | Path, error: OSError) -> ArgumentError:
-    return ArgumentError(
-        f"expected a file that can be written for the trace, got {str(path)!r}: {error.strerror}"
-    )
+def _not_writable_error(path: str | Path, error: OSError) -> ArgumentError:
+    return ArgumentError(f"expected a writable file for the trace, got {str(path)!r}: {error.strerror}")
 
 
 def _table(kind: str, sums: _Sums) -> str:

@@ -127,7 +127,7 @@ def recompute_payload(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     llm.driver.require_open()
     storage = llm.core.storage
     assert isinstance(storage, BlockStorage)  # else there are no segments
-    llm.engine.share.check_fits(0, len(tokens), 0, f"a segment that ends at token {len(tokens)}")
+    llm.engine.memory_limits.check_fits(0, len(tokens), 0, f"a segment that ends at token {len(tokens)}")
     payload = np.zeros(PayloadLayout.from_spec(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
     cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
     first_node = start // node_tokens

@@ -1,7 +1,7 @@
-"""From a `Batch` to logits: has the storage prepared, makes the `ForwardStep`, runs the model.
+"""`Runner`: prepares the storage for a `Batch`, makes the `ForwardStep` and runs the model.
 
-Not a scheduler: every decision is in the batch. It checks nothing: the cache's plan holds, and the kernels' bindings
-check what they read.
+Not a scheduler: the batch contains every decision. It checks nothing: the cache's plan is correct, and the kernels'
+bindings check their arguments.
 Cost: one attention batch per table of the storage and step, and the model's forward.
 """
 
@@ -39,9 +39,9 @@ class Runner:
         self._storage = storage
         self._num_threads = num_threads
         self._profile = profile
-        self.prepare_seconds = 0.0  # spent in having the storage prepared so far
-        # Tokens of an entry of each table: constant, like a view's shape except its number of blocks. If no layer
-        # attends, the only table is unused, and blocks are the cache's.
+        self.prepare_seconds = 0.0  # total time of the preparation of the storage
+        # Tokens per entry of each table; constant, like a view's shape except its number of blocks. Without attention
+        # layers the only table is unused, and its blocks are the cache's.
         self._table_tokens = [getattr(storage, "block_size", 1)] * storage.num_tables
         for group in storage.spec.groups:
             for layer in group.layers:
@@ -53,7 +53,7 @@ class Runner:
     def run(self, batch: Batch[Any], /) -> torch.Tensor:
         """Computes the batch's tokens; [len(batch.logit_rows), vocab] in the model's dtype. *changes:* the storage.
 
-        *raises:* StepRefusedError: the storage has no memory for it; nothing was written.
+        *raises:* StepRefusedError: the storage has no memory for the step; nothing was written.
         """
         plan, storage = batch.plan, self._storage
         began = time.perf_counter()

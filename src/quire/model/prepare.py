@@ -3,9 +3,9 @@
 Preparation freezes rotary embeddings (`rope`), packs the linear layers (`linear`) and the experts of a mixture
 (`experts`), and proves by a probe that the prepared model gives the same answers (`prove.model_probe`). For the native
 back end every operator also becomes a function of its row alone (`row_invariant`), with a second probe if an operator
-had to be replaced. The attention function is switched in only while `forward` runs, so between steps the model is an
-unchanged model. The function stands in the model's configs, which all threads see: callers that run the model in several threads
-take `lock`. Not an engine: it computes one step, whose slots the caller has allotted.
+had to be replaced. The attention function is switched in only while `forward` runs, so the model is unchanged between
+steps. It stands in the model's configs, which all threads see: callers that run the model in several threads take
+`lock`. Not an engine: it computes one step, whose slots the caller has allotted.
 
 Invariants
     R1  after `restore()` the model is as it came: same modules, same attention implementation, same buffers.

@@ -196,7 +196,7 @@ def _run(
     like: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`run` with the kernels' handle of the step and a tensor to write into, of the shape and type of `like`."""
+    """Calls `run` with the kernels' handle of the step and an output tensor of the shape and type of `like`."""
     if like.shape[:1] != (step.num_rows,):
         check()
     target = torch.empty(like.shape, dtype=like.dtype) if out is None else out
@@ -227,7 +227,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, with a dense last dimension; an unsupported type stays, for the kernels to refuse."""
+    """The tensor in float32 with a contiguous last dimension; the kernels refuse unsupported types, which stay."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return _dense_rows(tensor)

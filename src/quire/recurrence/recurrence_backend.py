@@ -1,6 +1,6 @@
 """The backends that compute the recurrences of state layers, and the registry that finds them by name.
 
-Two are here: "python", the definition in torch, and "native", the extension's kernels, both in this machine's memory.
+Built in are "python", the definition in torch, and "native", the extension's kernels; both compute in host memory.
 
 Cost: an import at the first call of a name, then a dictionary look-up.
 """
@@ -76,7 +76,7 @@ class RecurrenceBackend(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same with one decay a head: h = exp(dt a) h + dt x b; y = h c + d x.
+        """As `mamba1`, with one decay a head: h = exp(dt a) h + dt x b; y = h c + d x.
 
         Args:
             state: [num_slots, num_heads, head_dim, state_size].
@@ -177,7 +177,7 @@ class RecurrenceBackend(Protocol):
         """Causal convolution by channel: y[t] = bias + sum over j of weight[:, j] x[t - width + 1 + j].
 
         Args:
-            state: [num_slots, width - 1, channels]: the inputs before, oldest first.
+            state: [num_slots, width - 1, channels]: the previous inputs, oldest first.
             x: [num_rows, channels]; weight: [channels, width] of 2 to 8 columns; bias: [channels].
             silu: y / (1 + exp(-y)) instead of y.
         """
@@ -200,9 +200,9 @@ unregister = _MAKERS.unregister
 
 
 def register(name: str, make: Callable[[], RecurrenceBackend]) -> None:
-    """Have `backend(name)` return the result of `make`, which is called at each request for the name.
+    """Makes `backend(name)` return the result of `make`, which is called at each request for the name.
 
-    *raises:* ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: the name is taken.
     """
     _MAKERS.register(name, make)
 
@@ -210,8 +210,8 @@ def register(name: str, make: Callable[[], RecurrenceBackend]) -> None:
 def backend(name: str | None = None) -> RecurrenceBackend:
     """The backend `name`: "python", "native" or a registered name.
 
-    Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
-    if it was built.
+    Without a name the environment variable QUIRE_BACKEND chooses native or python; without that variable the native
+    backend is used if it was built.
 
     Raises:
         ArgumentError: the name does not exist.

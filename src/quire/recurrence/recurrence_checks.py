@@ -1,7 +1,7 @@
-"""The checks that both backends make of arguments before they touch memory: one clear error, and nothing changed.
+"""Checks of both backends before they touch memory: one clear error, and no change.
 
 The rows, slots and checkpoints of a step are checked once, by `recurrence_step`, for callers other than the engine;
-the engine's steps are made from plans.
+the engine makes its steps from plans.
 
 Cost: some us of comparisons. The native backend runs them only after the extension has refused a call.
 """
@@ -41,10 +41,10 @@ def recurrence_step(
     *,
     positions: torch.Tensor | None = None,
 ) -> RecurrenceStep:
-    """A step for callers of recurrences or mixers by themselves; see `RecurrenceStep` for what each argument is.
+    """A step for callers of recurrences or mixers by themselves; see `RecurrenceStep` for the arguments.
 
     Raises:
-        ArgumentError: rows that do not rise from 0, slots that are not distinct, a checkpoint at a row that is none, or
+        ArgumentError: rows that do not rise from 0, slots that are not distinct, a checkpoint outside the rows, or
             positions that are not one int64 for each row.
     """
     pairs = [_whole_numbers("a checkpoint", pair) for pair in checkpoints]
@@ -64,11 +64,11 @@ def _check_step(step: RecurrenceStep) -> None:
     starts, slots = step.starts, step.slots
     if not slots or len(starts) != len(slots) + 1:
         raise ArgumentError(
-            f"expected one sequence or more, with one start more than slots, got {len(starts)} starts and "
+            f"expected at least one sequence, and one start more than slots, got {len(starts)} starts and "
             f"{len(slots)} slots"
         )
     if starts[0] != 0 or starts[-1] >= 1 << 63 or any(stop <= start for start, stop in pairwise(starts)):
-        raise ArgumentError(f"expected starts that rise from 0, a row or more a sequence, got {starts}")
+        raise ArgumentError(f"expected starts that rise from 0 by at least 1, got {starts}")
     written = step.written_slots
     if min(written) < 0 or max(written) >= 1 << 63 or len(set(written)) != len(written):
         raise ArgumentError(
@@ -104,17 +104,17 @@ def check_mamba1(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `mamba1`."""
-    channels, size = _state("state", state, step, ("channels", "state_size"))
+    """Checks the arguments of `mamba1`."""
+    channels, size = _check_state("state", state, step, ("channels", "state_size"))
     rows = step.num_rows
-    _floats("x", x, (rows, channels))
-    _floats("dt", dt, (rows, channels))
-    _floats("a", a, (channels, size))
-    _floats("b", b, (rows, size), x.dtype)
-    _floats("c", c, (rows, size), x.dtype)
+    _check_floats("x", x, (rows, channels))
+    _check_floats("dt", dt, (rows, channels))
+    _check_floats("a", a, (channels, size))
+    _check_floats("b", b, (rows, size), x.dtype)
+    _check_floats("c", c, (rows, size), x.dtype)
     if d is not None:
-        _floats("d", d, (channels,))
-    _out(out, x.dtype, (rows, channels))
+        _check_floats("d", d, (channels,))
+    _check_out(out, x.dtype, (rows, channels))
 
 
 def check_mamba2(
@@ -128,18 +128,18 @@ def check_mamba2(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `mamba2`."""
-    heads, head_dim, size = _state("state", state, step, ("num_heads", "head_dim", "state_size"))
+    """Checks the arguments of `mamba2`."""
+    heads, head_dim, size = _check_state("state", state, step, ("num_heads", "head_dim", "state_size"))
     rows = step.num_rows
-    _floats("x", x, (rows, heads, head_dim))
-    _floats("dt", dt, (rows, heads))
-    _floats("a", a, (heads,))
+    _check_floats("x", x, (rows, heads, head_dim))
+    _check_floats("dt", dt, (rows, heads))
+    _check_floats("a", a, (heads,))
     groups = _shared_heads("b", b, heads)
-    _floats("b", b, (rows, groups, size), x.dtype)
-    _floats("c", c, (rows, groups, size), x.dtype)
+    _check_floats("b", b, (rows, groups, size), x.dtype)
+    _check_floats("c", c, (rows, groups, size), x.dtype)
     if d is not None:
-        _floats("d", d, (heads,))
-    _out(out, x.dtype, (rows, heads, head_dim))
+        _check_floats("d", d, (heads,))
+    _check_out(out, x.dtype, (rows, heads, head_dim))
 
 
 def check_delta_rule(
@@ -152,16 +152,16 @@ def check_delta_rule(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `delta_rule`."""
-    heads, k_dim, v_dim = _state("state", state, step, ("num_v_heads", "k_dim", "v_dim"))
+    """Checks the arguments of `delta_rule`."""
+    heads, k_dim, v_dim = _check_state("state", state, step, ("num_v_heads", "k_dim", "v_dim"))
     rows = step.num_rows
-    _floats("v", v, (rows, heads, v_dim))
+    _check_floats("v", v, (rows, heads, v_dim))
     k_heads = _shared_heads("q", q, heads)
-    _floats("q", q, (rows, k_heads, k_dim), v.dtype)
-    _floats("k", k, (rows, k_heads, k_dim), v.dtype)
-    _floats("g", g, (rows, heads, k_dim) if g.dim() == 3 else (rows, heads))
-    _floats("beta", beta, (rows, heads))
-    _out(out, v.dtype, (rows, heads, v_dim))
+    _check_floats("q", q, (rows, k_heads, k_dim), v.dtype)
+    _check_floats("k", k, (rows, k_heads, k_dim), v.dtype)
+    _check_floats("g", g, (rows, heads, k_dim) if g.dim() == 3 else (rows, heads))
+    _check_floats("beta", beta, (rows, heads))
+    _check_out(out, v.dtype, (rows, heads, v_dim))
 
 
 def check_linear_attention(
@@ -173,14 +173,14 @@ def check_linear_attention(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `linear_attention`."""
-    heads, k_dim, v_dim = _state("state", state, step, ("num_heads", "k_dim", "v_dim"))
+    """Checks the arguments of `linear_attention`."""
+    heads, k_dim, v_dim = _check_state("state", state, step, ("num_heads", "k_dim", "v_dim"))
     rows = step.num_rows
-    _floats("v", v, (rows, heads, v_dim))
-    _floats("q", q, (rows, heads, k_dim), v.dtype)
-    _floats("k", k, (rows, heads, k_dim), v.dtype)
-    _floats("g", g, (heads,))
-    _out(out, v.dtype, (rows, heads, v_dim))
+    _check_floats("v", v, (rows, heads, v_dim))
+    _check_floats("q", q, (rows, heads, k_dim), v.dtype)
+    _check_floats("k", k, (rows, heads, k_dim), v.dtype)
+    _check_floats("g", g, (heads,))
+    _check_out(out, v.dtype, (rows, heads, v_dim))
 
 
 def check_rg_lru(
@@ -191,14 +191,14 @@ def check_rg_lru(
     first: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `rg_lru`."""
-    (channels,) = _state("state", state, step, ("channels",))
+    """Checks the arguments of `rg_lru`."""
+    (channels,) = _check_state("state", state, step, ("channels",))
     rows = step.num_rows
-    _floats("x", x, (rows, channels))
-    _floats("log_a", log_a, (rows, channels))
+    _check_floats("x", x, (rows, channels))
+    _check_floats("log_a", log_a, (rows, channels))
     if first is not None and (first.dtype != torch.bool or first.shape != (rows,) or _is_off_host(first)):
         raise ArgumentError(f"expected first as torch.bool [{rows}] on the CPU, got {_describe(first)}")
-    _out(out, x.dtype, (rows, channels))
+    _check_out(out, x.dtype, (rows, channels))
 
 
 def check_short_convolution(
@@ -209,21 +209,21 @@ def check_short_convolution(
     step: RecurrenceStep,
     out: torch.Tensor | None,
 ) -> None:
-    """The arguments of `short_convolution`."""
-    before, channels = _state("state", state, step, ("width - 1", "channels"))
+    """Checks the arguments of `short_convolution`."""
+    before, channels = _check_state("state", state, step, ("width - 1", "channels"))
     if before >= MAX_WIDTH:
         raise ArgumentError(
-            f"expected a convolution of 2 to {MAX_WIDTH} columns, got a state of {before} inputs before"
+            f"expected a convolution of 2 to {MAX_WIDTH} columns, got a state of {before} previous inputs"
         )
-    _floats("x", x, (step.num_rows, channels))
-    _floats("weight", weight, (channels, before + 1))
+    _check_floats("x", x, (step.num_rows, channels))
+    _check_floats("weight", weight, (channels, before + 1))
     if bias is not None:
-        _floats("bias", bias, (channels,))
-    _out(out, x.dtype, (step.num_rows, channels))
+        _check_floats("bias", bias, (channels,))
+    _check_out(out, x.dtype, (step.num_rows, channels))
 
 
-def _state(name: str, state: torch.Tensor, step: RecurrenceStep, sizes: tuple[str, ...]) -> Shape:
-    """The shape of one state."""
+def _check_state(name: str, state: torch.Tensor, step: RecurrenceStep, sizes: tuple[str, ...]) -> Shape:
+    """Checks a state; returns the shape of one slot."""
     if state.dtype != torch.float32 or state.dim() != len(sizes) + 1 or _is_off_host(state):
         raise ArgumentError(
             f"expected {name} as torch.float32 [num_slots, {', '.join(sizes)}] on the CPU, got {_describe(state)}"
@@ -244,7 +244,7 @@ def _state(name: str, state: torch.Tensor, step: RecurrenceStep, sizes: tuple[st
     return tuple(state.shape[1:])
 
 
-def _floats(name: str, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None = None) -> None:
+def _check_floats(name: str, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None = None) -> None:
     kinds = FLOATS if dtype is None else (dtype,)
     if tensor.dtype not in kinds or tensor.shape != shape or _is_off_host(tensor):
         raise ArgumentError(
@@ -253,7 +253,7 @@ def _floats(name: str, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | 
 
 
 def _shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
-    """The number of heads of a tensor each of which serves several heads."""
+    """The number of heads of a tensor whose heads each serve several of `num_heads`."""
     count = tensor.shape[1] if tensor.dim() == 3 else 0
     if count == 0 or num_heads % count:
         raise ArgumentError(
@@ -263,7 +263,7 @@ def _shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
     return count
 
 
-def _out(out: torch.Tensor | None, dtype: torch.dtype, shape: Shape) -> None:
+def _check_out(out: torch.Tensor | None, dtype: torch.dtype, shape: Shape) -> None:
     if out is None:
         return
     if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or _is_off_host(out):

@@ -1,6 +1,6 @@
 """The recurrences in torch, token by token in float32: the definition, and the `python` backend.
 
-Not fast: each token takes some operators of torch, one after another. Every kernel is compared with it.
+Slow: each token takes several torch operators. Tests compare every kernel with it.
 
 Cost: about 50 us a token and sequence in addition to the arithmetic.
 """

@@ -1,6 +1,6 @@
 """The most likely token of each row of logits.
 
-Cost: one read of the logits on all threads, by the extension where it computes; else torch's argmax.
+Cost: one read of the logits on all threads, by the extension if it supports them; else torch's argmax.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["most_likely"]
 
 
 def most_likely(logits: torch.Tensor, native: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """The first of the largest logits of each row: int64 [num_rows] tokens, float32 [num_rows] logits.
+    """The first largest logit of each row: int64 [num_rows] tokens, float32 [num_rows] logits.
 
-    logits: [num_rows, vocab]. native: the extension, where it computes. A row with a NaN gives that NaN.
+    logits: [num_rows, vocab]. native: the extension; None for torch. A row with a NaN gives that NaN.
     """
     if native is None or logits.dtype not in DTYPE_NAMES or not logits.is_contiguous():
         tokens = torch.argmax(logits.float(), dim=-1)

@@ -1,8 +1,8 @@
-"""From logits to tokens: greedy rows in one argmax, the others through transformers' processors and warpers.
+"""Samples tokens from logits: one argmax for greedy rows, transformers' processors and warpers for the others.
 
-Each sequence draws from a generator of its own, one number per token, and every operation works row by row: what
-a request draws depends on its seed and its logits, never on what else is in the batch. A row without a finite
-logit fails its own sequence (`error`) and no other.
+Each sequence draws from its own generator, one number per token, and every operation works row by row: a request's
+tokens depend on its seed and its logits, never on the rest of the batch. A row without a finite logit fails only
+its own sequence (`error`).
 
 Order, as in transformers: the masks of grammar and request, logit bias, the model's biases, repetition, presence and
 frequency penalty, the model's other rules, temperature, top_k, top_p, min_p; then one uniform number and the inverse of
@@ -72,29 +72,31 @@ def sample_tokens(
 ) -> np.ndarray:
     """One token for each sequence.
 
-    logits: [num_rows, vocab] of the model's dtype, not changed; all else is computed in float32. rows: int
-    [len(sequences)], the row each sequence draws from (the n sequences of a new request share one). native: as of
+    logits: [num_rows, vocab] of the model's dtype, not changed; the rest is computed in float32. rows: int
+    [len(sequences)], the row of each sequence (the n sequences of a new request share one). native: as in
     `most_likely`. Returns int64 [len(sequences)].
-    *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled, whose token
-    is then meaningless.
+    *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled: its token is then
+    meaningless.
     """
     chosen, best = most_likely(logits, native)
     tokens = chosen[rows]
     finite = np.isfinite(best)
     if not finite.all():
         for index in np.flatnonzero(~finite[rows]).tolist():
-            _fail(sequences[index], "the model's logits hold a NaN or infinity")
+            _fail(sequences[index], "the model's logits contain a NaN or infinity")
     special = [index for index, sequence in enumerate(sequences) if not sequence.request.is_plain]
     if not special:
         return tokens
     others = [
         index for index in special if not _is_argmax(sequences[index]) and sequences[index].error is None
     ]
-    with one_torch_thread():  # what is drawn must depend on no number of threads
+    with one_torch_thread():  # drawn tokens do not depend on the number of threads
         if others:
             tokens = tokens.copy()
-            picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
-            tokens[others] = _sample_others(logits[picked].float(), [sequences[index] for index in others])
+            drawn_rows = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
+            tokens[others] = _sample_others(
+                logits[drawn_rows].float(), [sequences[index] for index in others]
+            )
         for index in others:
             sequence = sequences[index]
             if sequence.matcher is not None and sequence.error is None:
@@ -105,12 +107,12 @@ def sample_tokens(
     return tokens
 
 
-# Temperatures below are the limit they stand for: logits divided by them would overflow.
+# A smaller temperature means greedy: logits divided by it would overflow.
 _GREEDY_BELOW = 1e-5
 
 
 def _is_argmax(sequence: DrawingSequence) -> bool:
-    """True if its next token is the largest raw logit."""
+    """True if the sequence's next token is the largest raw logit."""
     rules = sequence.request.rules
     is_free = rules is None or not rules.hold_at(len(sequence.output_ids))
     return is_free and sequence.request.params.is_plain_greedy
@@ -118,27 +120,32 @@ def _is_argmax(sequence: DrawingSequence) -> bool:
 
 def _fail(sequence: DrawingSequence, reason: str) -> None:
     sequence.error = QuireError(
-        f"expected finite logits, got none to choose from: {reason} - in request {sequence.request.request_id!r} "
+        f"expected finite logits, got no token to choose from: {reason} - in request {sequence.request.request_id!r} "
         f"after {len(sequence.output_ids)} tokens"
     )
 
 
 def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
-    """Tokens of rows that are drawn, or greedy over edited logits; scores [n, vocab] is ours to change."""
+    """Tokens of rows that are drawn, or greedy over edited logits. *changes:* scores [n, vocab]."""
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for index, sequence in enumerate(sequences):
         params = sequence.request.params
         if params.changes_logits or sequence.request.rules is not None:
             try:
                 scores[index] = _edit(scores[index], sequence, params)
-            except Exception as error:  # of this sequence alone
+            except Exception as error:  # fails only this sequence
                 sequence.error = error
-                scores[index] = 0.0  # drawn from all the same, and of no use
-        key = (_f(params.temperature), params.top_k or 0, _f(params.top_p), _f(params.min_p))
+                scores[index] = 0.0  # still drawn, and its token ignored
+        key = (
+            _float_or_zero(params.temperature),
+            params.top_k or 0,
+            _float_or_zero(params.top_p),
+            _float_or_zero(params.min_p),
+        )
         groups.setdefault(key, []).append(index)
     tokens = np.zeros(len(sequences), np.int64)
     for (temperature, top_k, top_p, min_p), members in groups.items():
-        # No copy where one setting serves all, the common case.
+        # No copy if all rows have one setting, the common case.
         group = scores if len(members) == len(sequences) else scores[members]
         if temperature < _GREEDY_BELOW:
             tokens[members] = torch.argmax(group, dim=-1).numpy()
@@ -148,7 +155,7 @@ def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np
     return tokens
 
 
-def _f(value: float | None) -> float:
+def _float_or_zero(value: float | None) -> float:
     return 0.0 if value is None else float(value)
 
 
@@ -181,48 +188,48 @@ def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) 
     if rules is not None and token_ids is not None:
         rules.restrict(row, token_ids, num_output)
     if not torch.isfinite(row.max()):
-        _refuse_nothing(sequence, params)
+        _raise_no_token(sequence, params)
     return row
 
 
-def _refuse_nothing(sequence: DrawingSequence, params: SamplingParams) -> None:
-    asked = [name for name, form in params.forms.items() if form is not None]
-    asked += ["allowed_token_ids"] * (params.allowed_token_ids is not None) + ["bad_words"] * bool(
+def _raise_no_token(sequence: DrawingSequence, params: SamplingParams) -> None:
+    options = [name for name, form in params.forms.items() if form is not None]
+    options += ["allowed_token_ids"] * (params.allowed_token_ids is not None) + ["bad_words"] * bool(
         params.bad_words
     )
     num_output, rules = len(sequence.output_ids), sequence.request.rules
-    asked += ["min_tokens"] * (num_output < (params.min_tokens or 0)) + ["logit_bias"] * bool(
+    options += ["min_tokens"] * (num_output < (params.min_tokens or 0)) + ["logit_bias"] * bool(
         params.logit_bias
     )
-    of_model = [] if rules is None else rules.named(num_output)
-    forbidding = asked + [f"{name} of the model's generation config" for name in of_model]
+    rule_names = [] if rules is None else rules.named(num_output)
+    forbidding = options + [f"{name} of the model's generation config" for name in rule_names]
     raise ArgumentError(
         f"expected a token that may come next, got no token possible after {num_output} of request "
         f"{sequence.request.request_id!r}: {', '.join(forbidding) or 'the penalties'} forbid all"
-        + (f" - in `{asked[-1]}`" if asked else "")
+        + (f" - in `{options[-1]}`" if options else "")
     )
 
 
 def _warp(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     from transformers.generation import logits_process as hf
 
-    nothing = torch.empty(0, dtype=torch.int64)  # the warpers do not look at the input ids
+    no_ids = torch.empty(0, dtype=torch.int64)  # the warpers ignore the input ids
     warpers: list[hf.LogitsProcessor] = []
     if temperature != 1.0:
         warpers.append(hf.TemperatureLogitsWarper(temperature))
     if top_k:
         warpers.append(hf.TopKLogitsWarper(top_k))
     for warper in warpers:
-        scores = warper(nothing, scores)  # type: ignore[arg-type]
+        scores = warper(no_ids, scores)  # type: ignore[arg-type]
     if top_p < 1.0:
         scores = keep_top_p(scores, top_p)
     if min_p > 0.0:
-        scores = hf.MinPLogitsWarper(min_p)(nothing, scores)  # type: ignore[arg-type]
+        scores = hf.MinPLogitsWarper(min_p)(no_ids, scores)  # type: ignore[arg-type]
     return scores
 
 
 def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
-    """One draw per row of scores [n, vocab] by the inverse of the cumulative distribution."""
+    """Draws one token per row of scores [n, vocab] by the inverse of the cumulative distribution."""
     cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     uniform = torch.empty(len(sequences), 1, dtype=torch.float64)
@@ -237,7 +244,7 @@ def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
 
 
 def _record_logprobs(logits: torch.Tensor, sequence: DrawingSequence, token: int) -> None:
-    """logits: float32 [vocab], the raw ones."""
+    """Appends the token's entry to `logprobs`. logits: float32 [vocab], unedited."""
     num_top = sequence.request.params.logprobs or 0
     row = torch.log_softmax(logits, dim=-1)
     entry = {token: float(row[token])}

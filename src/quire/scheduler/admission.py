@@ -1,17 +1,16 @@
-"""`Admission`: which waiting sequences join the next step, and the room that those who run need for what they have
-begun.
+"""`Admission`: chooses the waiting sequences that join the next step; counts the blocks that running ones still need.
 
-Part of the scheduler, which decides who is preempted. A waiting sequence does not overtake one that was refused for
-want of memory, unless that one's own owner alone is short of it. Who waits for another's commit of the very tokens that
-it needs, or for a tier's answer, is passed over.
+Part of the scheduler, which decides about preemption. A waiting sequence does not overtake one that was refused for
+lack of memory, unless only the refused sequence's owner is short of it. A sequence is skipped while it waits for
+another sequence to commit the tokens that it needs, or for a tier's answer.
 
 Invariants
-    A1  `waiting` and `running` stay sorted by `RequestSequence.key`; who is admitted has an open sequence and is
-    RUNNING.
-    A2  the first of all may take what there is, in smaller chunks if need be; any other leaves a margin, and room for
-        the rest of the prompts of those before it.
+    A1  `waiting` and `running` stay sorted by `RequestSequence.key`; an admitted sequence has an open cache sequence
+        and is RUNNING.
+    A2  the first sequence may take all free blocks, in smaller chunks if need be; each later one leaves a margin and
+        room for the rest of the prompts before it.
 
-Cost: `admit` O(running + sequences looked at + their prompts).
+Cost: `admit` O(running + examined sequences + their prompts).
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.scheduler.shared_prefills import SharedPrefills
 from quire.scheduler.tenant_quotas import MemoryLimits
 
-__all__ = ["MAX_LOOKED_AT", "Admission"]
+__all__ = ["MAX_EXAMINED", "Admission"]
 
-MAX_LOOKED_AT = 1024  # waiting sequences that one step looks at
+MAX_EXAMINED = 1024  # waiting sequences that one step examines
 
 
 class Admission:
-    """See the module's text. watermark: share of the blocks an admission must leave while others run.
+    """See the module's text. watermark: share of the blocks that an admission must leave while others run.
 
-    open_sequence: of a sequence and its tokens, in the cache.
+    open_sequence: opens a cache sequence for a sequence and its tokens.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        share: MemoryLimits,
+        memory_limits: MemoryLimits,
         swap: Swap,
         *,
         watermark: float,
         open_sequence: Callable[[RequestSequence, np.ndarray], CacheSequence],
     ) -> None:
         self._cache = cache
-        self._share = share
+        self._memory_limits = memory_limits
         self._swap = swap
         self._watermark = watermark
         self._open = open_sequence
-        self.refused: RequestSequence | None = None  # by the last `admit`, for want of a place or of memory
-        self.short_owners: set[int] = set()  # of which one waits for blocks since the last `admit`
+        self.refused: RequestSequence | None = None  # by the last `admit`, for lack of a place or of memory
+        self.short_owners: set[int] = set()  # owners with a sequence that lacked blocks in the last `admit`
 
     @property
     def margin(self) -> int:
@@ -73,14 +72,14 @@ class Admission:
         budget: int,
         chunk_limit: int,
     ) -> list[tuple[RequestSequence, int]]:
-        """Waiting sequences that join the step, opened and moved to `running`, each with the tokens it computes.
+        """Opens the waiting sequences that join the step and moves them to `running`; each with its number of tokens.
 
-        order: the first `MAX_LOOKED_AT` of the waiting ones, in the order in which they are to join. chosen: the
-        running ones and their tokens in it. is_first: nobody runs or loads. room: sequences at most.
-        budget: tokens at most, chunk_limit: of one.
+        order: the first `MAX_EXAMINED` waiting sequences, in the order of admission. chosen: the running sequences
+        of the step and their numbers of tokens. is_first: no sequence runs or loads. room: the most sequences.
+        budget: the most tokens in all; chunk_limit: per sequence.
         """
         self.refused = None
-        self.short_owners = short = set()  # nobody of them overtakes the one that waits
+        self.short_owners = short = set()  # no sequence of these owners overtakes the waiting one
         if not waiting or budget <= 0:
             return []
         if room <= 0:
@@ -98,7 +97,7 @@ class Admission:
             request = sequence.request
             owner_id = request.owner_id
             if not sequence.is_searched or sequence.waits_for_commit or owner_id in short:
-                continue  # passed over: for another's commit, or for its own owner's blocks
+                continue  # waits for a tier, for another's commit or for its owner's blocks
             tokens = sequence.token_ids()
             cache_sequence = self._open(sequence, tokens)
             num_computed = cache_sequence.num_computed_tokens
@@ -107,7 +106,7 @@ class Admission:
                 if sequence.waits_for is not None:
                     cache.close(cache_sequence)
                     continue
-            # What was swapped out comes back at once, whatever the budget.
+            # Swapped-out tokens come back in one step, regardless of the budget.
             known = max(num_computed, self._swap.num_tokens(sequence))
             more = min(len(tokens) - known, budget, chunk_limit)
             n = known - num_computed + more
@@ -116,13 +115,13 @@ class Admission:
             else:
                 now = cache.num_blocks_needed([cache_sequence], [n])
             num_blocks = now + cache.blocks_later(len(tokens), num_computed + n)
-            # The very first may take what there is, in smaller chunks if need be; others leave a margin (A2).
+            # Only the first sequence may take all free blocks (A2).
             if admitted or not is_first:
-                waits_for = self._share.waits_for(owner_id, num_blocks, taken_by[owner_id])
-                if waits_for is not None:
+                limit = self._memory_limits.blocking_limit(owner_id, num_blocks, taken_by[owner_id])
+                if limit is not None:
                     cache.close(cache_sequence)
                     short.add(owner_id)
-                    taken += num_blocks if waits_for == "others" else 0
+                    taken += num_blocks if limit == "others" else 0
                     continue
                 if taken + num_blocks + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
                     cache.close(cache_sequence)
@@ -136,7 +135,7 @@ class Admission:
                     restored = cache_sequence.num_computed_tokens
                 num_computed = restored
                 n = min(len(tokens) - num_computed, budget, chunk_limit)
-                now = cache.num_blocks_needed([cache_sequence], [n])  # what has come back is held by now
+                now = cache.num_blocks_needed([cache_sequence], [n])  # the restored blocks are held by now
                 num_blocks = now + cache.blocks_later(len(tokens), num_computed + n)
             taken += num_blocks
             taken_by[owner_id] += num_blocks
@@ -149,15 +148,13 @@ class Admission:
                 being_computed.add(sequence, tokens)
             admitted.append((sequence, n))
         if admitted:
-            waiting[:MAX_LOOKED_AT] = [
-                s for s in waiting[:MAX_LOOKED_AT] if s.state is SequenceStatus.WAITING
-            ]
+            waiting[:MAX_EXAMINED] = [s for s in waiting[:MAX_EXAMINED] if s.state is SequenceStatus.WAITING]
             for sequence, _ in admitted:
                 insort(running, sequence, key=lambda other: other.key)
         return admitted
 
     def blocks_to_come(self, chosen: list[tuple[RequestSequence, int]]) -> int:
-        """Blocks that this step of the running sequences takes, and that the rest of their prompts will."""
+        """Blocks that the running sequences need in this step and for the rest of their prompts."""
         if not chosen:
             return 0
         cache_sequences = [sequence.cache_sequence for sequence, _ in chosen]
@@ -166,10 +163,10 @@ class Admission:
         return num_blocks + sum(cache.blocks_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
 
     def taken_by_owner(self, chosen: list[tuple[RequestSequence, int]]) -> Counter[int]:
-        """`blocks_to_come` of each owner, where owners have limits."""
+        """`blocks_to_come` by owner; empty if no owner has limits."""
         taken: Counter[int] = Counter()
-        if self._share.is_limited:
+        if self._memory_limits.is_limited:
             for owner_id in {sequence.request.owner_id for sequence, _ in chosen}:
-                own = [(sequence, n) for sequence, n in chosen if sequence.request.owner_id == owner_id]
-                taken[owner_id] = self.blocks_to_come(own)
+                of_owner = [(sequence, n) for sequence, n in chosen if sequence.request.owner_id == owner_id]
+                taken[owner_id] = self.blocks_to_come(of_owner)
         return taken

@@ -1,4 +1,4 @@
-"""From chosen sequences and the cache's plan to a `Batch`.
+"""Builds a `Batch` from chosen sequences and the cache's plan.
 
 Cost: O(sequences), and a copy of the tokens of prompt chunks.
 """
@@ -20,7 +20,7 @@ def make_batch(
     plan: StepPlan,
     closed_ids: Int64Array,
 ) -> Batch[RequestSequence]:
-    """chosen: each sequence and the number of tokens it computes, in the order of the plan."""
+    """The batch of a step. chosen: each sequence and its number of tokens, in the order of the plan."""
     sequences: list[RequestSequence] = []
     starts: list[int] = []
     logit_rows: list[int] = []
@@ -34,18 +34,18 @@ def make_batch(
         last += n
         if start + n < sequence.num_tokens:
             is_decode = False
-            continue  # a chunk of a prompt that goes on
+            continue  # the prompt has further chunks
         sampled.append(sequence)
         draw_rows.append(len(logit_rows))
         if n > 1:
             is_decode = False
-        if sequence.request.params.n > 1 and (siblings := sequence.unborn_siblings()):
+        if sequence.request.params.n > 1 and (siblings := sequence.unforked_siblings()):
             is_decode = False
             sampled += siblings
             draw_rows += [len(logit_rows)] * len(siblings)
         logit_rows.append(last)
     positions = np.array(starts, np.int64)
-    if last + 1 == len(sequences):  # a token each
+    if last + 1 == len(sequences):  # one token per sequence
         input_ids = np.array([_token_at(sequence, sequence.num_computed) for sequence in sequences], np.int64)
     else:
         first = np.cumsum(num_new_tokens) - num_new_tokens
@@ -73,7 +73,7 @@ def make_batch(
 def next_decodes(
     batch: Batch[RequestSequence], tokens: Int64Array, plan: StepPlan, closed_ids: Int64Array
 ) -> Batch[RequestSequence]:
-    """The batch in which the sequences of a batch of decodes each compute the token that they drew in it."""
+    """The batch after a batch of decodes: each sequence computes the token that it has just drawn."""
     return Batch(
         sequences=batch.sequences,
         sequence_ids=batch.sequence_ids,

@@ -1,26 +1,27 @@
-"""Places between clients: who joins next, and who gives a place back, where requests say which client's they are.
+"""`ClientFairness`: shares the places of the batch between clients: order of admission, and choice for preemption.
 
-A client is a name that a request brings (`RequestOptions.client`); None is one as well. Of one client's requests the
-first that came is the first to join. Between clients of the same priority
+A client is a name that a request brings (`RequestOptions.client`); requests without a name form one client. Requests of
+one client join in order of arrival. Between clients of the same priority
 
-    joins next     one of the client that has the fewest sequences running or loading; of several such, of the one for
-                   which none has joined for longest
-    gives way      while one waits for room, the last sequence of the client that has the most of them: twice as many,
-                   at least, as the one that waits would have then. Never the first of all
-    out of memory  of the least urgent sequences, the last of the client that has the most
+    admission      the next sequence is of the client with the fewest sequences running or loading; among equals, of
+                   the client whose last admission is the longest ago
+    no room        while a sequence waits for room, the last sequence of the client with the most sequences is
+                   preempted, if that client has at least twice as many as the waiting one's client would then have.
+                   The first sequence of all is never preempted
+    out of memory  among the sequences of the lowest priority, the last one of the client with the most is preempted
 
-    in a step      at most `MAX_ROWS` sequences of one client decode: of more by turns, its first in every one. And one
-                   client's requests join until they draw `MAX_JOINS` tokens, one request at least. A step of hundreds
-                   of them would be long for all. So it is while there are several clients, and for `STEPS_BEHIND`
-                   steps behind that: whoever asks for little again and again is not there when a step begins
+    a step         at most `MAX_ROWS` sequences of one client decode: its first in each step, the rest in turn. Requests
+                   of one client join until they draw `MAX_JOINS` tokens, but at least one joins. A step with hundreds
+                   would be long for all clients. Both limits hold while there are several clients and for
+                   `STEPS_BEHIND` steps after that: a client with short requests is often absent when a step begins
 
-So no client keeps another from running, whatever it sends and however long its answers are; alone, it has all there is.
-Twice as many, so that nobody is stopped for an even share.
+So no client keeps another from running, and a client that is alone uses the whole batch. The factor two keeps a client
+with an even share from being preempted.
 
-Not here: what a client may have waiting (a server's `admission`), and memory (`tenant_quotas`).
+Not here: the limit of waiting requests per client (the server's `api_admission`), and memory (`tenant_quotas`).
 
-Cost: nothing to speak of where all requests are of one client; else O(waiting) a step with somebody waiting, and
-O(live) where one has no room.
+Cost: O(1) while all requests are of one client; else O(waiting) per step with a waiting sequence, and
+O(running + loading) if a sequence has no room.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ _MAX_REMEMBERED = 1024
 
 
 class ClientFairness:
-    """Those of the requests that are here. live, in what follows: the sequences that run or load, sorted by key."""
+    """The clients of the queued and running requests. live: the sequences that run or load, sorted by key."""
 
     def __init__(self) -> None:
         self.are_several = False
-        self.step = 0  # the number of the last one; the scheduler sets it
-        self.shared_until = 0  # a step's number, see the module's text
+        self.step = 0  # number of the last step; the scheduler sets it
+        self.shared_until = 0  # number of the step at which the limits of a step end
         self._num_requests: Counter[str | None] = Counter()
-        self._joined: dict[
-            str | None, int
-        ] = {}  # a number that grows, the smallest first; also of some that left
+        # Number of each client's last admission, oldest first; includes some clients that have left.
+        self._joined: dict[str | None, int] = {}
         self._num_joined = 0
 
     def add(self, request: Request) -> None:
@@ -64,19 +64,19 @@ class ClientFairness:
             del self._num_requests[request.client]
             self.are_several = len(self._num_requests) > 1
 
-    def joined(self, request: Request) -> None:
-        """A sequence of it begins to run."""
+    def record_join(self, request: Request) -> None:
+        """Records that a sequence of the request begins to run."""
         self._num_joined += 1
         self._joined.pop(request.client, None)
         self._joined[request.client] = self._num_joined
         if len(self._joined) > _MAX_REMEMBERED:
             del self._joined[next(iter(self._joined))]
 
-    def in_order(
+    def admission_order(
         self, waiting: Sequence[RequestSequence], live: Iterable[RequestSequence]
     ) -> Iterator[RequestSequence]:
-        """Waiting sequences, sorted by key, in the order in which they are to join; who has joined by the time that the
-        next one is asked for is RUNNING."""
+        """Yields the waiting sequences (sorted by key) in the order of admission. The caller sets an admitted sequence
+        to RUNNING before it takes the next one."""
         if not (self.are_several or self.step < self.shared_until):
             yield from waiting
             return
@@ -86,26 +86,26 @@ class ClientFairness:
             queues.setdefault(sequence.request.client, []).append(sequence)
 
         def entry(client: str | None) -> tuple[int, int, int, tuple[int, int, int], str | None]:
-            first = queues[client][-1]  # keys differ: clients are not compared
+            first = queues[client][-1]  # keys differ, so that clients are never compared
             return first.request.priority, counts[client], self._joined.get(client, 0), first.key, client
 
         heap = [entry(client) for client in queues]
         heapq.heapify(heap)
-        joined: Counter[str | None] = Counter()  # tokens that they draw
+        num_drawn: Counter[str | None] = Counter()  # tokens that each client's admitted sequences draw
         while heap:
             client = heap[0][-1]
             sequence = queues[client].pop()
             yield sequence
             counts[client] += 1
             if sequence.state is SequenceStatus.RUNNING:
-                joined[client] += 1 + len(sequence.unborn_siblings())
-            if queues[client] and joined[client] < MAX_JOINS:
+                num_drawn[client] += 1 + len(sequence.unforked_siblings())
+            if queues[client] and num_drawn[client] < MAX_JOINS:
                 heapq.heapreplace(heap, entry(client))
             else:
                 heapq.heappop(heap)
 
-    def of_step(self, decoding: list[RequestSequence]) -> list[RequestSequence]:
-        """Of the sequences that decode, sorted by key, those that step `step` takes, where steps are shared."""
+    def select_decodes(self, decoding: list[RequestSequence]) -> list[RequestSequence]:
+        """The sequences that decode in step `step`, if several clients share it. decoding: all, sorted by key."""
         if len(decoding) <= MAX_ROWS:
             return decoding
         by_client: dict[str | None, list[RequestSequence]] = {}
@@ -113,34 +113,36 @@ class ClientFairness:
             by_client.setdefault(sequence.request.client, []).append(sequence)
         left_out: set[int] = set()
         for sequences in by_client.values():
-            num_others, num_taken = len(sequences) - 1, MAX_ROWS - 1  # beside the first
-            for at in range(num_taken, num_others):
-                left_out.add(id(sequences[1 + (self.step * num_taken + at) % num_others]))
+            num_others, num_taken = len(sequences) - 1, MAX_ROWS - 1  # without the first
+            for offset in range(num_taken, num_others):
+                left_out.add(id(sequences[1 + (self.step * num_taken + offset) % num_others]))
         return [sequence for sequence in decoding if id(sequence) not in left_out]
 
-    def beyond_share(self, wanted: RequestSequence, live: Sequence[RequestSequence]) -> list[RequestSequence]:
-        """The sequences that may give way to one that waits for room, the first to go at the end."""
+    def candidates_over_share(
+        self, waiting: RequestSequence, live: Sequence[RequestSequence]
+    ) -> list[RequestSequence]:
+        """The sequences that may be preempted for a waiting sequence, the first to go last in the list."""
         counts = _counts(live)
         most = max(counts.values(), default=0)
-        if most < 2 * (counts[wanted.request.client] + 1):
+        if most < 2 * (counts[waiting.request.client] + 1):
             return []
         return [
             sequence
             for sequence in live[1:]
             if counts[sequence.request.client] == most
-            and sequence.request.priority >= wanted.request.priority
+            and sequence.request.priority >= waiting.request.priority
         ]
 
-    def may_give_way(
-        self, among: list[RequestSequence], live: Iterable[RequestSequence]
+    def preemption_candidates(
+        self, candidates: list[RequestSequence], live: Iterable[RequestSequence]
     ) -> list[RequestSequence]:
-        """Of those (sorted) of whom the last is to give way, the first and those whose turn it is to."""
-        if not self.are_several or len(among) < 3:
-            return among
+        """The first candidate, and those of the client with the most; the caller preempts the last of them."""
+        if not self.are_several or len(candidates) < 3:
+            return candidates
         counts = _counts(live)
-        last = [s for s in among[1:] if s.request.priority == among[-1].request.priority]
+        last = [s for s in candidates[1:] if s.request.priority == candidates[-1].request.priority]
         most = max(counts[sequence.request.client] for sequence in last)
-        return among[:1] + [sequence for sequence in last if counts[sequence.request.client] == most]
+        return candidates[:1] + [sequence for sequence in last if counts[sequence.request.client] == most]
 
 
 def _counts(live: Iterable[RequestSequence]) -> Counter[str | None]:

@@ -1,14 +1,14 @@
-"""The sequences whose prefix comes from a tier just now: who begins, who has arrived, who is stopped.
+"""`LoadingQueue`: the sequences whose prefix is being loaded from a tier.
 
-Part of the scheduler, which decides who runs. A sequence here has an open cache sequence with its blocks reserved. It
-begins while it waits, whether or not there is a seat for it, but takes no block that one before it in the queue would
-need, nor one that its own tenant's quota or another's floor keeps from it. One that waits for its own tenant's blocks
-delays no other tenant's.
+Part of the scheduler, which decides what runs. A sequence here has an open cache sequence with its blocks reserved. A
+load begins while the sequence waits, even without a free place in the batch. It takes no block that an earlier sequence
+of the queue needs, nor one that its tenant's quota or another tenant's floor forbids. A sequence that waits for its own
+tenant's blocks does not delay other tenants.
 
 Invariants
     Q1  `sequences` is sorted by `RequestSequence.key`; each is LOADING, with an open sequence and a load.
 
-Cost: `start` O(sequences looked at + their prompts) while some waiting one has something in a tier, else nothing.
+Cost: `start` O(examined sequences + their prompts) while a waiting sequence has content in a tier, else nothing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,33 @@ from quire.step import StepPlan
 
 __all__ = ["LoadingQueue"]
 
-_MAX_LOOKED_AT = 64  # waiting sequences that one step looks at
+_MAX_EXAMINED = 64  # waiting sequences that one step examines
 
 
 class LoadingQueue:
-    """See the module's text. on_reserved: called when blocks have been handed out that nothing was written to yet."""
+    """See the module's text. on_reserved: called after blocks are reserved and before they are written."""
 
     def __init__(
-        self, cache: KVCache, loads: TierLoads, share: MemoryLimits, on_reserved: Callable[[], None] | None
+        self,
+        cache: KVCache,
+        loads: TierLoads,
+        memory_limits: MemoryLimits,
+        on_reserved: Callable[[], None] | None,
     ) -> None:
         self._cache = cache
-        self._share = share
+        self._memory_limits = memory_limits
         self._loads = loads
         self._on_reserved = on_reserved
         self.sequences: list[RequestSequence] = []
 
     def search(self, sequence: RequestSequence) -> None:
-        """Begins to look up what the tiers have of a sequence that begins to wait."""
+        """Starts the search of the tiers for the prefix of a sequence that begins to wait."""
         self._loads.search(sequence)
 
     def may_start(self, waiting: list[RequestSequence]) -> bool:
-        """Whether a tier has something of one of those who wait. Notes which searches are done, for the whole step:
-        of one that ends later in it, the sequence would be computed though a tier has it."""
-        searches = [one.search for one in waiting[:_MAX_LOOKED_AT] if one.search is not None]
+        """True if a tier has content of a waiting sequence. Marks the finished searches as seen, for the whole step: a
+        sequence whose search ends later in the step would otherwise be computed although a tier has it."""
+        searches = [sequence.search for sequence in waiting[:_MAX_EXAMINED] if sequence.search is not None]
         for search in searches:
             search.is_seen = search.done
         return any(search.is_seen and search.stored for search in searches)
@@ -62,19 +66,19 @@ class LoadingQueue:
         running: list[RequestSequence],
         promised: int,
         promised_to: Counter[int],
-        most: int,
+        max_loading: int,
         open_sequence: Callable[[RequestSequence, np.ndarray], CacheSequence],
     ) -> None:
-        """Moves waiting sequences here that had better be loaded, at most `most` being here then.
+        """Moves the waiting sequences for which a load pays to this queue, up to `max_loading` in all.
 
-        promised: blocks that are free and not for them: what those who run will need. promised_to: by owner, where
-        owners have limits; changed here.
+        promised: free blocks that running sequences will need. promised_to: the same by owner, if owners have limits;
+        changed here.
         """
         cache = self._cache
-        short: set[int] = set()  # owners of which one waits for blocks: nobody of them overtakes it
+        short: set[int] = set()  # owners with a sequence that waits for blocks: none of theirs overtakes it
         under_way = SharedPrefills(running + self.sequences, cache.block_size)
-        for sequence in waiting[:_MAX_LOOKED_AT]:
-            if promised >= cache.num_free_blocks or len(self.sequences) >= most:
+        for sequence in waiting[:_MAX_EXAMINED]:
+            if promised >= cache.num_free_blocks or len(self.sequences) >= max_loading:
                 return
             if not sequence.is_searched or sequence.waits_for_commit:
                 continue
@@ -83,7 +87,7 @@ class LoadingQueue:
             if owner_id in short:
                 continue
             if search is None or sequence.swapped is not None or not search.stored:
-                if self._share.waits_for(owner_id, alone, promised_to[owner_id]) == "itself":
+                if self._memory_limits.blocking_limit(owner_id, alone, promised_to[owner_id]) == "itself":
                     short.add(owner_id)
                     continue
                 promised += alone
@@ -98,7 +102,7 @@ class LoadingQueue:
                 continue
             stop = self._loads.num_worth_loading(sequence, found)
             if stop == found:
-                sequence.search = None  # better computed
+                sequence.search = None  # computing is faster
                 cache.close(cache_sequence)
                 promised += alone
                 promised_to[owner_id] += alone
@@ -106,7 +110,11 @@ class LoadingQueue:
             is_first = not (running or self.sequences)
             num_blocks = cache.num_blocks_needed([cache_sequence], [stop - found])
             num_blocks += cache.blocks_later(sequence.num_tokens, stop)
-            limit = None if is_first else self._share.waits_for(owner_id, num_blocks, promised_to[owner_id])
+            limit = (
+                None
+                if is_first
+                else self._memory_limits.blocking_limit(owner_id, num_blocks, promised_to[owner_id])
+            )
             if limit is not None:
                 cache.close(cache_sequence)
                 short.add(owner_id)
@@ -122,9 +130,7 @@ class LoadingQueue:
                 continue
             try:
                 self._loads.begin(sequence, cache_sequence, plan, stop)
-            except (
-                CapacityError
-            ):  # the system has no memory behind the blocks now: it is computed, if that finds some
+            except CapacityError:  # the system has no memory for the blocks: the sequence is computed instead
                 cache.close(cache_sequence)
                 sequence.search = None
                 return
@@ -138,21 +144,21 @@ class LoadingQueue:
             promised_to[owner_id] += later
 
     def _reserve(self, cache_sequence: CacheSequence, num_tokens: int) -> StepPlan | None:
-        """The plan for so many tokens; None where there is no room."""
+        """The plan for `num_tokens` tokens; None without room."""
         plan = self._cache.reserve([cache_sequence], [num_tokens])
         if plan is not None and self._on_reserved is not None:
             self._on_reserved()
         return plan
 
-    def land(self, num_seats: int) -> list[RequestSequence]:
-        """Takes out, in order, at most `num_seats` whose load has ended; what has arrived of each is committed."""
+    def pop_loaded(self, num_seats: int) -> list[RequestSequence]:
+        """Removes the first `num_seats` sequences whose load has ended; their loaded tokens are committed."""
         arrived = [s for s in self.sequences if s.load is not None and s.load.done][: max(0, num_seats)]
         for sequence in arrived:
             self.end(sequence)
         return arrived
 
     def end(self, sequence: RequestSequence) -> None:
-        """Takes a sequence out, its load stopped if it has not ended; its sequence stays open."""
+        """Removes a sequence and stops its load if that still runs; the cache sequence stays open."""
         by_tier = self._loads.finish(sequence)
         self.sequences.remove(sequence)
         if sequence.request.started_s is None:

@@ -1,16 +1,15 @@
-"""`phase_of`: the word for what a sequence does, or what it waits for, between two steps. For those who look on; no
-decision follows from it.
+"""`phase_of`: a word for the state of a sequence between two steps. For monitoring; no decision depends on it.
 
-    prefill      its prompt, or what a preemption has left of it, is being computed
-    decode       each step gives it a token
-    paused       its reader has not taken what there is
-    loading      its prefix comes from a tier
-    searching    the tiers are asked what they have of its prefix
-    prefix       another sequence computes the tokens that both begin with
-    quota        its tenant has, or is promised, all the blocks it may have
-    memory       it, or one before it, does not fit into the free blocks
-    seat         as many sequences run as may run at once
-    turn         the step had no room for its tokens, or comes next
+prefill      the step computes its prompt, or its tokens again after a preemption
+decode       each step gives it a token
+paused       its reader has not taken its last outputs
+loading      its prefix is loaded from a tier
+searching    the tiers are searched for its prefix
+prefix       another sequence computes the tokens that both begin with
+quota        its tenant has, or is promised, all blocks of its quota
+memory       it, or a sequence before it, does not fit into the free blocks
+seat         the largest number of sequences runs
+turn         the step had no room for its tokens, or it comes next
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Phase: TypeAlias = Literal[
 def phase_of(
     sequence: RequestSequence, *, short_owners: AbstractSet[int], is_refused: bool, is_full: bool
 ) -> Phase:
-    """Of a sequence that runs, loads or waits. short_owners, is_refused: what the last admission has found. is_full:
-    nobody more may run."""
+    """The phase of a sequence that runs, loads or waits. short_owners, is_refused: results of the last admission.
+    is_full: the largest number of sequences runs."""
     if sequence.request.is_paused:
         return "paused"
     if sequence.state is SequenceStatus.LOADING:

@@ -1,4 +1,4 @@
-"""Prompts as users write them, made into token ids: strings, token lists, chat messages, one or many.
+"""Encodes the prompts of users: strings, token lists, chat messages, one or many.
 
 Cost: the tokenizer's.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from quire.errors import ArgumentError, PromptError
 from quire.sampling.params import SamplingParams
 
-__all__ = ["Prompt", "encode", "paired", "split"]
+__all__ = ["Prompt", "encode", "pair_params", "split"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Prompt:
 
 
 def split(prompts: Any) -> list[Any]:
-    """One prompt or many as a list: a string, a list of integers and a list of messages are one prompt."""
+    """One prompt or many, as a list. A string, a list of integers or a list of messages is one prompt."""
     if isinstance(prompts, (str, np.ndarray)):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -40,65 +40,65 @@ def split(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode(prompt: Any, tokenizer: Any, where: str = "the prompt") -> Prompt:
-    """*raises:* PromptError if it is empty or of another form, or the model has no tokenizer or chat template."""
+def encode(prompt: Any, tokenizer: Any, label: str = "the prompt") -> Prompt:
+    """Encodes one prompt. *raises:* PromptError: empty, of another form, or no tokenizer or chat template for it."""
     if isinstance(prompt, str):
-        _needs(tokenizer, where)
+        _check_tokenizer(tokenizer, label)
         if not prompt:
-            raise PromptError(f"expected text, got an empty string - as {where}")
-        return _not_empty(Prompt(prompt, tokenizer(prompt, verbose=False)["input_ids"]), where)
+            raise PromptError(f"expected text, got an empty string - as {label}")
+        return _check_not_empty(Prompt(prompt, tokenizer(prompt, verbose=False)["input_ids"]), label)
     if isinstance(prompt, np.ndarray) or (
         isinstance(prompt, Sequence) and all(hasattr(token, "__index__") for token in prompt)
     ):
-        return _not_empty(Prompt(None, prompt), where)
+        return _check_not_empty(Prompt(None, prompt), label)
     if isinstance(prompt, Sequence) and all(isinstance(message, dict) for message in prompt):
-        return _chat(list(prompt), tokenizer, where)
+        return _chat(list(prompt), tokenizer, label)
     raise PromptError(
-        f"expected a string, a list of token ids or a list of chat messages, got {_described(prompt)} - as {where}"
+        f"expected a string, a list of token ids or a list of chat messages, got {_description(prompt)} - as {label}"
     )
 
 
-def _chat(messages: list[Any], tokenizer: Any, where: str) -> Prompt:
-    _needs(tokenizer, where)
+def _chat(messages: list[Any], tokenizer: Any, label: str) -> Prompt:
+    _check_tokenizer(tokenizer, label)
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise PromptError(
-                f"expected messages with a role and a content, got {message!r} - as message {index} of {where}"
+                f"expected messages with a role and a content, got {message!r} - as message {index} of {label}"
             )
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
-            f"expected a model with a chat template, this one has none - for {where}; give a string"
+            f"expected a model with a chat template, got one without - for {label}; give a string"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like
-        raise PromptError(f"the model's chat template refuses {where}: {error}") from error
-    return _not_empty(
-        Prompt(text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), where
+    except Exception as error:  # a template may raise any error
+        raise PromptError(f"the model's chat template refuses {label}: {error}") from error
+    return _check_not_empty(
+        Prompt(text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), label
     )
 
 
-def _needs(tokenizer: Any, where: str) -> None:
+def _check_tokenizer(tokenizer: Any, label: str) -> None:
     if tokenizer is None:
-        raise PromptError(f"expected token ids, got text - as {where}; this model has no tokenizer")
+        raise PromptError(f"expected token ids, got text - as {label}; this model has no tokenizer")
 
 
-def _not_empty(prompt: Prompt, where: str) -> Prompt:
+def _check_not_empty(prompt: Prompt, label: str) -> Prompt:
     if len(prompt.token_ids) == 0:
-        raise PromptError(f"expected at least one token, got none - as {where}")
+        raise PromptError(f"expected at least one token, got none - as {label}")
     return prompt
 
 
-def _described(prompt: Any) -> str:
+def _description(prompt: Any) -> str:
     if isinstance(prompt, Sequence):
         return f"a {type(prompt).__name__} of {sorted({type(part).__name__ for part in prompt})}"
     return type(prompt).__name__
 
 
-def paired(prompts: Any, params: Any, tokenizer: Any) -> list[tuple[Prompt, SamplingParams]]:
-    """Each of one or many prompts with its parameters: those given for all, or one for each, or the defaults.
+def pair_params(prompts: Any, params: Any, tokenizer: Any) -> list[tuple[Prompt, SamplingParams]]:
+    """Pairs each prompt with its parameters: one object for all, a list with one for each, or the defaults.
 
-    *raises:* PromptError, and ArgumentError where the numbers differ.
+    *raises:* PromptError; ArgumentError if the numbers differ.
     """
     parts = split(prompts)
     many = len(parts) > 1

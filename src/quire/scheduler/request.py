@@ -1,15 +1,15 @@
-"""A request, its sequences and what comes out of it. Data only: nothing here decides or computes.
+"""A request, its sequences and its outputs. Data only: nothing here decides or computes.
 
-A *request* is one prompt and its parameters; a *sequence* is one of its `n` continuations and what the
-scheduler moves. The first sequence computes the prompt; the others are forked from it when it is done.
+A *request* is one prompt and its parameters; a *sequence* is one of its `n` continuations, the unit that the scheduler
+moves. The first sequence computes the prompt; the others are forked from it after that.
 
     State of a sequence          edge: function
-    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
-    WAITING -> LOADING         Scheduler.schedule has its prefix loaded from a tier
-    LOADING -> RUNNING         Scheduler.schedule, once the load has ended and there is a seat
+    WAITING -> RUNNING           Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
+    WAITING -> LOADING           Scheduler.schedule begins to load its prefix from a tier
+    LOADING -> RUNNING           Scheduler.schedule, after the load has ended, if there is a seat
     RUNNING, LOADING -> WAITING  Scheduler preempts it (its sequence is closed, its content stays findable)
-    UNBORN  -> RUNNING|WAITING Scheduler.update forks it from the first sequence
-    any     -> FINISHED        stop token, stop string, length, abort, error
+    UNFORKED -> RUNNING|WAITING  Scheduler.update forks it from the first sequence
+    any -> FINISHED              stop token, stop string, length, abort, error
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "S
 
 
 class SequenceStatus(enum.Enum):
-    UNBORN = "unborn"
+    UNFORKED = "unforked"
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
@@ -50,9 +50,9 @@ class SequenceStatus(enum.Enum):
 class RequestSequence:
     """One continuation of a request's prompt.
 
-    sequence: the open cache sequence, None unless RUNNING or LOADING. num_computed: its tokens whose KV is computed
-    (mirrors `cache_sequence.num_computed_tokens` while RUNNING, without the call). swapped out: its bytes while it
-    waits after a preemption, where they were kept. search: how far the tiers have it; load: what is being loaded of it.
+    cache_sequence: open, None unless RUNNING or LOADING. num_computed: tokens whose KV is computed (equals
+    `cache_sequence.num_computed_tokens` while RUNNING, without the call). swapped: its bytes while it waits after a
+    preemption, if they were swapped out. search: the search of the tiers for its prefix; load: its running load.
     """
 
     __slots__ = (
@@ -84,20 +84,23 @@ class RequestSequence:
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
-        self.last_token = int(request.prompt_token_ids[-1])  # the newest known one
-        self.state = SequenceStatus.UNBORN
-        self.key: tuple[int, int, int] = (request.priority, request.arrival, index)  # smaller is served first
+        self.last_token = int(request.prompt_token_ids[-1])  # the newest known token
+        self.state = SequenceStatus.UNFORKED
+        self.key: tuple[int, int, int] = (
+            request.priority,
+            request.arrival,
+            index,
+        )  # the smallest is served first
         self.output_ids: list[int] = []
-        self.num_tokens = len(request.prompt_token_ids)  # known ones: prompt and output
+        self.num_tokens = len(request.prompt_token_ids)  # known tokens: prompt and output
         self.num_computed = 0
         self.cache_sequence: CacheSequence = None  # type: ignore[assignment]  # while RUNNING or LOADING; else None
-        self.is_withdrawn = False  # content that it had computed was dropped: nobody finds what it computes
+        self.is_withdrawn = False  # its computed content was dropped: further content of it is not findable
         self.swapped: Swapped | None = None
         self.search: Search | None = None
         self.load: TierLoad | None = None
-        self.waits_for: tuple[RequestSequence, int] | None = (
-            None  # one that runs or loads, and the position it has to reach
-        )
+        # A running or loading sequence, and the position that it has to reach first.
+        self.waits_for: tuple[RequestSequence, int] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
@@ -105,10 +108,8 @@ class RequestSequence:
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
         self.matcher: Matcher | None = None
-        self.num_shown = 0  # output tokens that an output of deltas has carried
-        self.token_s: float | None = (
-            None  # when its newest token came; None before the first, and once paused
-        )
+        self.num_shown = 0  # output tokens that earlier outputs of deltas contained
+        self.token_s: float | None = None  # time of its newest token; None before the first and after a pause
 
     @property
     def finished(self) -> bool:
@@ -116,18 +117,18 @@ class RequestSequence:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether it has lost its place, and waits for one."""
+        """True if it was preempted and waits for a place."""
         is_out = self.state in (SequenceStatus.WAITING, SequenceStatus.LOADING)
         return is_out and self.request.num_preemptions > 0 and (self.index == 0 or len(self.output_ids) > 1)
 
     @property
     def is_searched(self) -> bool:
-        """Whether the step at hand knows what the tiers have of it, or nobody asked."""
+        """True if this step knows the result of the search of the tiers, or there is no search."""
         return self.search is None or self.search.is_seen
 
     @property
     def waits_for_commit(self) -> bool:
-        """Whether what it waits for is still on its way."""
+        """True if another sequence has yet to commit the tokens that it waits for."""
         if self.waits_for is None:
             return False
         other, position = self.waits_for
@@ -135,12 +136,12 @@ class RequestSequence:
             other.state in (SequenceStatus.RUNNING, SequenceStatus.LOADING) and other.num_computed < position
         )
 
-    def unborn_siblings(self) -> list[RequestSequence]:
-        """The sequences that draw their first token from this one's logits: those not forked from it yet."""
+    def unforked_siblings(self) -> list[RequestSequence]:
+        """The request's sequences not forked yet, which draw their first token from this sequence's logits."""
         if self.index or self.output_ids or len(self.request.sequences) == 1:
             return []
         return [
-            sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNBORN
+            sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNFORKED
         ]
 
     def token_ids(self) -> np.ndarray:
@@ -152,7 +153,7 @@ class RequestSequence:
 
 
 class Request:
-    """One prompt and its parameters, with its sequences and times (of the engine's clock, seconds).
+    """One prompt and its parameters, with its sequences and times (seconds of the engine's clock).
 
     params, max_tokens, key: resolved; options: as the caller gave them.
     """
@@ -175,10 +176,10 @@ class Request:
         options: RequestOptions | None = None,
         key: ResolvedKey | None = None,
     ) -> None:
-        """stop_ids: tokens that end a sequence; end_ids: those of them that the model has for that.
+        """stop_ids: tokens that end a sequence; end_ids: the model's end tokens among them.
 
-        mask: what it forbids. rules: what the model's generation config does to its tokens. *raises:* ArgumentError for
-        a cache priority that is none.
+        mask: forbidden tokens. rules: the rules of the model's generation config. *raises:* ArgumentError: an unknown
+        cache priority.
         """
         self.options = options = options or RequestOptions(params)
         self.key = key = key or NOBODYS
@@ -196,17 +197,17 @@ class Request:
         self.prompt = prompt
         self.stream = options.stream
         self.deltas = options.deltas
-        # What most steps ask of every sequence, decided once.
+        # Values that most steps read of every sequence, computed once.
         self.is_plain = params.is_plain_greedy and params.logprobs is None and rules is None
-        self.owner_id = key.owner_id  # whose memory it takes, and how its content is kept: see `Cache.open`
+        self.owner_id = key.owner_id  # of its memory, see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
         self.client = options.client
         self.sequences = [RequestSequence(self, index) for index in range(params.n)]
         self.num_cached_tokens = 0
-        self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave
+        self.num_tier_tokens: dict[str, int] = {}  # cached tokens that were loaded, by tier
         self.num_preemptions = 0
-        self.is_paused = False  # no step takes it: `Scheduler.pause`
+        self.is_paused = False  # takes part in no step, see `Scheduler.pause`
         self.arrival_s = arrival_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None
@@ -214,11 +215,11 @@ class Request:
 
     @cached_property
     def prompt_list(self) -> list[int]:
-        """The prompt as its outputs show it."""
+        """The prompt as a list, for outputs."""
         return self.prompt_token_ids.tolist()
 
     def hit_tokens(self) -> dict[str, int]:
-        """`num_cached_tokens` by where they were, memory or a tier; stays as it is once the request has begun."""
+        """`num_cached_tokens` by their place, memory or a tier; constant after the request has begun."""
         if self.started_s is None:
             return {}
         in_memory = self.num_cached_tokens - sum(self.num_tier_tokens.values())
@@ -231,7 +232,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the request arrived; None where it has not come to that."""
+    """Seconds since the request arrived; None before the event."""
 
     queued_s: float | None = None
     time_to_first_token_s: float | None = None
@@ -243,9 +244,9 @@ class CompletionOutput:
     """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
 
     stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for an end token of the model.
-    new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
-    the chosen token first, then the likeliest. Of a request for deltas, `token_ids` and `logprobs` are those that came
-    since the output before, and `text` is `new_text`.
+    new_text: the text that this output adds to the previous output (streaming). logprobs: one dict per token, the
+    chosen token first, then the likeliest. For a request with deltas, `token_ids` and `logprobs` contain only entries
+    since the previous output, and `text` is `new_text`.
     """
 
     index: int
@@ -260,9 +261,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request has produced so far; `finished` once nothing more will come.
+    """The output of a request so far; `finished` marks its last output.
 
-    num_cached_tokens: of its prompt, not computed: found in memory, or in a tier, which `num_tier_tokens` names.
+    num_cached_tokens: tokens of the prompt found in memory or in a tier and not computed; num_tier_tokens: those
+    loaded, by tier.
     """
 
     request_id: str
@@ -276,5 +278,5 @@ class RequestOutput:
 
     @property
     def error(self) -> BaseException | None:
-        """The first error among the continuations, None if all is well."""
+        """The first error among the continuations; None without one."""
         return next((output.error for output in self.outputs if output.error is not None), None)

@@ -1,6 +1,6 @@
-"""`RequestOptions`: all that a request brings beside its prompt. Data only.
+"""`RequestOptions`: the options of a request in addition to its prompt. Data only.
 
-`RequestValidator` checks it, once, in the engine's thread.
+`RequestValidator` checks them once, in the engine's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CACHE_PRIORITIES: Mapping[str, int] = {"keep": KEEP, "normal": NORMAL, "discard"
 
 
 class RequestKeywords(PrefixKeywords, total=False):
-    """What the calls that generate take beside prompt and parameters: see `RequestOptions` and `PrefixKey`."""
+    """Keywords of `generate` and similar calls after prompt and parameters; see `RequestOptions` and `PrefixKey`."""
 
     priority: int
     cache_priority: CachePriority
@@ -29,11 +29,11 @@ class RequestKeywords(PrefixKeywords, total=False):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """key: whose cached content it finds. priority: smaller is served first; the tenant's is added.
+    """key: selects the cached content that it finds. priority: the smallest is served first; the tenant's is added.
 
-    cache_priority: how its content is kept once it has ended: "keep" goes last, "discard" first. stream: an output
-    for each step instead of one at the end; deltas: each with what is new only. request_id: made up if not given.
-    client: whose it is among those that share the engine: places are shared between clients, see `ClientFairness`.
+    cache_priority: eviction order of its content after its end: "discard" first, "keep" last. stream: an output for
+    each step instead of one at the end; deltas: each output contains only new tokens and text. request_id: generated
+    if None. client: name of the client; clients share the places of the batch, see `ClientFairness`.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -57,13 +57,13 @@ class RequestOptions:
         request_id: str | None = None,
         **key: Unpack[PrefixKeywords],
     ) -> RequestOptions:
-        """From the keywords of a call. params: None for the defaults. *raises:* TypeError for unknown keywords."""
+        """Options from a call's keywords. params: None for the defaults. *raises:* TypeError: unknown keywords."""
         params = SamplingParams() if params is None else params
         return cls(params, PrefixKey.of(**key), priority, cache_priority, stream, deltas, request_id)
 
 
 def cache_priority_number(cache_priority: Any) -> int:
-    """As the cache has it. *raises:* ArgumentError."""
+    """The cache's number of a cache priority. *raises:* ArgumentError: unknown."""
     if cache_priority not in CACHE_PRIORITIES:
         raise ArgumentError(f"expected keep, normal or discard, got {cache_priority!r} - in `cache_priority`")
     return CACHE_PRIORITIES[cache_priority]

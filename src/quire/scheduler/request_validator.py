@@ -1,9 +1,9 @@
-"""`RequestValidator`: from a prompt and its parameters to a request that can be served, or to the reason why not.
+"""`RequestValidator`: makes a request that can be served from a prompt and its parameters, or raises the reason.
 
-What a request must be like (ids of the vocabulary, a length that ends, parameters of this model, room in the cache) is
-decided here and nowhere else; nothing is queued here. Not thread-safe but for `has_grammar` and `compile_grammar`.
+The only place that checks requests (ids of the vocabulary, a finite length, parameters of this model, room in the
+cache); it queues nothing. Not thread-safe, except `has_grammar` and `compile_grammar`.
 
-Cost: O(prompt), and a grammar the first time it is asked for.
+Cost: O(prompt), plus the compilation of a grammar at its first use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_ID = 2**31 - 1
 
 
 class RequestValidator:
-    """Requests for one model over one cache: arguments as in `Engine`. eos_token_ids: what ends every request."""
+    """Requests for one model over one cache: arguments as in `Engine`. eos_token_ids: tokens that end every request."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RequestValidator:
         sampling_defaults: Mapping[str, Any] | None,
         seed: int,
         clock: Callable[[], float],
-        share: MemoryLimits,
+        memory_limits: MemoryLimits,
         tenants: Tenants,
         pins: Pins,
     ) -> None:
@@ -64,10 +64,10 @@ class RequestValidator:
             raise ConfigError(
                 f"{error} of the model's generation config; correct it, or start with generation_config='none'"
             ) from error
-        self.default_max_tokens = _DEFAULT_MAX_TOKENS  # where neither a request nor the model says
+        self.default_max_tokens = _DEFAULT_MAX_TOKENS  # if neither the request nor the model sets it
         self._seed = seed
         self._clock = clock
-        self._share = share
+        self._memory_limits = memory_limits
         self._tenants = tenants
         self._pins = pins
         self._num_arrivals = 0
@@ -81,15 +81,15 @@ class RequestValidator:
         number: int = 0,
         rules: RequestRules | None = None,
     ) -> Request:
-        """The request that this would be, not queued; `arrived` counts those that are. Changes nothing else.
+        """Makes a request without queueing it (`count_arrivals` counts queued ones). Changes nothing else.
 
-        key: where its content lives, if that is known already. number: of requests made since that are to be queued
-        before it. rules: the model's, where they are those of another request that it goes on with.
+        key: place of its content, if known. number: requests made but not counted that are queued before it. rules:
+        the model's rules, if it continues another request.
         *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
         """
         tokens = self.check_tokens(prompt.token_ids)
         key = key or self._tenants.resolve(options.key, tokens)
-        params = self._resolved(options.params)
+        params = self._resolve_params(options.params)
         max_tokens = self._max_tokens(params, tokens, key)
         arrival = self._num_arrivals + number
         seed = params.seed
@@ -129,12 +129,12 @@ class RequestValidator:
             sequence.matcher = self._grammars.matcher(params)
         return request
 
-    def arrived(self, num_requests: int) -> None:
-        """So many that `request` has made are queued: the next ones come behind them."""
+    def count_arrivals(self, num_requests: int) -> None:
+        """Records that `num_requests` requests made by `request` are queued; later requests arrive after them."""
         self._num_arrivals += num_requests
 
-    def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """With the model's defaults, its grammar built."""
+    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the model's defaults; compiles their grammar. *raises:* ArgumentError."""
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
@@ -147,13 +147,13 @@ class RequestValidator:
                 )
         if params.stop and self._tokenizer is None:
             raise ArgumentError(
-                "expected a model with a tokenizer, got none - for `stop`; use stop_token_ids"
+                "expected a model with a tokenizer, got one without - for `stop`; use stop_token_ids"
             )
         self._grammars.compile(params)
         return params
 
     def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
-        """The tokens to generate at most. *raises:* CapacityError, PromptTooLongError: it would never fit."""
+        """The most tokens to generate. *raises:* CapacityError, PromptTooLongError: it would never fit."""
         room, min_tokens = self.max_model_len - len(tokens), params.min_tokens or 0
         if min_tokens > room:
             raise PromptTooLongError(
@@ -161,19 +161,19 @@ class RequestValidator:
                 f"{len(tokens) + min_tokens} tokens ({len(tokens)} in the prompt, {min_tokens} or more "
                 "in the answer) - in `min_tokens`; lower it or shorten the prompt"
             )
-        if params.max_tokens is None and (longest := self._rules.max_length) is not None:
-            if len(tokens) >= longest:
+        if params.max_tokens is None and (max_length := self._rules.max_length) is not None:
+            if len(tokens) >= max_length:
                 raise PromptTooLongError(
-                    f"expected a prompt of less than {longest} tokens, max_length of the model's generation config, "
-                    f"got {len(tokens)}; shorten it, or say how many tokens to generate - in `max_tokens`"
+                    f"expected a prompt of less than {max_length} tokens, max_length of the model's generation config, "
+                    f"got {len(tokens)}; shorten it, or set the number of tokens to generate - in `max_tokens`"
                 )
-            max_tokens = min(max(longest - len(tokens), min_tokens), room)
+            max_tokens = min(max(max_length - len(tokens), min_tokens), room)
         elif params.max_tokens is None:
-            fits = self._share.max_tokens(key.owner_id) + 1 - len(tokens)
+            fits = self._memory_limits.max_tokens(key.owner_id) + 1 - len(tokens)
             max_tokens = max(1, min_tokens, min(self.default_max_tokens, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
-        self._share.check_fits(
+        self._memory_limits.check_fits(
             key.owner_id,
             len(tokens) + max_tokens - 1,
             self._pins.blocks_shared(tokens, **key.content),
@@ -181,22 +181,22 @@ class RequestValidator:
         )
         return max_tokens
 
-    def check_again(self, requests: Iterable[Request]) -> None:
-        """*raises:* CapacityError where one of these could not end any more, as limits or pins have changed."""
+    def check_queued(self, requests: Iterable[Request]) -> None:
+        """Checks queued requests after a change of limits or pins. *raises:* CapacityError: one no longer fits."""
         for request in requests:
             tokens = request.prompt_token_ids
             num_shared = self._pins.blocks_shared(tokens, **request.key.content)
-            num_tokens = len(tokens) + request.max_tokens - 1  # the last one is never computed
-            self._share.check_fits(
+            num_tokens = len(tokens) + request.max_tokens - 1  # the last token is never computed
+            self._memory_limits.check_fits(
                 request.owner_id, num_tokens, num_shared, f"request {request.request_id!r}"
             )
 
     def has_grammar(self, params: SamplingParams) -> bool:
-        """Whether `compile_grammar` has nothing to build."""
+        """True if `compile_grammar` has nothing to build."""
         return self._grammars.has(params)
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """Builds what `request` would; any thread may. *raises:* ArgumentError: it cannot be used."""
+        """Compiles the grammar that `request` needs; any thread may call it. *raises:* ArgumentError: not usable."""
         self._grammars.compile(params)
 
     def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
@@ -216,10 +216,10 @@ class RequestValidator:
                 f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
             )
         if len(tokens) >= self.max_model_len:
-            # The words that clients of the OpenAI API look for.
+            # Clients of the OpenAI API search for these words.
             raise PromptTooLongError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{len(tokens) + 1} tokens ({len(tokens)} in the prompt, 1 or more in the answer); shorten the prompt "
                 f"to at most {self.max_model_len - 1} or raise max_model_len"
             )
-        return tokens.astype(np.int32)  # a copy: the caller may go on with its own
+        return tokens.astype(np.int32)  # a copy: the caller may change its array

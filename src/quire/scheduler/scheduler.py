@@ -1,31 +1,30 @@
-"""Which tokens of which sequences run in the next step. Pure bookkeeping: no tensors, no text, no model.
+"""`Scheduler`: chooses the sequences and tokens of each step. Bookkeeping only: no tensors, no text, no model.
 
-Continuous batching with chunked prefill under a token budget: running sequences that decode come first, then
-running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival); waiting ones of
-several clients in the order of `clients`. A waiting sequence does not overtake one that was refused for want of memory,
-unless that one's own owner alone is short of it.
+Continuous batching with chunked prefill under a token budget: running sequences that decode come first, then running
+sequences that still compute their prompt, then waiting ones, each in order of (priority, arrival); `client_fairness`
+orders waiting sequences of several clients. A waiting sequence does not overtake one that was refused for lack of
+memory, unless only the refused sequence's owner is short of it.
 
-Out of memory (the cache evicts what is merely cached by itself): the last sequence in that order of those that run or
-load is preempted: its bytes are swapped out or not (`preemption`), its sequence is closed, so that its content stays
-findable, and it waits to be opened again with prompt and output. So it is for a client that waits, where another one
-has more than its share.
+If blocks run out (the cache evicts cached content first), the last running or loading sequence in that order is
+preempted: it is swapped out or not (`quire.offload.swap`), its cache sequence is closed, so that its content stays
+findable, and it waits to be opened again with prompt and output. A sequence is also preempted for a waiting client if
+its own client has more than its share (`client_fairness`).
 
-A waiting sequence whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
-lies in a tier is LOADING meanwhile (`loading`): its blocks are reserved, others overtake it.
+If a running sequence computes the next tokens of a waiting one, the waiting one waits for that commit. A sequence whose
+prefix lies in a tier is LOADING until it is read (`loading_queue`): its blocks are reserved, others overtake it.
 
-A paused request (`pause`) takes no part in a step until `resume`: its reader has not taken what there is. Its sequences
-keep their blocks and places while nobody else wants any, and are the first to be preempted. So whoever is read goes on,
-whatever is not.
+A paused request (`pause`) takes part in no step until `resume`: its reader has not taken its last outputs. Its
+sequences keep their blocks and places until other sequences need them, and are preempted first.
 
 Invariants
-    R1  a sequence has an open sequence exactly while it is RUNNING or LOADING.
-    R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; nobody is in two of them.
-        Who waits is in `held` exactly while its request is paused.
-    R3  progress: the first of those that run or load and are not paused is never preempted, and alone it always fits
+    R1  a sequence has an open cache sequence exactly while it is RUNNING or LOADING.
+    R2  `running`, `loading`, `waiting`, `paused_waiting` are sorted by `RequestSequence.key`; no sequence is in two.
+        A WAITING sequence is in `paused_waiting` exactly while its request is paused.
+    R3  progress: the first running or loading sequence that is not paused is never preempted, and alone it always fits
         (`RequestValidator`); a load ends by itself.
 
-Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
-Cost: `schedule` O(running + sequences looked at + new tokens), `update` O(scheduled).
+The clock is an argument; no decision is random. Not thread-safe: one owner.
+Cost: `schedule` O(running + examined sequences + new tokens), `update` O(scheduled).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from quire.durations import Durations
 from quire.errors import CapacityError
 from quire.offload.swap import Swap
 from quire.offload.tier_load import TierLoads
-from quire.scheduler.admission import MAX_LOOKED_AT, Admission
+from quire.scheduler.admission import MAX_EXAMINED, Admission
 from quire.scheduler.batches import make_batch, next_decodes
 from quire.scheduler.client_fairness import ClientFairness
 from quire.scheduler.loading_queue import LoadingQueue
@@ -55,18 +54,18 @@ from quire.step import Batch, Int64Array
 
 __all__ = ["Scheduler"]
 
-# Seconds between two tokens of a sequence, as `Durations` counts them.
+# Bounds in seconds for the histogram of the time between two tokens of a sequence.
 _TOKEN_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 
 class Scheduler:
-    """Decides the steps of one engine over one cache.
+    """Schedules the steps of one engine over one cache.
 
-    cache: a `quire.Cache` (its own watermark 0: the scheduler keeps one). max_batch_tokens: tokens of a step.
-    max_num_seqs: sequences that run at once. watermark: share of the blocks an admission must leave while others
-    run, so that they do not have to preempt it at once. clock: seconds. swapping: what becomes of preempted sequences;
-    without it they are computed again. loads: of prefixes in the tiers, where there are any. on_reserved: called
-    whenever blocks have been handed out that nothing was written to yet.
+    cache: a `quire.Cache` with watermark 0: the scheduler applies its own. max_batch_tokens: tokens of a step.
+    max_num_seqs: sequences that run at once. watermark: share of the blocks that an admission must leave while others
+    run, so that they need not preempt it at once. clock: seconds. swap: swaps preempted sequences out; without it they
+    are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
+    reserved and before they are written.
     """
 
     def __init__(
@@ -80,66 +79,66 @@ class Scheduler:
         swap: Swap | None = None,
         loads: TierLoads | None = None,
         on_reserved: Callable[[], None] | None = None,
-        share: MemoryLimits | None = None,
+        memory_limits: MemoryLimits | None = None,
     ) -> None:
         self._cache = cache
-        self._share = share or MemoryLimits(cache)
+        self._memory_limits = memory_limits or MemoryLimits(cache)
         self._swap = swap or Swap(cache)
-        self._loading = None if loads is None else LoadingQueue(cache, loads, self._share, on_reserved)
+        self._loading = (
+            None if loads is None else LoadingQueue(cache, loads, self._memory_limits, on_reserved)
+        )
         self._on_reserved = on_reserved
         self._admission = Admission(
-            cache, self._share, self._swap, watermark=watermark, open_sequence=self._open
+            cache, self._memory_limits, self._swap, watermark=watermark, open_sequence=self._open
         )
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self.waiting: list[RequestSequence] = []
-        self.held: list[RequestSequence] = []  # those that wait, of requests that are paused
+        self.paused_waiting: list[RequestSequence] = []  # waiting sequences of paused requests
         self.running: list[RequestSequence] = []
         self._paused: set[str] = set()
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
-        self.token_gaps = Durations(
-            _TOKEN_GAPS
-        )  # between two tokens of a sequence, without pauses of its reader
-        self.failed: list[RequestSequence] = []  # for `take_failed`
+        self.token_gaps = Durations(_TOKEN_GAPS)  # between two tokens of a sequence, without pauses
+        self.failed: list[RequestSequence] = []  # for `pop_failed`
         self._closed: list[int] = []  # cache sequences closed since the last step
-        self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
-        self._refusals = OomBackoff()
-        # The last batch, of decodes that all run on, and the tokens that they drew: see `_steady_decodes`.
+        self._chunk_limit = max_batch_tokens  # lowered while a sequence that runs alone has too little memory
+        self._oom_backoff = OomBackoff()
+        # The last batch and its drawn tokens, if it had only decodes and all continue: see `_steady_decodes`.
         self._decodes: Batch[RequestSequence] | None = None
         self._drawn: Int64Array = np.empty(0, np.int64)
-        self._pairs_of: list[RequestSequence] = []  # of which list of decodes `_pairs` are the pairs
+        self._paired_sequences: list[RequestSequence] = []  # the sequences of `_pairs`, each with 1 token
         self._pairs: list[tuple[RequestSequence, int]] = []
         self._clients = ClientFairness()
 
     # -- requests in and out ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues a request that `RequestValidator.request` made: one that fits alone."""
+        """Queues a request made by `RequestValidator.request`: it fits if it runs alone."""
         self.requests[request.request_id] = request
         self._clients.add(request)
         self._wait(request.sequences[0])
 
     def branch(self, parent: RequestSequence, sequence: RequestSequence) -> bool:
-        """Has a waiting sequence of the parent's very tokens go on over the parent's blocks; whether that can be now.
+        """Lets a waiting sequence with the parent's tokens run over the parent's blocks; False if it has to wait.
 
-        Not while the parent computes its prompt, has no blocks, or nobody more may run: the sequence waits then like
-        any other, and finds what the parent has committed.
+        It has to wait while the parent computes its prompt or has no blocks, or while the largest number of sequences
+        runs; at its admission it finds the content that the parent has committed.
         """
         is_decoding = parent.state is SequenceStatus.RUNNING and parent.num_computed + 1 == parent.num_tokens
         may_run = is_decoding and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             return False
         self.waiting.remove(sequence)
-        self._run_beside(parent, sequence)
-        self._start([(sequence, 0)])
+        self._run_fork(parent, sequence)
+        self._record_start([(sequence, 0)])
         return True
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request wherever it is; its blocks are returned. None if it is not here (any more)."""
+        """Ends a request in any state and returns its blocks. None if the id is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.sequences:
@@ -147,14 +146,14 @@ class Scheduler:
         return request
 
     def pause(self, request_id: str) -> None:
-        """Has a request take no part in steps until `resume`. Unknown ids are ignored."""
+        """Excludes a request from steps until `resume`. Unknown ids are ignored."""
         request = self.requests.get(request_id)
         if request is not None and not request.is_paused:
             self._paused.add(request_id)
             self._set_paused(request, True)
 
     def resume(self, request_id: str) -> None:
-        """Undoes `pause`: a request that has lost its place meanwhile waits for one. Unknown ids are ignored."""
+        """Undoes `pause`; a request that was preempted meanwhile waits for a place. Unknown ids are ignored."""
         request = self.requests.get(request_id)
         if request is not None and request.is_paused:
             self._paused.discard(request_id)
@@ -163,7 +162,7 @@ class Scheduler:
     def _set_paused(self, request: Request, is_paused: bool) -> None:
         waiting = [sequence for sequence in request.sequences if sequence.state is SequenceStatus.WAITING]
         for sequence in waiting:
-            self._line(sequence).remove(sequence)
+            self._waiting_list(sequence).remove(sequence)
         request.is_paused = is_paused
         for sequence in request.sequences:
             sequence.token_s = None
@@ -171,7 +170,7 @@ class Scheduler:
             self._wait(sequence)
 
     def finish(self, sequence: RequestSequence, reason: str, error: BaseException | None = None) -> None:
-        """Ends one sequence and returns its blocks. Nothing happens if it has ended already."""
+        """Ends one sequence and returns its blocks. Without effect if it has ended already."""
         state = sequence.state
         if state is SequenceStatus.FINISHED:
             return
@@ -179,11 +178,11 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.error = error or sequence.error
         if state is SequenceStatus.WAITING:
-            self._line(sequence).remove(sequence)
+            self._waiting_list(sequence).remove(sequence)
         elif state is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._close(sequence)
-            self._refusals.ended()
+            self._oom_backoff.record_end()
         elif state is SequenceStatus.LOADING:
             self._stop_loading(sequence)
         sequence.search = None
@@ -196,36 +195,38 @@ class Scheduler:
                 self._clients.remove(request)
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
-        """`Cache.drop`. Sequences that were preempted before go on as those that run: nobody finds such content of
-        them.
+        """`Cache.drop`. Preempted sequences with this content continue like running ones: their content of it is no
+        longer findable.
 
         *raises:* ArgumentError: some of it is pinned; nothing has changed.
         """
         dropped = self._cache.drop(tokens, **key.content)
-        for sequence in (*self.waiting, *self.held):
+        for sequence in (*self.waiting, *self.paused_waiting):
             request = sequence.request
             if request.started_s is None or request.key.namespace != key.namespace:
                 continue
             known = sequence.token_ids()
             if len(known) >= len(tokens) and np.array_equal(known[: len(tokens)], tokens):
-                own, theirs = request.key.extra_keys or {}, key.extra_keys or {}
+                own_keys, dropped_keys = request.key.extra_keys or {}, key.extra_keys or {}
                 sequence.is_withdrawn |= all(
-                    own.get(at) == theirs.get(at) for at in {*own, *theirs} if at < len(tokens)
+                    own_keys.get(at) == dropped_keys.get(at)
+                    for at in {*own_keys, *dropped_keys}
+                    if at < len(tokens)
                 )
         return dropped
 
-    def take_failed(self) -> list[RequestSequence]:
-        """Sequences that `schedule` itself has ended, there being no room for them even alone."""
+    def pop_failed(self) -> list[RequestSequence]:
+        """Removes and returns the sequences that `schedule` ended because they do not fit even alone."""
         failed, self.failed = self.failed, []
         return failed
 
     @property
     def loading(self) -> list[RequestSequence]:
-        """The sequences whose prefix comes from a tier just now."""
+        """The sequences whose prefix is being loaded from a tier."""
         return [] if self._loading is None else self._loading.sequences
 
     def phase_of(self, sequence: RequestSequence) -> Phase:
-        """What a sequence that is here does, or waits for."""
+        """The phase of a sequence of this scheduler."""
         return phase_of(
             sequence,
             short_owners=self._admission.short_owners,
@@ -239,10 +240,8 @@ class Scheduler:
 
     @property
     def waits_for_tiers(self) -> bool:
-        """Whether a load or a search is under way that a step could follow from."""
-        return bool(self.loading) or any(
-            not sequence.is_searched for sequence in self.waiting[:MAX_LOOKED_AT]
-        )
+        """True if a load or a search is running whose end may make a step possible."""
+        return bool(self.loading) or any(not sequence.is_searched for sequence in self.waiting[:MAX_EXAMINED])
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -250,10 +249,10 @@ class Scheduler:
         """The next step, its memory reserved; None if there is nothing to run."""
         self._chunk_limit = self.max_batch_tokens
         if self._loading is not None:
-            for sequence in self._loading.land(self.max_num_seqs - len(self.running)):
+            for sequence in self._loading.pop_loaded(self.max_num_seqs - len(self.running)):
                 sequence.state = SequenceStatus.RUNNING
                 insort(self.running, sequence, key=_key)
-                self._start([(sequence, 0)])
+                self._record_start([(sequence, 0)])
             if self._loading.may_start(self.waiting):
                 running = [(sequence, 1) for sequence in self.running]
                 promised = self._admission.margin + self._admission.blocks_to_come(running)
@@ -270,15 +269,15 @@ class Scheduler:
                 admitted = self._admit(chosen, budget)
             elif may_admit:
                 self._admission.refused, self._admission.short_owners = None, set()
-            if may_admit and self._paused and (paused := self._in_the_way(chosen, admitted)):
-                self._start(admitted)
+            if may_admit and self._paused and (paused := self._paused_to_preempt(chosen, admitted)):
+                self._record_start(admitted)
                 for sequence in paused:
                     self._preempt(sequence)
                 continue
             if may_admit and self._admission.refused is not None:
-                last = self._beyond_share(self._admission.refused, admitted)
+                last = self._sequence_over_share(self._admission.refused, admitted)
                 if last is not None:
-                    self._start(admitted)
+                    self._record_start(admitted)
                     self._preempt(last)
                     continue
             if admitted:
@@ -295,7 +294,7 @@ class Scheduler:
                     if self._on_reserved is not None:
                         self._on_reserved()
                     if admitted:
-                        self._start(admitted)
+                        self._record_start(admitted)
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
                     closed, self._closed = np.array(self._closed, np.int64), []
@@ -304,27 +303,27 @@ class Scheduler:
                     return make_batch(chosen, ids, num_new, plan, closed)
                 if not admitted or len(chosen) == 1:
                     break
-                self._unadmit(admitted.pop()[0])
+                self._return_to_waiting(admitted.pop()[0])
                 chosen.pop()
-            # Who joined and is left runs from now on, though this attempt came to nothing.
-            self._start(admitted)
+            # The remaining admitted sequences run from now on, although this attempt failed.
+            self._record_start(admitted)
             if not self._make_room(chosen):
                 return None
             may_admit = not self.running
         return None
 
     def update(self, step: Batch[RequestSequence], tokens: Sequence[int] | np.ndarray) -> None:
-        """Takes in a step that has been computed, with the token each of `step.sampled` drew.
+        """Applies a computed step, with the token that each of `step.sampled` drew.
 
-        Commits what was computed, forks the sequences of new requests, appends the tokens and ends what is at
-        its end. A sequence with `error` set ends with it.
+        Commits the computed tokens, forks the sequences of new requests, appends the drawn tokens and ends sequences at
+        their stop token or length. A sequence with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
-        if self._refusals.steps_to_wait or self._refusals.alone is not None:
-            self._refusals.computed()
+        if self._oom_backoff.steps_to_wait or self._oom_backoff.alone is not None:
+            self._oom_backoff.record_computed()
         self._decodes = None
         drawn = np.asarray(tokens, np.int64)
-        # Nothing but decodes, as it mostly is: one call for all of them. What ended since the step began was closed.
+        # One call for a batch of decodes (the usual case), unless a sequence has ended since the step began.
         together = step.is_decode and (
             not self._closed or all(s.state is SequenceStatus.RUNNING for s in step.sequences)
         )
@@ -336,10 +335,11 @@ class Scheduler:
                     sequence.num_computed += n
                     cache.commit(sequence.cache_sequence, sequence.num_computed)
             for sequence in step.sampled:
-                if sequence.state is SequenceStatus.UNBORN:
+                if sequence.state is SequenceStatus.UNFORKED:
                     self._fork(sequence)
         num_ended = 0
-        since, count = None, 0  # when the token before came, and of how many in a row: mostly all at once
+        # Time of the previous token, and the number of consecutive sequences that share it.
+        since, count = None, 0
         for sequence, token in zip(step.sampled, drawn.tolist(), strict=True):
             if together:
                 sequence.num_computed += 1
@@ -376,33 +376,34 @@ class Scheduler:
             self._decodes, self._drawn = step, drawn
 
     def refuse(self, step: Batch[RequestSequence], error: BaseException | None) -> list[RequestSequence]:
-        """Takes back a step that the storage had no memory for, as if there had been too few blocks; who ends with it.
+        """Undoes a step that the storage had no memory for, as if blocks had run out; returns the sequences that end.
 
-        Who was to be copied waits again, or else the last that runs; one that is alone is tried once more, then ends.
+        The sequences with copies in the step wait again; without any, the last running one does. A sequence that runs
+        alone is tried once more, then it ends.
         """
         self.num_steps -= 1
         self.num_computed_tokens -= int(step.num_new_tokens.sum())
         alone = self.running[0] if len(self.running) == 1 else None
         ended: list[RequestSequence] = []
-        if alone is not None and alone is self._refusals.alone:
-            ended = [alone, *alone.unborn_siblings()]
+        if alone is not None and alone is self._oom_backoff.alone:
+            ended = [alone, *alone.unforked_siblings()]
             for sequence in ended:
                 self.finish(sequence, "error", error)
             alone = None
         copying = [sequence for sequence in step.copying if sequence.state is SequenceStatus.RUNNING]
         for sequence in copying:
-            self._unadmit(sequence)
+            self._return_to_waiting(sequence)
         if not copying and len(self.running) > 1:
             self._preempt_last()
-        self._refusals.refused(alone)
+        self._oom_backoff.record_refusal(alone)
         return ended
 
     # -- choosing --------------------------------------------------------------------------------------
 
     def _steady_decodes(self) -> Batch[RequestSequence] | None:
-        """The batch before, where all that it computed run on and nothing else does: what it has of them still holds.
+        """The previous batch, if it had only decodes and exactly its sequences continue: its arrays are reused.
 
-        It is forgotten when one of them ends or is closed (`_close`), so all that is to be seen is that none joined.
+        `_close` forgets it when a sequence ends or is closed, so that only new sequences have to be detected here.
         """
         decodes, clients = self._decodes, self._clients
         clients.step = self.num_steps
@@ -415,11 +416,11 @@ class Scheduler:
     def _continue_running(
         self, steady: Batch[RequestSequence] | None
     ) -> tuple[list[tuple[RequestSequence, int]], int]:
-        """What the running sequences compute, decodes first, and the token budget that is left."""
+        """The step's running sequences with their numbers of tokens, decodes first; and the remaining token budget."""
         budget = self.max_batch_tokens
         if steady is not None:
-            if self._pairs_of is not steady.sequences:
-                self._pairs_of, self._pairs = (
+            if self._paired_sequences is not steady.sequences:
+                self._paired_sequences, self._pairs = (
                     steady.sequences,
                     [(sequence, 1) for sequence in steady.sequences],
                 )
@@ -433,7 +434,7 @@ class Scheduler:
             (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
         clients = self._clients
         if clients.are_several or clients.step < clients.shared_until:
-            decodes = clients.of_step(decodes)
+            decodes = clients.select_decodes(decodes)
         for sequence in decodes[:budget]:
             chosen.append((sequence, 1))
             budget -= 1
@@ -448,13 +449,13 @@ class Scheduler:
     def _admit(
         self, chosen: list[tuple[RequestSequence, int]], budget: int
     ) -> list[tuple[RequestSequence, int]]:
-        """Waiting sequences that join the step, opened and moved to `running`."""
+        """Opens the waiting sequences that join the step, see `Admission.admit`."""
         room = self.max_num_seqs - len(self.running)
-        if self._refusals.steps_to_wait:
+        if self._oom_backoff.steps_to_wait:
             room = 0 if self.running else 1
         return self._admission.admit(
             self.waiting,
-            self._clients.in_order(self.waiting[:MAX_LOOKED_AT], self.running + self.loading),
+            self._clients.admission_order(self.waiting[:MAX_EXAMINED], self.running + self.loading),
             self.running,
             chosen,
             is_first=not (self.running or self.loading),
@@ -463,53 +464,55 @@ class Scheduler:
             chunk_limit=self._chunk_limit,
         )
 
-    def _in_the_way(
+    def _paused_to_preempt(
         self, chosen: list[tuple[RequestSequence, int]], admitted: list[tuple[RequestSequence, int]]
     ) -> list[RequestSequence]:
-        """The paused ones that run, where somebody still waits whom they may keep from a place, a load or memory."""
+        """The paused running sequences, if others wait for a place, a load or memory and the step has room."""
         if not (self.waiting or self.loading):
             return []
         if sum(n for _, n in chosen + admitted) >= self.max_batch_tokens:
-            return []  # there is no room in this step whatever they hold
+            return []  # the step is full anyway
         return self._paused_running()
 
     def _paused_running(self) -> list[RequestSequence]:
-        """Those with blocks and a place whose requests are paused."""
+        """The running sequences of paused requests."""
         if not self._paused:
             return []
         return [sequence for sequence in self.running if sequence.request.is_paused]
 
-    def _beyond_share(
-        self, wanted: RequestSequence, admitted: list[tuple[RequestSequence, int]]
+    def _sequence_over_share(
+        self, refused: RequestSequence, admitted: list[tuple[RequestSequence, int]]
     ) -> RequestSequence | None:
-        """The sequence that gives way to the first that waits for room now, if its client has a claim to some, and
-        enough would come of it."""
-        if not self._clients.are_several or self._refusals.steps_to_wait:
+        """The sequence to preempt for `refused`, by the shares of their clients; None if that would not make enough
+        room."""
+        if not self._clients.are_several or self._oom_backoff.steps_to_wait:
             return None
         new = {id(sequence) for sequence, _ in admitted}
-        live = [sequence for sequence in self._live() if id(sequence) not in new]
-        beyond = self._clients.beyond_share(wanted, live)
+        live = [sequence for sequence in self._running_and_loading() if id(sequence) not in new]
+        candidates = self._clients.candidates_over_share(refused, live)
         cache = self._cache
         room = cache.num_free_blocks - self._admission.margin
-        for sequence in beyond:
+        for sequence in candidates:
             room += cache.num_blocks_for(max(1, sequence.num_computed))
-        return beyond[-1] if beyond and cache.num_blocks_for(wanted.num_tokens) <= room else None
+        return candidates[-1] if candidates and cache.num_blocks_for(refused.num_tokens) <= room else None
 
-    def _live(self) -> list[RequestSequence]:
-        """Those that run or load, sorted."""
+    def _running_and_loading(self) -> list[RequestSequence]:
+        """The running and loading sequences, sorted by key."""
         return sorted(self.running + self.loading, key=_key) if self.loading else self.running
 
     # -- moving sequences --------------------------------------------------------------------------------
 
     def _make_room(self, chosen: list[tuple[RequestSequence, int]]) -> bool:
-        """The running sequences do not fit: preempts one of them, or lets the only one ask for less."""
-        if not chosen:  # nobody runs but who is paused
+        """Preempts one running sequence, or halves the chunk of the only one. False if all running ones are paused."""
+        if not chosen:  # only paused sequences run
             return False
         if paused := self._paused_running():
             self._preempt(paused[-1])
             return True
-        live = self._live()
-        candidates = self._clients.may_give_way(self._share.may_give_way(live, chosen), live)
+        live = self._running_and_loading()
+        candidates = self._clients.preemption_candidates(
+            self._memory_limits.preemption_candidates(live, chosen), live
+        )
         if len(candidates) > 1:
             self._preempt(candidates[-1])
             return True
@@ -524,18 +527,18 @@ class Scheduler:
             f"{self._cache.num_free_blocks} of {self._cache.num_possible_blocks} free, and no other request runs - in "
             f"request {sequence.request.request_id!r} at token {sequence.num_computed}"
         )
-        for ended in (sequence, *sequence.unborn_siblings()):
+        for ended in (sequence, *sequence.unforked_siblings()):
             self.failed.append(ended)
             self.finish(ended, "error", error)
         return True
 
     def preempt_to(self, num_blocks: int) -> None:
         """Preempts running sequences, the last first, until at most `num_blocks` blocks are in use. They are computed
-        again later; one that cannot fit any more ends with a CapacityError when its turn comes."""
+        again later; a sequence that no longer fits ends with a CapacityError at its turn."""
         self.preempt_until(lambda: self._num_used_blocks() <= num_blocks)
 
     def preempt_until(self, fits: Callable[[], bool]) -> None:
-        """Preempts running sequences, the last first, until it fits."""
+        """Preempts running sequences, the last first, until `fits()` is true."""
         while (self.running or self.loading) and not fits():
             self._preempt_last()
 
@@ -544,56 +547,56 @@ class Scheduler:
         return stats["held"] + stats["pinned"] + stats["in_flight"]
 
     def _preempt_last(self) -> None:
-        """Preempts the last of those that run or load."""
+        """Preempts the last running or loading sequence."""
         self._preempt(max(self.running[-1:] + self.loading[-1:], key=_key))
 
     def _preempt(self, sequence: RequestSequence) -> None:
         if sequence.state is SequenceStatus.LOADING:
             sequence.is_withdrawn = self._is_withdrawn(sequence)
             self._stop_loading(sequence)
-            # What has arrived is findable; it is not asked for a second time.
+            # The loaded tokens are findable; no second search.
             self._wait(sequence, search=False)
             return
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
         self._swap.swap_out(sequence)
-        self._unadmit(sequence)
+        self._return_to_waiting(sequence)
 
-    def _start(self, admitted: Iterable[tuple[RequestSequence, int]]) -> None:
-        """Notes when a request began and what it found; what it finds after a preemption is its own work."""
+    def _record_start(self, admitted: Iterable[tuple[RequestSequence, int]]) -> None:
+        """Records a request's start and its hit; after a preemption it would find its own content, which is no hit."""
         for sequence, _ in admitted:
             self._swap.drop(sequence)
             sequence.search = None
             request = sequence.request
-            self._clients.joined(request)
+            self._clients.record_join(request)
             if request.started_s is None:
                 request.started_s = self.clock()
                 request.num_cached_tokens = sequence.num_computed
 
-    def _unadmit(self, sequence: RequestSequence) -> None:
-        """From RUNNING back to WAITING; what it committed stays findable."""
+    def _return_to_waiting(self, sequence: RequestSequence) -> None:
+        """RUNNING to WAITING; its committed content stays findable."""
         self.running.remove(sequence)
         sequence.is_withdrawn = self._is_withdrawn(sequence)
         self._close(sequence)
         self._wait(sequence)
 
     def _is_withdrawn(self, sequence: RequestSequence) -> bool:
-        """Whether content that a sequence with an open sequence has computed was dropped."""
+        """True if computed content of a sequence with an open cache sequence was dropped."""
         return self._cache.prefix_caching and not sequence.cache_sequence.is_findable
 
     def _wait(self, sequence: RequestSequence, *, search: bool = True) -> None:
         sequence.state = SequenceStatus.WAITING
         sequence.num_computed = 0
         sequence.waits_for = None
-        insort(self._line(sequence), sequence, key=_key)
+        insort(self._waiting_list(sequence), sequence, key=_key)
         if sequence.request.is_paused:
-            return  # what the tiers have is asked once it is to go on
+            return  # `resume` starts the search of the tiers
         if self._loading is not None and search and sequence.swapped is None and sequence.search is None:
             self._loading.search(sequence)
 
-    def _line(self, sequence: RequestSequence) -> list[RequestSequence]:
-        """Where it waits, if it does."""
-        return self.held if sequence.request.is_paused else self.waiting
+    def _waiting_list(self, sequence: RequestSequence) -> list[RequestSequence]:
+        """The list in which a WAITING sequence waits."""
+        return self.paused_waiting if sequence.request.is_paused else self.waiting
 
     def _open(self, sequence: RequestSequence, tokens: np.ndarray) -> CacheSequence:
         request = sequence.request
@@ -621,18 +624,18 @@ class Scheduler:
         self._closed.append(cache_sequence.id)
 
     def _fork(self, sequence: RequestSequence) -> None:
-        """A sequence of a request whose prompt its first sequence has just computed."""
+        """Forks a sequence from its request's first one, which has just computed the prompt."""
         parent = sequence.request.sequences[0]
         may_run = parent.state is SequenceStatus.RUNNING and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             if parent.cache_sequence is not None:
                 sequence.is_withdrawn = self._is_withdrawn(parent)
-            self._wait(sequence)  # opened later, over the same prompt's blocks where they are shared
+            self._wait(sequence)  # opened later, over the prompt's blocks if prefixes are shared
             return
-        self._run_beside(parent, sequence)
+        self._run_fork(parent, sequence)
 
-    def _run_beside(self, parent: RequestSequence, sequence: RequestSequence) -> None:
-        """To RUNNING, over the parent's blocks."""
+    def _run_fork(self, parent: RequestSequence, sequence: RequestSequence) -> None:
+        """Sets a sequence to RUNNING over the parent's blocks."""
         sequence.cache_sequence = self._cache.fork(parent.cache_sequence)
         sequence.num_computed = parent.num_computed
         sequence.state = SequenceStatus.RUNNING

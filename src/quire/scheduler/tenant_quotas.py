@@ -1,12 +1,12 @@
-"""Whose memory is short, and who gives way: quotas and floors of owners, pins, as the scheduler needs them.
+"""`MemoryLimits`: quotas and floors of owners, and pins, applied to whole requests.
 
-The cache enforces limits block by block (`quire.cache.manager.owners`); here is what they mean for whole requests.
+The cache enforces limits block by block (`quire.cache.manager.owners`); the scheduler asks here about requests.
 
-    can ever have   the smaller of quota - own pins, and pool - what floors and pins keep from it
-    short           an owner that holds what it can ever have and needs more: one of its own gives way
-    gives way       else the last of those whose owner is above its floor; never the first of all
+    most blocks     the smaller of quota - own pins, and pool - the floors and pins of other owners
+    short           an owner that has its most blocks and needs more: one of its sequences is preempted
+    preempted       otherwise the last sequence whose owner is above its floor; never the first of all
 
-Cost: O(owners) a question.
+Cost: O(owners) per call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Limits", "MemoryLimits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an owner, in blocks; quota -1: none. name: for messages."""
+    """An owner's floor and quota in blocks; quota -1: none. name: for messages."""
 
     name: str
     floor: int = 0
@@ -34,14 +34,14 @@ class Limits:
 
 
 class MemoryLimits:
-    """See the module's text. without limits and pins its questions cost nothing."""
+    """See the module's text. Without limits and pins its calls cost O(1)."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._limits: dict[int, Limits] = {}
 
     def set(self, owner_id: int, limits: Limits | None) -> None:
-        """*raises:* ArgumentError where the cache cannot; nothing was changed."""
+        """Sets an owner's limits; None removes them. *raises:* ArgumentError: not in this cache; nothing changes."""
         if limits is None:
             self._limits.pop(owner_id, None)
             self._cache.set_limits(owner_id)
@@ -55,71 +55,74 @@ class MemoryLimits:
 
     # -- whole requests --------------------------------------------------------------------------------
 
-    def can_ever_have(self, owner_id: int) -> int:
-        """Blocks that one request of the owner could get if no other ran, pins of its own not counted."""
+    def max_blocks(self, owner_id: int) -> int:
+        """Blocks that one request of the owner could get if it ran alone, without the owner's pins."""
         pins = self._cache.pins
         others = set(self._limits) | set(pins.owner_ids)
-        kept = sum(
+        num_reserved = sum(
             max(self._limits[other].floor if other in self._limits else 0, pins.blocks_of(other))
             for other in others
             if other != owner_id
         )
-        own = pins.blocks_of(owner_id)
-        num_blocks = self._cache.num_possible_blocks - kept - own
+        num_pinned = pins.blocks_of(owner_id)
+        num_blocks = self._cache.num_possible_blocks - num_reserved - num_pinned
         limits = self._limits.get(owner_id)
         if limits is not None and limits.quota >= 0:
-            num_blocks = min(num_blocks, limits.quota - own)
+            num_blocks = min(num_blocks, limits.quota - num_pinned)
         return num_blocks
 
     def max_tokens(self, owner_id: int) -> int:
-        """The longest sequence that the owner could ever have, pins not counted; 0 for none."""
+        """Tokens of the longest sequence that fits for the owner, without pins; 0 if none fits."""
         cache = self._cache
         if not self._limits and not len(cache.pins):
             return cache.max_sequence_tokens()
-        return max_tokens_for(cache.spec, max(0, self.can_ever_have(owner_id)), cache.block_size)
+        return max_tokens_for(cache.spec, max(0, self.max_blocks(owner_id)), cache.block_size)
 
-    def check_fits(self, owner_id: int, num_tokens: int, num_shared: int, what: str) -> None:
-        """*raises:* CapacityError unless a sequence of so many tokens could be computed in this owner alone.
+    def check_fits(self, owner_id: int, num_tokens: int, num_shared: int, subject: str) -> None:
+        """*raises:* CapacityError if a sequence of `num_tokens` tokens does not fit, even if it ran alone.
 
-        num_shared: blocks of those it needs that pins hold for it.
+        num_shared: needed blocks that pins hold already. subject: names the sequence in the message.
         """
         cache = self._cache
         needed = cache.num_blocks_for(num_tokens) - num_shared
-        most = self.can_ever_have(owner_id)
-        if needed <= most:
+        most_blocks = self.max_blocks(owner_id)
+        if needed <= most_blocks:
             return
-        block_name, size, own = cache.block_name, cache.block_bytes, cache.pins.blocks_of(owner_id)
+        block_name, size, num_pinned = cache.block_name, cache.block_bytes, cache.pins.blocks_of(owner_id)
         limits = self._limits.get(owner_id)
         owner = f"of tenant {limits.name!r} " if limits is not None else ""
         numbers = f"got one {owner}of {num_tokens} tokens that needs {needed} {block_name}s of "
-        if limits is not None and 0 <= limits.quota < needed + own:
+        if limits is not None and 0 <= limits.quota < needed + num_pinned:
             raise CapacityError(
                 f"expected a request that fits in its tenant's quota, {numbers}{limits.quota} "
-                f"({format_size(limits.quota * size)}, {own} {block_name}s of them pinned) - in {what}; lower "
-                f"max_tokens or shorten the prompt, or raise the quota to {format_size((needed + own) * size)}"
+                f"({format_size(limits.quota * size)}, {num_pinned} {block_name}s of them pinned) - in {subject}; "
+                f"lower max_tokens or shorten the prompt, or raise the quota to "
+                f"{format_size((needed + num_pinned) * size)}"
             )
         possible = cache.num_possible_blocks
-        kept, stats = possible - most, cache.stats()
-        withheld = f", {kept} of which pins and other tenants' floors keep" if kept else ""
+        num_reserved, stats = possible - most_blocks, cache.stats()
+        withheld = f", less {num_reserved} for pins and other tenants' floors" if num_reserved else ""
         raise CapacityError(
             f"expected a request that fits in the KV cache, {numbers}{possible}{withheld} (free "
-            f"{stats['free']}, cached {stats['cached']}, held {stats['held']}) - in {what}; lower max_tokens or "
+            f"{stats['free']}, cached {stats['cached']}, held {stats['held']}) - in {subject}; lower max_tokens or "
             f"shorten the prompt to at most {self.max_tokens(owner_id)} tokens in all, or raise kv_memory by a factor "
-            f"of {(needed + kept) / possible:.2f}"
+            f"of {(needed + num_reserved) / possible:.2f}"
         )
 
     # -- a step ----------------------------------------------------------------------------------------
 
     @property
     def is_limited(self) -> bool:
-        """Whether some owner has a name here."""
+        """True if an owner has limits."""
         return bool(self._limits)
 
-    def waits_for(self, owner_id: int, num_blocks: int, num_taken: int) -> Literal["itself", "others"] | None:
-        """Whose blocks an owner has to wait for that wants so many beyond `num_taken`, promised to it already.
+    def blocking_limit(
+        self, owner_id: int, num_blocks: int, num_taken: int
+    ) -> Literal["itself", "others"] | None:
+        """The limit that keeps `num_blocks` more blocks from an owner to which `num_taken` are promised already.
 
-        "itself": it would have more than it can ever have. "others": what is free now is kept for their floors.
-        None: for nobody's; whether the pool has them is another question.
+        "itself": the owner would exceed its most blocks. "others": the free blocks are reserved for other owners'
+        floors. None: no limit; the pool may still lack blocks.
         """
         if not self._limits:
             return None
@@ -128,12 +131,12 @@ class MemoryLimits:
             return "itself"
         return "others" if num_taken + num_blocks > self._cache.num_available_blocks(owner_id) else None
 
-    def may_give_way(
+    def preemption_candidates(
         self, live: list[RequestSequence], chosen: Iterable[tuple[RequestSequence, int]]
     ) -> list[RequestSequence]:
-        """Of those that run or load (sorted), among whom the last is to give way, as `chosen` has no room.
+        """The sequences of `live` (running or loading, sorted) that may be preempted to make room for `chosen`.
 
-        The first of them stays, where there is another one.
+        The caller preempts the last of them; the first stays if there are several.
         """
         if not self._limits:
             return live

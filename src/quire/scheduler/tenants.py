@@ -1,15 +1,16 @@
-"""Tenants: who may find what, and how much of the memory each may have.
+"""`Tenants`: the namespaces of tenants, and their quotas, floors and priorities.
 
-A tenant's namespace is an HMAC of its name under a secret of the server's, so no request can name it; a cache salt that
-a request brings divides it further, and leads nowhere else. What has no tenant is the tenant nobody, without limits.
+A tenant's namespace is an HMAC of its name under a secret of the server, so that no request can name it; a request's
+cache salt divides it further and reaches no other namespace. A request without a tenant has owner 0 and no limits.
 
-A *published* prefix is everybody's: prompts that go on behind one live in the public namespace, with the tenant's own
-key at the first token behind it. Keys set apart everything from their position on and nothing before it: so all share
-the published tokens, and none finds anything of another's behind them. What is published is pinned in nobody's owner;
-it is never missing, so that finding it says nothing about who was here before. A prompt that is a published prefix and
-no more is served in the tenant's own namespace.
+All tenants share a *published* prefix: a prompt that continues one lives in the public namespace, with its tenant's key
+at the first token after the prefix. A key separates all content from its position on and none before it, so tenants
+share the published tokens and never find each other's content after them. Published content is pinned in owner 0; it is
+always there, so that a hit on it tells nothing about earlier requests. A prompt that is exactly a published prefix is
+served in the tenant's own namespace.
 
-Not here: enforcing (`quire.cache.manager.owners`, `tenant_quotas`). Cost: `resolve` O(published prefixes) comparisons.
+Not here: enforcement (`quire.cache.manager.owners`, `tenant_quotas`).
+Cost: `resolve` O(published prefixes) comparisons.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_OWNERS = 4096
 
 @dataclass(frozen=True)
 class Tenant:
-    """quota_bytes: None for none. priority: added to that of its requests; smaller is served first."""
+    """quota_bytes: None without a quota. priority: added to that of its requests; the smallest is served first."""
 
     name: str
     owner_id: int
@@ -47,18 +48,18 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one cache. secret: of the server's, at least 16 bytes; None: another one in each process."""
+    """The tenants of one cache. secret: the server's, at least 16 bytes; None: a random one per process."""
 
-    def __init__(self, cache: KVCache, share: MemoryLimits, secret: bytes | None = None) -> None:
+    def __init__(self, cache: KVCache, memory_limits: MemoryLimits, secret: bytes | None = None) -> None:
         check_secret(secret)
         self._cache = cache
-        self._share = share
+        self._memory_limits = memory_limits
         self._secret = secret or os.urandom(32)
         self._by_name: dict[str, Tenant] = {}
         self._published: list[Pin] = []  # the longest first
         self._owners: dict[bytes, str] = {}  # by namespace
         self._max_owners = _MAX_OWNERS
-        self.public = self._derived(b"public")
+        self.public = self._derive_key(b"public")
         self._owners[self.public] = "(public)"
 
     def __iter__(self) -> Any:
@@ -68,7 +69,7 @@ class Tenants:
         return len(self._by_name)
 
     def __getitem__(self, name: str) -> Tenant:
-        """*raises:* ArgumentError where nobody is called so."""
+        """*raises:* ArgumentError: no tenant has this name."""
         if name not in self._by_name:
             known = ", ".join(sorted(self._by_name)) or "none"
             raise ArgumentError(
@@ -84,12 +85,12 @@ class Tenants:
         floor: str | int | None = None,
         priority: int = 0,
     ) -> Tenant:
-        """*raises:* ArgumentError, with the numbers: limits that cannot be. Nothing was changed."""
+        """Adds a tenant. *raises:* ArgumentError, with the numbers: limits that do not fit; nothing changes."""
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"expected a tenant's name, got {name!r}")
         if name in self._by_name:
             raise ArgumentError(
-                f"expected a new tenant, got {name!r}, which there is; `LLM.tenants.remove` takes it away"
+                f"expected a new tenant, got {name!r}, which exists; `LLM.tenants.remove` removes it"
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ArgumentError(f"expected an integer priority, got {priority!r} - of tenant {name!r}")
@@ -103,7 +104,7 @@ class Tenants:
         owner_id = next(free, None)
         if owner_id is None:
             raise ArgumentError(f"expected at most {MAX_OWNER} tenants, got one more: {name!r}")
-        self._share.set(owner_id, limits)
+        self._memory_limits.set(owner_id, limits)
         tenant = Tenant(name, owner_id, quota_bytes, floor_bytes, priority)
         self._by_name[name] = tenant
         self._owners[self.namespace(name)] = name
@@ -112,21 +113,21 @@ class Tenants:
     def _limits(
         self, name: str, quota: str | int | None, floor: str | int | None
     ) -> tuple[Limits, int | None, int]:
-        """In blocks: a quota's whole ones, a floor's begun ones."""
+        """The limits in blocks (quota rounded down, floor rounded up), and both in bytes."""
         cache, where = self._cache, f"of tenant {name!r}"
         size = cache.block_bytes
         quota_bytes = None if quota is None else _bytes(quota, f"the quota {where}")
         floor_bytes = 0 if floor in (None, 0) else _bytes(floor, f"the floor {where}")  # type: ignore[arg-type]
         if (quota_bytes is not None or floor_bytes) and not cache.can_fork:
             raise ArgumentError(
-                "expected neither quota nor floor in a storage that keeps each sequence in one piece of its own, got "
+                "expected neither quota nor floor in a storage that keeps each sequence in one piece, got "
                 f"{'a quota' if quota_bytes is not None else 'a floor'} {where}; use storage paged or virtual"
             )
-        least = cache.num_blocks_for(1)
-        if quota_bytes is not None and quota_bytes // size < least:
+        min_blocks = cache.num_blocks_for(1)
+        if quota_bytes is not None and quota_bytes // size < min_blocks:
             raise ArgumentError(
-                f"expected a quota of at least {format_size(least * size)} ({least} {cache.block_name}s), got "
-                f"{quota!r} - {where}; with less it could never compute anything"
+                f"expected a quota of at least {format_size(min_blocks * size)} ({min_blocks} {cache.block_name}s), "
+                f"got {quota!r} - {where}; a smaller one has no room for a single token"
             )
         if quota_bytes is not None and quota_bytes < floor_bytes:
             raise ArgumentError(
@@ -134,7 +135,7 @@ class Tenants:
             )
         floor_blocks = -(-floor_bytes // size)
         quota_blocks = -1 if quota_bytes is None else max(quota_bytes // size, floor_blocks)
-        others = self._share.sum_of_floors()
+        others = self._memory_limits.sum_of_floors()
         possible = cache.num_possible_blocks
         room = possible - others - cache.pins.num_blocks
         if floor_blocks > room:
@@ -146,7 +147,7 @@ class Tenants:
         return Limits(name, floor_blocks, quota_blocks), quota_bytes, floor_bytes
 
     def remove(self, name: str) -> int:
-        """Forgets a tenant and what is cached of it; blocks made free. Its requests have ended before."""
+        """Removes a tenant and its cached content; returns the blocks made free. Its requests have ended before."""
         tenant = self[name]
         for pin in self._cache.pins:
             if pin.owner_id == tenant.owner_id:
@@ -155,27 +156,28 @@ class Tenants:
         for namespace in self.namespaces_of(name):
             num_free += self._cache.drop([], namespace=namespace).num_freed
             del self._owners[namespace]
-        self._share.set(tenant.owner_id, None)
+        self._memory_limits.set(tenant.owner_id, None)
         del self._by_name[name]
         return num_free
 
-    # -- where content lives ---------------------------------------------------------------------------
+    # -- places of content ---------------------------------------------------------------------------
 
-    def _derived(self, *parts: bytes) -> bytes:
+    def _derive_key(self, *parts: bytes) -> bytes:
         framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return hmac.digest(self._secret, framed, "sha256")
 
     def namespace(self, name: str, cache_salt: str = "", base: bytes = b"") -> bytes:
-        return self._derived(b"tenant", name.encode(), cache_salt.encode(), base)
+        """The namespace of a tenant's content, for a salt and a request's own namespace."""
+        return self._derive_key(b"tenant", name.encode(), cache_salt.encode(), base)
 
     def namespace_of(self, key: PrefixKey) -> bytes:
-        """The namespace of a request's content; its own where it brings neither tenant nor salt. Any thread may ask."""
+        """The namespace of a request's content; its own without tenant and salt. Any thread may call it."""
         if key.tenant is None and key.cache_salt is None:
             return key.namespace
         return self.namespace(key.tenant or "", key.cache_salt or "", key.namespace)
 
-    def _note_owner(self, namespace: bytes, name: str) -> None:
-        """Salts come without end: those that nothing in memory is of any more are forgotten now and then."""
+    def _record_owner(self, namespace: bytes, name: str) -> None:
+        """Records a namespace's tenant; forgets namespaces without content if there are many (salts are unbounded)."""
         if len(self._owners) >= self._max_owners:
             used = {*self._cache.namespaces(), *(self.namespace(name) for name in self._by_name), self.public}
             self._owners = {known: owner for known, owner in self._owners.items() if known in used}
@@ -183,35 +185,35 @@ class Tenants:
         self._owners[namespace] = name
 
     def owner_tag(self, name: str | None) -> bytes:
-        """What stands for a tenant outside of this process, where its name is not to be read; b"" for none."""
-        return b"" if name is None else self._derived(b"tag", name.encode())[:16]
+        """A digest that stands for a tenant's name outside of this process; b"" without a tenant."""
+        return b"" if name is None else self._derive_key(b"tag", name.encode())[:16]
 
     def owner_of(self, namespace: bytes) -> str:
-        """Whose a namespace is; "" if nobody's."""
+        """The name of a namespace's tenant; "" without one."""
         return self._owners.get(namespace, "")
 
     def namespaces_of(self, name: str | None) -> list[bytes]:
-        """Those of a tenant that a request has used; of None: all."""
+        """The used namespaces of a tenant; None: of all tenants."""
         return [namespace for namespace, owner in self._owners.items() if name is None or owner == name]
 
     def resolve(self, key: PrefixKey, tokens: np.ndarray) -> ResolvedKey:
-        """Where the content of a prompt of these tokens lives.
+        """The place of a prompt's content: namespace, keys and owner.
 
-        *raises:* ArgumentError: no such tenant, a salt that is none.
+        *raises:* ArgumentError: an unknown tenant, or a salt that is no text.
         """
         if key.cache_salt is not None and (not isinstance(key.cache_salt, str) or not key.cache_salt):
             raise ArgumentError(f"expected text as cache_salt, got {key.cache_salt!r}")
-        who = None if key.tenant is None else self[key.tenant]
-        own = self.namespace_of(key)
-        if own != key.namespace and own not in self._owners:
-            self._note_owner(own, key.tenant or "")
-        owner_id, priority = (0, 0) if who is None else (who.owner_id, who.priority)
+        tenant = None if key.tenant is None else self[key.tenant]
+        namespace = self.namespace_of(key)
+        if namespace != key.namespace and namespace not in self._owners:
+            self._record_owner(namespace, key.tenant or "")
+        owner_id, priority = (0, 0) if tenant is None else (tenant.owner_id, tenant.priority)
         num_published = 0 if key.namespace else self._num_published(tokens, key.extra_keys)
         if num_published:
             keys = {**(key.extra_keys or {})}
-            keys[num_published] = self._derived(b"behind", own) + keys.get(num_published, b"")
+            keys[num_published] = self._derive_key(b"behind", namespace) + keys.get(num_published, b"")
             return ResolvedKey(self.public, keys, owner_id, priority, num_published)
-        return ResolvedKey(own, key.extra_keys, owner_id, priority)
+        return ResolvedKey(namespace, key.extra_keys, owner_id, priority)
 
     def _num_published(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
         for pin in self._published:
@@ -220,7 +222,7 @@ class Tenants:
         return 0
 
     def publish(self, pin: Pin) -> None:
-        """What was pinned in the public namespace is every prompt's that goes on behind it."""
+        """Makes a pin of the public namespace a published prefix."""
         self._published.append(pin)
         self._published.sort(key=lambda published: -len(published.tokens))
 
@@ -232,9 +234,9 @@ class Tenants:
         return pin in self._published
 
     def check_resize(self, num_blocks: int) -> None:
-        """*raises:* CapacityError where floors and pins would not fit any more."""
+        """*raises:* CapacityError: floors and pins would no longer fit."""
         cache = self._cache
-        floors, pinned, size = self._share.sum_of_floors(), cache.pins.num_blocks, cache.block_bytes
+        floors, pinned, size = self._memory_limits.sum_of_floors(), cache.pins.num_blocks, cache.block_bytes
         if floors + pinned and num_blocks < floors + pinned:
             raise CapacityError(
                 f"expected a kv_memory of at least {format_size((floors + pinned) * size)}: "

@@ -152,7 +152,9 @@ def collect(
     scheduler, now = core.engine.scheduler, core.engine.scheduler.clock()
     open_sequences = (*scheduler.running, *scheduler.loading) if with_sequences else ()
     waiting = (
-        (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.held[:_MAX_SEQUENCES]) if with_sequences else ()
+        (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.paused_waiting[:_MAX_SEQUENCES])
+        if with_sequences
+        else ()
     )
     cache_sequences = [
         _sequence_row(core, sequence, now)
