@@ -137,7 +137,7 @@ def test_a_busy_port() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "x"], "expected a port of 0 to 65535, got 'x' - as `port`"),
+        (["--port", "x"], "expected a port of 0 to 65535, got 'x' - as --port"),
         (["--port", "70000"], "70000"),
         (["--colour", "red"], "--colour"),
         (["--host", "0.0.0.0"], "--insecure"),

@@ -212,7 +212,7 @@ def test_the_command(tmp_path: Path, as_json: bool) -> None:
     missing = run("explain", "def f(", "--disk-cache", folder)
     assert (missing.returncode, missing.stdout) == (2, "")
     assert "expected a folder with a disk cache, got none" in missing.stderr
-    assert "expected a place to look at" in run("explain", "def f(").stderr
+    assert "expected --disk-cache DIR, --remote-cache URL or --config FILE" in run("explain", "def f(").stderr
     text = "def add(a, b):\n    return a + b\n\n" * 12
     stored = run("generate", text, "--max-tokens", "1", "--disk-cache", folder, "--kv-memory", "64MiB")
     assert stored.returncode == 0, stored.stderr

@@ -331,7 +331,7 @@ def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> Non
             assert f"{kind}s 0" in facts
             tokens = browser.find_element(By.CSS_SELECTOR, "#details .tokens")
             assert tokens.get_attribute("textContent").startswith("def")
-            assert "finds no prefix again" in by_id(browser, "tree").text
+            assert "shares no prefixes" in by_id(browser, "tree").text
             by_id(browser, "stop").click()
             errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
             assert not errors

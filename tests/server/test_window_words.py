@@ -115,7 +115,7 @@ def test_requests_say_what_they_do_and_wait_for(
         assert by_id(page, "sequences-count").text == "1 with blocks, 1 waiting"
         first.__exit__()
         assert second.result()[0] == 200
-    until(lambda: "Nothing runs or waits." in by_id(page, "sequences").text)
+    until(lambda: "No sequence runs or waits." in by_id(page, "sequences").text)
 
 
 def test_a_preempted_request_says_so(page: Any) -> None:
