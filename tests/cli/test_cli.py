@@ -87,7 +87,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (
             ["generate", "x", "--profile-trace", "no/such/trace.json"],
             2,
-            "a file that can be written for the trace",
+            "a writable file for the trace",
         ),
         (["generate", "x", "--max-tokens", "ten"], 2, "--max-tokens"),
         (["generate", "--frob"], 2, "--frob"),
