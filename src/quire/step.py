@@ -118,21 +118,31 @@ class StatePlan:
 class StepPlan:
     """The grant of a `reserve`. It has the arrays of group 0 under their own names.
 
-    step: number of the step, 1 for a cache's first successful `reserve`, then 2, ... query_start: int32 [n + 1].
-    context_lengths: int32 [n]. groups: of the cache, in order. states: of a model with state layers.
+    groups: of the cache, in order. states: of a model with state layers.
     """
 
-    step: int
-    query_start: Int32Array
-    context_lengths: Int32Array
     groups: Sequence[GroupPlan]
     states: StatePlan | None = None
 
     @classmethod
     def of_native(cls, plan: NativePlan) -> StepPlan:
-        """The extension's plan, with its common arrays read once."""
-        groups = list(map(plan.group, range(plan.num_groups)))
-        return cls(plan.step, plan.query_start, plan.context_lengths, groups)
+        """The extension's plan, which is the plan of its group 0 as well."""
+        return cls([plan, *map(plan.group, range(1, plan.num_groups))])
+
+    @property
+    def step(self) -> int:
+        """See `GroupPlan.step`."""
+        return self.groups[0].step
+
+    @property
+    def query_start(self) -> Int32Array:
+        """See `GroupPlan.query_start`: int32 [n + 1]."""
+        return self.groups[0].query_start
+
+    @property
+    def context_lengths(self) -> Int32Array:
+        """See `GroupPlan.context_lengths`: int32 [n]."""
+        return self.groups[0].context_lengths
 
     @property
     def num_groups(self) -> int:

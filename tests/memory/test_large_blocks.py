@@ -78,9 +78,9 @@ def _whole(spec: KVSpec, tables: list[np.ndarray], num_tokens: int) -> list[tupl
 
 def _plan_of(tables: list[np.ndarray]) -> StepPlan:
     """Of one sequence: what `run_copies` needs."""
-    copies, nothing = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+    copies = np.empty((0, 3), np.int32)
     groups: list[Any] = [SimpleNamespace(block_tables=table[None], copies=copies) for table in tables]
-    return StepPlan(1, nothing, nothing, groups)
+    return StepPlan(groups)
 
 
 def test_a_view_has_as_many_tokens_to_a_block_as_its_group() -> None:

@@ -91,4 +91,4 @@ class RowPlan(StepPlan):
     @classmethod
     def of_rows(cls, rows: RowLayout) -> RowPlan:
         tables = [RowTable(rows, index) for index in range(len(rows.starts))]
-        return cls(rows.step, rows.query_start, rows.context_lengths, tables, rows=rows)
+        return cls(tables, rows=rows)

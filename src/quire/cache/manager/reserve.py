@@ -154,4 +154,4 @@ def make_plan(
             rows=tuple(r.sequence.tables[group].view(-(-r.end // tokens)) for r in requests),
         )
 
-    return StepPlan(step, query_start, context_lengths, [make_group(group) for group in range(len(copies))])
+    return StepPlan([make_group(group) for group in range(len(copies))])
