@@ -238,7 +238,7 @@ def device_of(config: EngineConfig) -> DeviceMemory:
 
 @functools.cache
 def _auto_storage() -> str:
-    """What "auto" is on this machine."""
+    """The storage that "auto" stands for on this machine."""
     from quire.memory.placement import unsupported_reason
 
     if (reason := unsupported_reason()) is None:

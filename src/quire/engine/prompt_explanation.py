@@ -363,5 +363,5 @@ def _other_namespace(cache: KVCache, tenants: Tenants, question: Question, reach
 def _name(tenants: Tenants, owner_id: int) -> str:
     return next(
         (f"tenant {tenant.name!r}" for tenant in tenants if tenant.owner_id == owner_id),
-        "nobody in particular",
+        "no tenant",
     )

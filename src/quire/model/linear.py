@@ -94,7 +94,7 @@ class NativeWeight:
 
     @property
     def metadata(self) -> list[str]:
-        """What reading the packed bytes needs in addition to shape and dtype (`saved_weights`): nothing."""
+        """Empty: shape and dtype suffice to read the packed bytes (`saved_weights`)."""
         return []
 
     def move(self, packed: Any) -> None:

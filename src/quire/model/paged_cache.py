@@ -150,7 +150,7 @@ class PagedCache(Cache):
         return self._table_of[layer]
 
     def batch(self, layer: int) -> AttentionBatch:
-        """What attention of the current step reads for `layer`, a layer that stores KV."""
+        """The attention batch of the current step for `layer`, a layer that stores KV."""
         assert self._step is not None  # M1
         return self._step.batches[self._table_of[layer]]
 

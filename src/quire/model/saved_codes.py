@@ -3,10 +3,9 @@ own.
 
 A start that finds its file rounds no weight and unpacks no codes: it reads each weight from the file, with the same
 codes and scales. `SavedCodes` is for makers of codes (`quantized`, `meta_weights`), `quantize_saved` rounds a model
-with it. Saved are weights that are certain to follow from certain bytes of certain files; the others are made at each
-start, and a line of the log has their number. In addition to those bytes the file's name covers everything that decides
-the codes: the rounding, its version and torch's instruction set (scales are sums), the version of the checkpoint's
-reader.
+with it. A weight is saved if it follows from known bytes of known files. The others are made at each start, and a line
+of the log has their number. The file's name covers those bytes and everything else that decides the codes: the
+rounding, its version and torch's instruction set (scales are sums), the version of the checkpoint's reader.
 
 Not here: the rounding (`quire.quantized`), the choice of weights to round (`quantized`).
 

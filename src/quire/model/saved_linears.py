@@ -1,6 +1,6 @@
 """The 16-bit and float32 panels of linear layers, saved from one start to the next (`saved_weights`).
 
-Saved are weights whose bytes stand unchanged in a safetensors file, and weights made from one tensor of a GGUF file
+A weight is saved if its bytes stand unchanged in a safetensors file, or if it is made from one tensor of a GGUF file
 (`MappedFiles.origins`, `GGUFRanges.origins`). `pack_linears` packs; this module lists the weights and their layouts.
 
 Cost: as of `saved_weights`.

@@ -56,8 +56,8 @@ class StateProof:
         self._prepared, self._near, self.dtype = prepared, near, prepared.loaded.dtype
 
     def mixer(self, adapter: StateAdapter, layer: int) -> bool | None:
-        """What the mixer of `adapter` is (`FusedMixer.finding`); None if that is not certain, or if the kernel is not
-        good enough."""
+        """The kind of the adapter's mixer (`FusedMixer.finding`); None if it is not certain, or if the kernel loses too
+        much."""
         candidates = mixer_candidates(adapter, layer)
         if not candidates:
             return None

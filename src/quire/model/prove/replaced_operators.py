@@ -44,8 +44,8 @@ def first_unproved(
 ) -> nn.Module | None:
     """The first of these modules whose forward now computes something else; None if all are right.
 
-    originals: forward of each module before. Skipped are modules that the model's forward does not call with rows, or
-    whose call cannot be repeated alone (it reads state of another layer): the probe of the whole model covers them.
+    originals: forward of each module before. A module is skipped if the model's forward does not call it with rows, or
+    if its call cannot be repeated alone (it reads state of another layer): the probe of the whole model covers it.
     """
     for module, call in _calls(prepared, list(originals)).items():
         try:

@@ -16,7 +16,7 @@ __all__ = ["StateSource", "state_source"]
 
 
 class StateSource(Protocol):
-    """What the cache of the engine's forward answers to the mixers of state layers."""
+    """The view that mixers of state layers have of the cache in the engine's forward."""
 
     @property
     def state_step(self) -> RecurrenceStep | None:
