@@ -34,9 +34,11 @@ from machine import emit, emit_machine
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import AttentionOptions, attention_batch, device_of
+from quire.attention import AttentionOptions, attention_batch
+from quire.devices import device_of
+from quire.devices.cpu.packed_weights import NativeWeight, OneDnnWeight
+from quire.devices.cpu.packed_weights import onednn_serves as onednn_serves
 from quire.memory import KVView, PagedStorage
-from quire.model.linear import NativeWeight, OneDnnWeight, _onednn_serves
 from quire.spec import KVSpec
 from quire.step import AttentionBatch
 
@@ -196,7 +198,7 @@ class Bench:
                     lambda: scaled_dot_product_attention(heads, k_repeated, v_repeated, is_causal=True)
                 )
             }
-            if _onednn_serves(self.dtype):
+            if onednn_serves(self.dtype):
                 onednn = OneDnnWeight(weight)
                 of_torch["product, oneDNN"] = timed(lambda onednn=onednn: onednn.multiply(x, None))
             seconds |= measure(of_torch, self.repetitions)

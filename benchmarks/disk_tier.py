@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from machine import emit, emit_machine
 
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.tier import SegmentInfo
 
 MEBIBYTE = 1 << 20

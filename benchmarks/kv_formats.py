@@ -25,7 +25,8 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams, _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention import attention_batch, device_of
+from quire.attention import attention_batch
+from quire.devices import device_of
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype

@@ -22,7 +22,8 @@ from machine import emit, emit_machine
 from torch.nn import functional as F
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.linear import NativeWeight, OneDnnWeight, _onednn_serves
+from quire.devices.cpu.packed_weights import NativeWeight, OneDnnWeight
+from quire.devices.cpu.packed_weights import onednn_serves as onednn_serves
 
 LAYER = {
     "q": (2048, 1024),
@@ -76,7 +77,7 @@ def make_copies(shapes: list[tuple[int, int]], dtype: torch.dtype) -> dict[str, 
     num_bytes = sum(outputs * inputs for outputs, inputs in shapes) * dtype.itemsize
     torch.manual_seed(0)
     ways: dict[str, list[list[Product]]] = {"quire": [], "F.linear": []}
-    if _onednn_serves(dtype):
+    if onednn_serves(dtype):
         ways["onednn packed"] = []
     for _ in range(1 + int(COLD_BYTES // num_bytes)):
         dense = [torch.randn(outputs, inputs).to(dtype) * inputs**-0.5 for outputs, inputs in shapes]

@@ -20,9 +20,9 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.linear import NativeWeight
-from quire.quantized import QuantizedPanels, round_to_codes
+from quire.devices.cpu.packed_weights import NativeWeight
 from quire.spec.weight_formats import parse_rounding
+from quire.weights.codes import QuantizedPanels, round_to_codes
 
 LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 LAYERS = 28

@@ -24,7 +24,8 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native
-from quire.attention import AttentionOptions, attention_batch, native_attention
+from quire.attention import AttentionOptions, attention_batch
+from quire.devices.cpu import native_attention
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec
 from quire.step import AttentionBatch

@@ -52,8 +52,8 @@ begin = time.perf_counter()
 import quire.model.prepare as prepare
 phases["import transformers' models"] = time.perf_counter() - begin
 import sys
-timed(sys.modules["quire.model.load"].AutoModelForCausalLM, "from_pretrained", "read the weights")
-timed(sys.modules["quire.model.load"], "quantize_saved", "round")
+timed(sys.modules["quire.weights.load"].AutoModelForCausalLM, "from_pretrained", "read the weights")
+timed(sys.modules["quire.weights.load"], "quantize_saved", "round")
 timed(prepare, "pack_linears", "pack")
 timed(prepare.PreparedModel, "_prove", "prove")
 llm = LLM({model!r}, kv_memory="1GiB", packed_weights={packed_weights!r}, weights={weights!r})

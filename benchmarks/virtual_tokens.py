@@ -28,8 +28,9 @@ from machine import emit, emit_machine
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM, Cache, SamplingParams
-from quire.attention import AttentionOptions, attention_batch, device_of
+from quire.attention import AttentionOptions, attention_batch
 from quire.baselines.contiguous import ContiguousStorage
+from quire.devices import device_of
 from quire.memory import KVView, PagedStorage, VirtualStorage
 from quire.spec import KVSpec
 from quire.step import AttentionBatch

@@ -35,7 +35,7 @@ from quire.server.settings import ServerSettings
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = Path(quire.__file__).parent
-EMBEDDED = PACKAGE / "model" / "embedded"
+EMBEDDED = PACKAGE / "weights" / "embedded"
 FILES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
 SHELL = ("sh", "console")
 

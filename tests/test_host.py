@@ -165,7 +165,7 @@ with LLM(num_threads=1, max_model_len=1024, kv_memory="64MiB") as llm:
 
     threads_started_during(streams)
 from transformers import AutoModelForCausalLM
-from quire.model.load import EMBEDDED
+from quire.weights.load import EMBEDDED
 
 model = AutoModelForCausalLM.from_pretrained(EMBEDDED)
 accelerate(model)

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from quire import LLM, hub
 from quire.errors import LoadError
 
-EMBEDDED = Path(__file__).parents[1] / "src/quire/model/embedded"
+EMBEDDED = Path(__file__).parents[1] / "src/quire/weights/embedded"
 WHAT_TO_DO = (
     r"hf download org/name --local-dir DIR\) and name DIR, or copy the cache and set HF_HUB_OFFLINE=1$"
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ArgumentError
-from quire.model.load import EMBEDDED, without_weights
+from quire.weights.load import EMBEDDED, without_weights
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -23,9 +23,9 @@ from quire.backends import extension
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
-from quire.memory import device, free_memory
-from quire.quantized import QuantizedWeight
+from quire.memory import device_memory, free_memory
 from quire.saved_folder import VARIABLE, SavedFolder, default_folder
+from quire.weights.codes import QuantizedWeight
 
 needs_extension = pytest.mark.skipif(extension(None) is None, reason="without the extension nothing is kept")
 _KIB = 1024
@@ -338,14 +338,14 @@ def test_the_command_refuses_a_named_folder_that_is_not_there(tmp_path: Path) ->
 def test_mapped_weights_are_not_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system says that they are available, and the cache would be given what they need."""
     monkeypatch.setattr(free_memory, "_taken", {})
-    monkeypatch.setattr(device, "free_memory_bytes", lambda: 1000 * _KIB)
+    monkeypatch.setattr(device_memory, "free_memory_bytes", lambda: 1000 * _KIB)
     pages = np.zeros(300 * _KIB, dtype=np.uint8)
     free_memory.count_as_taken(pages)
-    assert device.HOST.free_bytes() == 700 * _KIB
+    assert device_memory.HOST.free_bytes() == 700 * _KIB
     free_memory.count_moved(pages, 100 * _KIB)
-    assert device.HOST.free_bytes() == 800 * _KIB
+    assert device_memory.HOST.free_bytes() == 800 * _KIB
     del pages
-    assert device.HOST.free_bytes() == 1000 * _KIB
+    assert device_memory.HOST.free_bytes() == 1000 * _KIB
 
 
 @needs_extension
@@ -356,7 +356,7 @@ def test_the_budget_of_a_second_start_leaves_room_for_its_weights(
     with LLM(kv_memory="1MiB"):
         assert free_memory.taken_bytes() > 1 << 20  # mapped in the first start too
     free_memory._taken.clear()
-    monkeypatch.setattr(device, "free_memory_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(device_memory, "free_memory_bytes", lambda: 64 << 20)
     with LLM(kv_memory="100%") as llm:
         [packed] = home.glob("*.packed")
         assert free_memory.taken_bytes() == packed.stat().st_size

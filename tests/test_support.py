@@ -19,9 +19,9 @@ from transformers import AutoConfig
 import quire
 from quire.cli.main import app
 from quire.model.support import FAMILIES, FORMS, family_support, weight_support
-from quire.quantized.readers import GGUF_TYPES, METHODS
 from quire.server import app as server_app
 from quire.spec import element_formats
+from quire.weights.codes.readers import GGUF_TYPES, METHODS
 
 ROOT = Path(__file__).parents[1]
 SELECTED = {"default": "", "ci": "ci", "real": "real", "llamacpp": "llamacpp"}

@@ -45,7 +45,7 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ROOT / "src" / "quire" / "model" / "embedded"
+SHIPPED = ROOT / "src" / "quire" / "weights" / "embedded"
 
 SHORT, LONG = 512, CONTEXT  # window lengths of the two phases
 LONG_SHARE = 0.15  # the last share of the time, spent on full-context windows

@@ -148,7 +148,7 @@ class Run:
             max_requests=min(self._num_requests, MAX_REQUESTS),
         )
         if self._quick:
-            from quire.model.load import EMBEDDED, without_weights
+            from quire.weights.load import EMBEDDED, without_weights
 
             model = without_weights()
             options = dataclasses.replace(

@@ -130,7 +130,7 @@ void bind_linear(nb::module_& m) {
             },
             nb::arg("codes"), nb::arg("bits"), nb::arg("group"), nb::arg("scales"), nb::arg("minimums").none(), nb::arg("zeros").none(), nb::arg("zero"),
             nb::arg("table").none(), nb::arg("dtype"), nb::arg("isa").none(), nb::rv_policy::take_ownership,
-            "A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. "
+            "A weight held as codes (quire.weights.codes.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. "
             "scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.")
         .def(
             "of_panels",

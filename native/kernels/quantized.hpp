@@ -1,7 +1,7 @@
 // A quantized weight of a linear layer: the layout of a panel of codes, and the parameters that a kernel needs.
 //
 // A quantized weight is a PackedWeight (linear.hpp): multiply_together and its callers take it like a dense weight.
-// Only the form of a panel and the kernel differ. quire/quantized/quantized_reference.py defines the product, bit for
+// Only the form of a panel and the kernel differ. quire/weights/codes/quantized_reference.py defines the product, bit for
 // bit:
 //
 //   U1  products of a block of 32 inputs (16 where a group is 16) are summed apart for even and odd inputs, in order, each

@@ -1,7 +1,7 @@
 // Reads a value from a file to its target and computes its digest, unless a read would block.
 //
 // It is native because two loading threads would alternate on the GIL for every piece of every value; here a load is
-// one call and takes the GIL once. `quire.tiers.files` has the rest of a file's handling.
+// one call and takes the GIL once. `quire.tiers.disk.files` has the rest of a file's handling.
 #pragma once
 
 #include <cstdint>

@@ -260,7 +260,7 @@ class PackedWeight:
         isa: str | None,
     ) -> PackedWeight:
         """
-        A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.
+        A weight held as codes (quire.weights.codes.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.
         """
 
     def of_panels(self, num_outputs: int, packed: object | None = None) -> PackedWeight:

@@ -1,6 +1,6 @@
 """The choice between native and python for the parts of this machine, made in one place.
 
-Other devices are in `quire.attention.devices`, the registry of all devices; parts that stay on this machine in any case
+Other devices are in `quire.devices.device`, the registry of all devices; parts that stay on this machine in any case
 (the block manager) choose here.
 
 `native` is the extension `quire._native`, `python` runs without it. The argument decides, else the environment variable

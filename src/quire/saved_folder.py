@@ -1,7 +1,7 @@
 """The folder that saves packed weights from one start to the next: its owner, its size limit, the order of deletion.
 
     packed_weights   "auto": `default_folder`, weights/ in the user's cache; "off": none; or a folder
-    a file           written by `quire.model.saved_weights` or `quire.model.saved_proof`, with a name of
+    a file           written by `quire.weights.saved_weights` or `quire.model.prove.saved_proof`, with a name of
                      <32 hex digits>.packed or .proof; other files in the folder are neither counted nor removed
 
 Not here: the content of a file, and when it may be used.

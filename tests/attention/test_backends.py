@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire import backends
-from quire.attention import device_of, reference_attention
+from quire.attention import reference_attention
+from quire.devices import device_of
 from quire.errors import ArgumentError, BackendError
 
 

@@ -20,7 +20,7 @@ from quire.cache.cache import Cache, Sequence
 from quire.cache.manager import block_manager
 from quire.cache.manager.block_manager import PythonBlockManager
 from quire.cache.protocol import CacheSequence, KVCache, PrefixKVCache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 
 STUB = Path(quire.__file__).with_name("_native.pyi")
 

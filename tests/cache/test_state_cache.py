@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.cache_case import BACKENDS
 
 from quire.cache.block_counts import max_tokens_for
-from quire.cache.memory_split import MemorySplit
 from quire.cache.protocol import CacheSequence, shares_prefixes
-from quire.cache.state_cache import StateCache
+from quire.cache.states.memory_split import MemorySplit
+from quire.cache.states.state_cache import StateCache
 from quire.errors import ArgumentError, CapacityError
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import ZERO_STATE

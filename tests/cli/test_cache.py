@@ -18,7 +18,7 @@ from support.tier_values import ROOT, chain, value
 from quire.cache.block_hash import root_key
 from quire.cli.main import main
 from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -265,7 +265,7 @@ def test_ctrl_c_in_the_middle_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"
+EMBEDDED = Path(__file__).parents[2] / "src/quire/weights/embedded"
 
 
 def test_a_gguf_file_is_a_model(run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support import gguf_case
 from quire.cli.main import app
 from quire.errors import ArgumentError
 
-EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"
+EMBEDDED = Path(__file__).parents[2] / "src/quire/weights/embedded"
 # Those that read a model, and what else they need to come to it. The others read a cache's folder or ask a server.
 WITH_MODEL: dict[str, list[str]] = {
     "generate": ["a prompt"],

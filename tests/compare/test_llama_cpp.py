@@ -17,7 +17,7 @@ from support.llama_cpp_cases import CASES, NUM_WORDS, make
 from transformers import PreTrainedModel
 
 from quire.errors import LoadError
-from quire.model import load
+from quire.weights import load
 
 pytestmark = pytest.mark.llamacpp
 

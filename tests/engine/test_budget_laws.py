@@ -22,7 +22,7 @@ from support.at_length import at_length
 from support.cache_case import BACKENDS
 from support.run_laws import run_laws
 
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget

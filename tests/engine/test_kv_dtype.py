@@ -10,8 +10,8 @@ from support.architectures import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.attention import devices
 from quire.attention.reference_attention import ReferenceAttention
+from quire.devices import device
 from quire.engine.serving_plan import plan
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
@@ -142,14 +142,14 @@ def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
         name = "plain"
         kv_formats = ()
 
-    devices.register("plain", Plain)
+    device.register("plain", Plain)
     try:
         with pytest.raises(
             ArgumentError, match="backend 'plain' attends to, the model dtype alone, got int8"
         ):
             _llm(tiny("qwen3"), kv_dtype="int8", backend="plain")
     finally:
-        devices.unregister("plain")
+        device.unregister("plain")
 
 
 def _with_far_keys(name: str) -> Any:

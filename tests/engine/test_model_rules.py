@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, ConfigError, PromptTooLongError, UnsupportedModelError
-from quire.model.generation_config import NO_EFFECT, OBEYED, REFUSED
+from quire.weights.generation_config import NO_EFFECT, OBEYED, REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 
@@ -314,7 +314,7 @@ def test_a_field_at_its_default_is_not_refused() -> None:
 
 
 def test_a_field_of_a_later_transformers_is_refused_where_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.model.generation_config.NO_EFFECT", {})
+    monkeypatch.setattr("quire.weights.generation_config.NO_EFFECT", {})
     with pytest.raises(UnsupportedModelError, match="pad_token_id=257, and Quire does not know the field"):
         opened(model_of())
 

@@ -25,13 +25,13 @@ from quire.config import EngineConfig
 from quire.engine.kv_capacity import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
 from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, LoadError
-from quire.model.experts import pack_experts
-from quire.model.linear import pack_linears
-from quire.model.load import EMBEDDED, load, without_weights
-from quire.model.quantized_experts import ExpertForms
 from quire.model.weight_sizes import WEIGHT_FORMS, measured_weights, planned_weights, register_form
 from quire.spec import LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
+from quire.weights.experts import pack_experts
+from quire.weights.linear import pack_linears
+from quire.weights.load import EMBEDDED, load, without_weights
+from quire.weights.quantized_experts import ExpertForms
 
 PARTS = ("weights", "tokenizer", "kv", "states", "scratch", "runtime")
 KINDS = (
@@ -160,7 +160,7 @@ def test_what_a_start_refuses_a_plan_refuses_in_the_same_words(tmp_path: Path) -
 def test_a_start_that_holds_no_request_of_its_length_says_so_before_it_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loading = importlib.import_module("quire.model.load")  # the package has a name like it
+    loading = importlib.import_module("quire.weights.load")  # the package has a name like it
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     said = plan(context=2048, kv_memory="1MiB")
     assert not said.fits

@@ -18,7 +18,7 @@ from quire.cli.main import main
 from quire.engine.recompute import block_size_for, compare_sample, first_difference
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.segment import Segment, encode
 
 pytest.importorskip("quire._native")

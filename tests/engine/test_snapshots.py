@@ -278,7 +278,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
             raise PermissionError(13, "Permission denied")
 
         with monkeypatch.context() as patch:
-            patch.setattr("quire.tiers.files.Files.open_lock", refuse)
+            patch.setattr("quire.tiers.disk.files.Files.open_lock", refuse)
             with pytest.raises(
                 TierError, match=r"the snapshot 'a' could not be written in .*: Permission denied"
             ):
@@ -316,7 +316,7 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
             "the keys and values of removed snapshots are still evicted last: the disk is full" in caplog.text
         )
         with monkeypatch.context() as patch:
-            patch.setattr("quire.tiers.files.Files.names", gone)
+            patch.setattr("quire.tiers.disk.files.Files.names", gone)
             with pytest.raises(TierError, match=r"the snapshots could not be listed in .*: No such file or"):
                 llm.snapshots()
 

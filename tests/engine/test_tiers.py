@@ -34,7 +34,7 @@ from quire.memory.placement import unsupported_reason
 from quire.offload.store import Policy
 from quire.scheduler.loading_queue import LoadingQueue
 from quire.scheduler.request import RequestOutput
-from quire.tiers.files import Files
+from quire.tiers.disk.files import Files
 from quire.tiers.host import HostTier
 from quire.tiers.segment_key import segment_keys
 

@@ -23,7 +23,7 @@ from support.at_length import at_length
 from support.engine_run import Answer, EngineRun
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from quire.model import load
+from quire.weights import load
 
 native = pytest.importorskip("quire._native")
 

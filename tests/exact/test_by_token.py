@@ -21,9 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
 from quire.memory.placement import unsupported_reason
-from quire.model import load
 from quire.model.sequence_cache import SequenceCache
 from quire.model.sequential_model import SequentialModel, prepare
+from quire.weights import load
 
 INDEXED = ("dots3_note_text", "glm_moe_dsa")
 SOME = ("glm_moe_dsa", "rwkv")

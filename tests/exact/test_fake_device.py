@@ -18,9 +18,9 @@ from support.fake_device import FakeDevice, OnDevice, registered
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 
 from quire import LLM, KVSpec, SamplingParams
-from quire.attention import device_of
+from quire.devices import device_of
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.device import HostMemory
+from quire.memory.device_memory import HostMemory
 from quire.memory.paged import PagedStorage
 
 NAMES = ["qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.ci)]

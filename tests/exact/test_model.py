@@ -8,7 +8,8 @@ from support.architectures import ALL, CORE
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected, generate
 from support.hand_loop import Loop
 
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
+from quire.weights import load
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in CORE])

@@ -24,9 +24,9 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.placement import unsupported_reason
-from quire.model import load
 from quire.model.sequence_cache import SequenceCache
 from quire.model.sequential_model import SequentialModel, prepare
+from quire.weights import load
 
 # xglm's own code cannot compute in float64. doge masks a window, of 8 tokens.
 SOME = ("bart", "doge", "gpt_neo")

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from quire import LLM
 from quire.spec.state_payload import StatePayloadLayout
 from quire.tiers.by_url import register, unregister
-from quire.tiers.disk import DiskTier
-from quire.tiers.remote import RemoteTier
+from quire.tiers.disk.disk_tier import DiskTier
+from quire.tiers.remote.remote_tier import RemoteTier
 
 LONG = PROMPTS[4]
 BLOCK = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.tier_values import value
 
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 
 TESTS = Path(__file__).parent.parent
 CAP = 16 << 20
@@ -20,7 +20,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from support.tier_values import value
 from quire.errors import QuireError
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 kept, errors = [], []

@@ -11,7 +11,7 @@ from support import unfinished_commit
 from support.disk_kills import Kills
 from support.tier_values import SHAPE, value
 
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.segment import decode
 
 

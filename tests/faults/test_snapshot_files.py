@@ -89,7 +89,7 @@ _KILLED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from quire.tiers.files import Files
+from quire.tiers.disk.files import Files
 from quire.sessions.snapshot_files import SnapshotFiles
 from test_snapshot_files import record
 

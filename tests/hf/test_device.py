@@ -19,8 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quire.errors import ArgumentError, CapacityError
 from quire.hf import QuireCache, accelerate, restore
-from quire.memory.device import HOST, HostMemory
 from quire.memory.device_buffer import DeviceBuffer, read, write
+from quire.memory.device_memory import HOST, HostMemory
 
 STORAGES = ("growing", "contiguous")
 

@@ -8,7 +8,7 @@ from support.architectures import ALL
 from support.hf_case import MODES, OTHERS, STORAGES, as_lists, expected, model_of, modes_of, quire_cache
 from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
-from quire.model import load
+from quire.weights import load
 
 # Full, sliding, chunked, shared and latent layers, sinks, soft caps, states beside and within attention layers.
 QUICK = (

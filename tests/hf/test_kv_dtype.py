@@ -23,8 +23,9 @@ from support.hf_case import (
 )
 from transformers import LlamaConfig, PreTrainedModel, T5Config
 
-from quire.attention import device_of, reference_attention
+from quire.attention import reference_attention
 from quire.backends import native_module
+from quire.devices import device_of
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, acceleration, restore
 from quire.hf.layer_rows import bytes_of_row

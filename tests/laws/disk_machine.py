@@ -13,7 +13,7 @@ from support.faulty_files import FaultyFiles
 from support.tier_values import Value, chain
 
 from quire.errors import QuireError
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.tier import TierError
 
 CAP = 16 << 20

@@ -14,7 +14,7 @@ from support.faulty_files import FaultyFiles
 from support.tier_values import value
 
 from quire.errors import QuireError
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.fake_redis import FAULTS, FakeRedis
 from support.tiers_case import SHAPE, SMALL_TURN, Clock, InPlaceTier, chain, payload, with_payloads
 
 from quire.tiers.host import HostTier
-from quire.tiers.remote import RemoteTier
+from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import TierError
 

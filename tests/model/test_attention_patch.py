@@ -17,7 +17,8 @@ from transformers.models.mpt.modeling_mpt import MptModel
 
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
-from quire.model import PreparedModel, attention_patch, load
+from quire.model import PreparedModel, attention_patch
+from quire.weights import load
 
 # Numbers of heads that are no power of two have slopes of two series.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

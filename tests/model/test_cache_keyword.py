@@ -13,8 +13,9 @@ from support.hand_loop import Loop
 from transformers import PreTrainedModel
 
 from quire.hf import QuireCache, accelerate, restore
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.cache_keyword import cache_keyword, given_cache
+from quire.weights import load
 
 
 def test_the_name_comes_from_the_signature() -> None:

@@ -12,7 +12,7 @@ from support import tiny_llm
 
 from quire.model import fingerprint as fingerprint_module
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.load import load
+from quire.weights.load import load
 
 
 @pytest.fixture

@@ -9,15 +9,16 @@ import torch
 from support.architectures import tiny
 from torch import nn
 
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
+from quire.weights import load
 
 pytest.importorskip("quire._native")
 from quire.model.fused import FusedDecoder
 from quire.model.fused.mlp import mlp_candidates
 from quire.model.fused.norm import norm_candidates
 from quire.model.fused.structure import random_rows
-from quire.model.linear import pack_linears
-from quire.model.prove.error_bounds import decide
+from quire.modules.error_bounds import decide
+from quire.weights.linear import pack_linears
 
 # Whole layers; with the kinds of norm, rotation, MLP and surroundings there are.
 WHOLE = ("llama", "qwen3", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "smollm3", "stablelm",

@@ -16,11 +16,12 @@ import transformers
 from packaging.version import Version
 from support.state_layers import FAMILIES, fresh_states, tiny_model
 
-from quire.model import PreparedModel, load, row_invariant
-from quire.model.linear import pack_linears
+from quire.model import PreparedModel, row_invariant
 from quire.model.state import StateAdapter, state_adapters
 from quire.recurrence import backend, recurrence_step
 from quire.step import RecurrenceStep
+from quire.weights import load
+from quire.weights.linear import pack_linears
 
 pytest.importorskip("quire._native")
 from quire.model.fused.mixer import FusedMixer, mixer_candidates

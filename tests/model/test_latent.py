@@ -16,9 +16,10 @@ from support.hand_loop import Loop
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
 from quire.hf import accelerate
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.latent import LatentHeads, is_latent
 from quire.model.prove import latent_proof as proof
+from quire.weights import load
 
 PROMPT = torch.randint(1, 60, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -14,8 +14,9 @@ import torch
 from support.realistic import realistic
 
 from quire.errors import UnsupportedModelError
-from quire.model import PreparedModel, load
-from quire.model.experts import PackedExperts
+from quire.model import PreparedModel
+from quire.weights import load
+from quire.weights.experts import PackedExperts
 
 pytest.importorskip("quire._native")
 from support.mutations import MUTATIONS

@@ -20,7 +20,8 @@ from transformers import (
 
 from quire import LLM, SamplingParams
 from quire.errors import LoadError, UnsupportedModelError
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
+from quire.weights import load
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 

@@ -12,8 +12,9 @@ from quire import LLM, SamplingParams
 from quire.attention import attention_batch
 from quire.errors import ArgumentError
 from quire.memory.paged import PagedStorage
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.step import ForwardStep
+from quire.weights import load
 
 _TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
                          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 128,

@@ -12,8 +12,9 @@ from support.hand_loop import Loop
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quire.errors import UnsupportedModelError
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.paged_cache import PagedCache
+from quire.weights import load
 
 _TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
                          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97}  # fmt: skip

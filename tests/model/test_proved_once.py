@@ -11,8 +11,9 @@ import torch
 from support import proved_once as once
 from support import tiny_llm
 
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.prove.model_probe import run_probe_steps
+from quire.weights import load
 
 proved_once = once.proved_once
 

@@ -16,7 +16,8 @@ from support.architectures import ALL, tiny
 from torch import nn
 from torch.nn import functional as F
 
-from quire.model import PreparedModel, load, row_invariant
+from quire.model import PreparedModel, row_invariant
+from quire.weights import load
 
 pytest.importorskip("quire._native")
 from quire.model.fused import Fused

@@ -16,9 +16,11 @@ from support.architectures import tiny
 
 from quire.atomic_file import FileCalls
 from quire.errors import UnsupportedModelError
-from quire.model import PreparedModel, load, saved_proof
+from quire.model import PreparedModel
+from quire.model.prove import saved_proof
 from quire.model.prove.model_probe import run_probe_steps
 from quire.saved_folder import SavedFolder
+from quire.weights import load
 
 pytest.importorskip("quire._native")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="packed weights are kept on Linux")

@@ -10,7 +10,8 @@ import torch
 from support import scorer
 from support.architectures import VOCAB_SIZE, tiny
 
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
+from quire.weights import load
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])  # with one kind of layers, and with two

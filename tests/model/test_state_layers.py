@@ -21,8 +21,9 @@ from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
-from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters, state_proof
-from quire.model.state.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
+from quire.model.prove import state_proof
+from quire.model.prove.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
+from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters
 from quire.recurrence import backend, recurrence_step
 from quire.spec.state_spec import state_specs
 from quire.step import RecurrenceStep

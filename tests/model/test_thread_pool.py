@@ -12,7 +12,7 @@ from support.forked import in_child
 
 _native = pytest.importorskip("quire._native")
 
-from quire.model.linear import NativeWeight  # noqa: E402
+from quire.devices.cpu.packed_weights import NativeWeight  # noqa: E402
 
 ALLOWED = os.sched_getaffinity(0)
 

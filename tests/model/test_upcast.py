@@ -8,8 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.backends import native_module
-from quire.model.linear import Packing, pack_linears
 from quire.model.prove.upcast import packed_as, upcast_to
+from quire.weights.linear import Packing, pack_linears
 
 
 class PastItsLayer(nn.Module):

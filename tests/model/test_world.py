@@ -8,7 +8,7 @@ import torch
 from support import tiny_llm
 
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.load import load
+from quire.weights.load import load
 
 
 def test_models_in_one_process_have_worlds_of_their_own(tmp_path: Path) -> None:

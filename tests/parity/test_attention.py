@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_case import Case, Shape, make_case, page, repage, shapes, tolerance
 
-from quire.attention import device_of, reference_attention
+from quire.attention import reference_attention
+from quire.devices import device_of
 from quire.errors import ArgumentError, BackendError
 
 try:
@@ -29,7 +30,7 @@ except BackendError as error:
     pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
 
 from quire import _native
-from quire.attention import native_attention as native_module
+from quire.devices.cpu import native_attention as native_module
 
 CODED = ("int8", "k8v4", "int4")
 FORMATS = ("", *CODED)  # of K and V

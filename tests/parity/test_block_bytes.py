@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ArgumentError
 from quire.memory.block_bytes import BlockWriter
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import unsupported_reason
 from quire.memory.virtual.virtual_storage import VirtualStorage, virtual_block_size

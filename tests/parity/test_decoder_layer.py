@@ -10,9 +10,9 @@ from support.variants import needs_emulated
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, attention_batch, reference_attention
-from quire.attention.native_attention import handles
+from quire.devices.cpu.native_attention import handles
+from quire.devices.cpu.packed_weights import NativeWeight
 from quire.memory.view import KVView
-from quire.model.linear import NativeWeight
 
 _native = pytest.importorskip("quire._native")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.model.linear import NativeWeight
+from quire.devices.cpu.packed_weights import NativeWeight
 
 _native = pytest.importorskip("quire._native")
 

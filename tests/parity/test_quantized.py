@@ -11,7 +11,8 @@ import torch
 from support.quantized_case import KINDS, random_weight
 
 from quire.errors import ArgumentError
-from quire.quantized import (
+from quire.spec.weight_formats import parse_rounding
+from quire.weights.codes import (
     Factor,
     QuantizedPanels,
     QuantizedWeight,
@@ -20,7 +21,6 @@ from quire.quantized import (
     round_to_codes,
     rounded_form,
 )
-from quire.spec.weight_formats import parse_rounding
 
 _native = pytest.importorskip("quire._native")
 

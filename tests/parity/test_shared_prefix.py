@@ -19,7 +19,7 @@ from support.prefix_tree_case import Tree, TreeCase, make_tree_case, trees
 from quire.attention import AttentionOptions, attention_batch, reference_attention
 
 _native = pytest.importorskip("quire._native", reason="the native extension is not built")
-from quire.attention import native_attention  # noqa: E402 - it needs the extension
+from quire.devices.cpu import native_attention  # noqa: E402 - it needs the extension
 
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "60"))
 EMULATED = _native.isa().startswith("emulated")

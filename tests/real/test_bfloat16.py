@@ -15,8 +15,9 @@ from support.scorer import model_logprobs, paged_logprobs, perplexity
 
 from quire import LLM, SamplingParams
 from quire.hf import QuireCache, accelerate, restore
-from quire.model import LoadedModel, PreparedModel, load
+from quire.model import PreparedModel
 from quire.scheduler.request import RequestOutput
+from quire.weights import LoadedModel, load
 
 NUM_TOKENS = at_length(20_000)
 WITHIN = 0.002  # of the model's own perplexity

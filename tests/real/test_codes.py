@@ -8,8 +8,9 @@ import pytest
 from support.real_text import library_text, tokens_of
 from support.scorer import model_logprobs, paged_logprobs, perplexity
 
-from quire.model import PreparedModel, load
-from quire.model.quantized import quantized_weights
+from quire.model import PreparedModel
+from quire.weights import load
+from quire.weights.quantized_modules import quantized_weights
 
 NUM_TOKENS = 1024
 WITHIN = 5e-4  # of the perplexity of transformers with the widened weights

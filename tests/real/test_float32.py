@@ -17,7 +17,7 @@ from support.real_text import MEETINGS, library_text, licence_text, meeting_text
 
 from quire import LLM, SamplingParams
 from quire.hf import QuireCache, accelerate, restore
-from quire.model import LoadedModel, load
+from quire.weights import LoadedModel, load
 
 LENGTHS = [5, 33, 250, 700, 1500]
 NUM_NEW = 16

@@ -13,9 +13,10 @@ from support.real_text import MEETINGS, library_text, meeting_text, tokens_of
 from support.scorer import paged_logprobs, windows
 
 from quire.errors import ArgumentError
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.key_offsets import measure_key_offsets
 from quire.spec.kv_dtype import with_kv_dtype
+from quire.weights import load
 
 NUM_TOKENS = int(os.environ.get("QUIRE_PERPLEXITY_TOKENS", "3072"))
 BY_LAYER = bool(os.environ.get("QUIRE_PERPLEXITY_BY_LAYER"))

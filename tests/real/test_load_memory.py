@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.model.load import without_weights
+from quire.weights.load import without_weights
 
 # Times the file. A start proves what it serves, and has the kernels' buffers.
 LOAD_WITHIN, START_WITHIN = 1.15, 1.6
@@ -19,8 +19,8 @@ _PROGRAM = """
 import gc, importlib, json, sys
 from quire import LLM, plan
 from quire.memory.heap import give_back_freed
-from quire.model.load_gguf import gguf_config, load_gguf_tokenizer
-from quire.model.sources import GGUFSource
+from quire.weights.load_gguf import gguf_config, load_gguf_tokenizer
+from quire.weights.sources import GGUFSource
 from pathlib import Path
 
 def status(name):
@@ -32,7 +32,7 @@ plan(path)  # imports what the model needs
 source = GGUFSource(path)
 tokenizer = load_gguf_tokenizer(source, gguf_config(source))
 del source
-loading = importlib.import_module("quire.model.load")  # the package has a name like it
+loading = importlib.import_module("quire.weights.load")  # the package has a name like it
 loading.load_gguf_tokenizer = lambda *_: tokenizer
 gc.collect()
 give_back_freed()

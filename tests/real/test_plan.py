@@ -11,7 +11,7 @@ import torch
 from support import plan_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quire.model.load import load
+from quire.weights.load import load
 
 WITHIN = 0.02
 

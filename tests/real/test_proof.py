@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel
 from quire.model.fused.attention import FusedAttention
-from quire.model.fused.fused_proof import Proof, ProofResult
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
+from quire.model.prove.fused_proof import Proof, ProofResult
 from quire.model.prove.recorded_calls import record
+from quire.weights import load
 
 
 def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from quire.attention import AttentionOptions, register
+from quire.attention import AttentionOptions
 from quire.attention.reference_attention import ReferenceAttention
+from quire.devices import register
 from quire.errors import ArgumentError
 from quire.memory import KVView
 from quire.step import AttentionBatch

@@ -11,7 +11,7 @@ from quire.engine.open_storage import num_blocks_within, register
 from quire.memory import Capabilities, KVView, TablePlan
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.spec import KVGroup, KVSpec, format_of
 from quire.step import Int64Array, StepPlan
 

@@ -9,8 +9,9 @@ import torch
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionOptions, Device, attention_batch, device_of, reference_attention
-from quire.attention.devices import register, unregister
+from quire.attention import AttentionOptions, attention_batch, reference_attention
+from quire.devices import Device, device_of, register
+from quire.devices.device import unregister
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 

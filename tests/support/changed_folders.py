@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import packing, quantized_checkpoints
 from support.quantized_checkpoints import FORMATS, packed
 
-from quire.model.sources import CheckpointTensor
+from quire.weights.sources import CheckpointTensor
 
 REMOVED = object()
 VALUES: tuple[Any, ...] = (

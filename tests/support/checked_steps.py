@@ -14,7 +14,7 @@ import pytest
 
 from quire.baselines.row_cache import RowCache
 from quire.cache.cache import Cache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 
 __all__ = ["checked_steps"]
 

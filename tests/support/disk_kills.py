@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.tier_values import SHAPE, Value, chain
 
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.segment import decode, read_header
 from quire.tiers.tier import TierError
 

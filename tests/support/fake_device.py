@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, reference_attention
-from quire.attention.devices import register, unregister
+from quire.devices import register
+from quire.devices.device import unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
 from quire.step import AttentionBatch
@@ -112,7 +113,7 @@ class _Weight:
 
 
 class FakeDevice:
-    """See the module's text, and `quire.attention.devices.Device`. calls: how often each was made."""
+    """See the module's text, and `quire.devices.device.Device`. calls: how often each was made."""
 
     name = "fake"
     version = "1"

@@ -10,8 +10,8 @@ import numpy as np
 from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec, slot_values
 
 from quire.cache.cache import Cache
-from quire.cache.memory_split import MemorySplit
-from quire.cache.state_cache import StateCache
+from quire.cache.states.memory_split import MemorySplit
+from quire.cache.states.state_cache import StateCache
 from quire.engine.engine import Engine
 from quire.offload.store import Policy, TierStores
 from quire.offload.swap import Mode, Swap

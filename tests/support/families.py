@@ -17,10 +17,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM
-from quire.model.load import EMBEDDED
 from quire.server.messages import render
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.settings import ServerLimits
+from quire.weights.load import EMBEDDED
 
 __all__ = ["FAMILIES", "llm", "model", "tokenizer", "written"]
 

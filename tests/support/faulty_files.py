@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.tiers.files import Files
+from quire.tiers.disk.files import Files
 
 _CALLS = (
     "make_folder",

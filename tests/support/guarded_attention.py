@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention import AttentionOptions, attention_batch, native_attention, reference_attention
+from quire.attention import AttentionOptions, attention_batch, reference_attention
+from quire.devices.cpu import native_attention
 from quire.memory import KVView
 from quire.memory.placement import PlacementHeap
 

@@ -17,16 +17,16 @@ from support.realistic import is_norm, takes_mean_off
 from transformers import PreTrainedModel
 
 from quire.model import row_invariant
-from quire.model.experts import PackedExperts, is_experts
 from quire.model.fused import attention, layer, mlp, norm
 from quire.model.fused.attention import FusedAttention
 from quire.model.fused.decoder import FusedDecoder
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.rotary import RotaryRows
 from quire.model.fused.structure import PackedLayer
+from quire.weights.experts import PackedExperts, is_experts
 
 _Patch = pytest.MonkeyPatch
-_fuse, _proof = sys.modules["quire.model.fused.fuse"], sys.modules["quire.model.fused.fused_proof"]
+_fuse, _proof = sys.modules["quire.model.fused.fuse"], sys.modules["quire.model.prove.fused_proof"]
 
 
 @dataclasses.dataclass(frozen=True)

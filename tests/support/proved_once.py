@@ -1,7 +1,7 @@
 """Proves a model once per process: the proof is most of the cost of opening a tiny model.
 
 `proved_once` is a fixture of every test in whose conftest.py it is named. It keeps what the proof of a model has found
-(`PreparedModel._prove`) in memory, as `quire.model.saved_proof` keeps it in a file. It is taken under exactly the same
+(`PreparedModel._prove`) in memory, as `quire.model.prove.saved_proof` keeps it in a file. It is taken under exactly the same
 key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence, the
 back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing too,
 is done anew each time.
@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 
 from quire.backends import extension
 from quire.model import PreparedModel
-from quire.model.module_patch import original_class
-from quire.model.packed_parameter import PackedParameter, bytes_of
-from quire.model.prove.hooks import first_hook
 from quire.model.prove.model_record import behaviour, facts
+from quire.modules.hooks import first_hook
+from quire.modules.module_patch import original_class
 from quire.saved_folder import SavedFolder
+from quire.weights.packed_parameter import PackedParameter, bytes_of
 
 __all__ = ["ProvedOnce", "proved_once"]
 

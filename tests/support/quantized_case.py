@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.quantized import Factor, QuantizedWeight
+from quire.weights.codes import Factor, QuantizedWeight
 
 KINDS = {
     # kind: (bits, group; 0: all inputs)
@@ -64,7 +64,7 @@ def random_weight(kind: str, outputs: int, inputs: int, seed: int = 0) -> Quanti
 
 
 def product_by_number(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[rows, N]: `quire.quantized.quantized_reference`'s definition, one float32 operation after the other."""
+    """[rows, N]: `quire.weights.codes.quantized_reference`'s definition, one float32 operation after the other."""
     f = np.float32
     values, scales = weight.values().numpy(), weight.scales.values().numpy()
     minimums = None if weight.minimums is None else weight.minimums.values().numpy()

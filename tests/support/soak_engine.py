@@ -17,7 +17,6 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.monitor import CacheMonitor
 from quire.engine.open_storage import open_storage
-from quire.model.load import EMBEDDED
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
@@ -27,11 +26,12 @@ from quire.simulate.meter import SimulatedClock
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.step import Batch
-from quire.tiers.disk import DiskTier
-from quire.tiers.files import Files
+from quire.tiers.disk.disk_tier import DiskTier
+from quire.tiers.disk.files import Files
 from quire.tiers.host import HostTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import Tier
+from quire.weights.load import EMBEDDED
 
 BLOCK = 16
 NUM_BLOCKS = 80
@@ -125,7 +125,7 @@ class SoakEngine:
         self.remote: Any = None
         self._remote_url = remote or ""
         if remote is not None:
-            from quire.tiers.remote import RemoteTier
+            from quire.tiers.remote.remote_tier import RemoteTier
 
             self.remote = RemoteTier(remote, timeout=30)  # a busy machine is no failure here
             self.tiers.append(self.remote)

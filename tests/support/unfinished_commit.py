@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.tier_values import value
 
-from quire.tiers.disk import DiskTier
-from quire.tiers.disk_schema import FILE_NAME
+from quire.tiers.disk.disk_schema import FILE_NAME
+from quire.tiers.disk.disk_tier import DiskTier
 
 CAP = 24 << 20
 DEATH = 9  # their exit status

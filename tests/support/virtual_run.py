@@ -12,8 +12,8 @@ from quire.engine.engine import Engine
 from quire.engine.runner import Runner
 from quire.memory import VirtualStorage
 from quire.memory.virtual.virtual_storage import virtual_block_size
-from quire.model.load import load
 from quire.model.sequential_model import prepare
+from quire.weights.load import load
 
 
 class VirtualRun(EngineRun):

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 
-from quire.tiers.read_buffers import MAX_WAITING_BYTES, ReadBuffers
+from quire.tiers.disk.read_buffers import MAX_WAITING_BYTES, ReadBuffers
 
 
 def address(view: memoryview) -> int:

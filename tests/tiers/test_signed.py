@@ -17,8 +17,8 @@ from quire.spec.kv_dtype import with_kv_dtype
 from quire.spec.payload import PayloadLayout
 from quire.tiers.by_url import register, unregister
 from quire.tiers.check_finite import is_finite, is_payload_finite
+from quire.tiers.remote.signed import SignedTier
 from quire.tiers.segment import Segment, encode
-from quire.tiers.signed import SignedTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierStats
 

@@ -9,7 +9,7 @@ import pytest
 from support.tier_values import ROOT, Value, chain, value
 
 from quire.cache.block_hash import root_key
-from quire.tiers.disk import DiskTier
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.stored_prefix import stored_prefixes
 
 OTHER = root_key(b"model", b"another namespace")

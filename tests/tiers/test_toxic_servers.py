@@ -14,7 +14,7 @@ from support.toxic_server import closes, drips, floods, hangs, says, toxic_serve
 from support.until import until
 
 from quire.tiers.host import HostTier
-from quire.tiers.remote import RemoteTier
+from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import TierError, UnavailableError
 

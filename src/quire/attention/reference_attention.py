@@ -15,7 +15,7 @@ from quire.attention.attention_checks import check_run, check_write
 from quire.attention.attention_options import AttentionOptions
 from quire.attention.codecs import codec_of, rotate, rotate_query
 from quire.errors import ArgumentError
-from quire.memory.device import HostMemory
+from quire.memory.device_memory import HostMemory
 from quire.memory.view import KVView
 from quire.step import AttentionBatch
 
@@ -142,7 +142,7 @@ def _attend(
 
 
 class ReferenceAttention(HostMemory):
-    """Torch on this machine, any floating dtype; see `quire.attention.devices.Device`."""
+    """Torch on this machine, any floating dtype; see `quire.devices.device.Device`."""
 
     name = "python"
     version = ""

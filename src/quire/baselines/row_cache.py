@@ -37,11 +37,11 @@ from quire.baselines.row_plan import RowLayout, RowPlan
 from quire.baselines.row_space import Row, RowRanges, RowSpace
 from quire.cache import arguments
 from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
-from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
 from quire.cache.protocol import NORMAL, CacheSequence, Int32Array, Int64Array, KVCache
 from quire.cache.results import Dropped, Match, OwnerCounts
+from quire.cache.states.memory_split import MemorySplit
 from quire.errors import ArgumentError, InvariantError
 from quire.spec import KVSpec
 

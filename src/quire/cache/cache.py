@@ -24,13 +24,13 @@ from quire.cache.arguments import call_manager
 from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
 from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
 from quire.cache.events import CacheEvents
-from quire.cache.memory_split import MemorySplit
 from quire.cache.memory_use import MemoryUse
 from quire.cache.open_sequence import BlockManager, Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.report import report
 from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
+from quire.cache.states.memory_split import MemorySplit
 from quire.cache.tree_view import TreeView
 from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError

@@ -69,10 +69,10 @@ from quire.step import StepPlan
 if TYPE_CHECKING:
     from quire.cache.block_map import BlockContent, BlockMap
     from quire.cache.events import CacheEvents
-    from quire.cache.memory_split import MemorySplit
     from quire.cache.memory_use import MemoryUse
     from quire.cache.pins import Pins
     from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
+    from quire.cache.states.memory_split import MemorySplit
     from quire.cache.tree_view import TreeView
     from quire.spec import KVSpec
 

@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
     """Lists the stored segments by model and namespace."""
     from quire.sessions.snapshot_files import SnapshotFiles, count_snapshots
-    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk.disk_tier import DiskTier
 
     tier = DiskTier(folder, None)
     try:
@@ -131,8 +131,8 @@ def verify(
 ) -> int:
     """Reads every value and compares its checksum. Status 1: a value is damaged, or the model computes another
     one."""
-    from quire.tiers.disk import DiskTier
-    from quire.tiers.disk_folder import find_damage
+    from quire.tiers.disk.disk_folder import find_damage
+    from quire.tiers.disk.disk_tier import DiskTier
 
     if recompute is None and (given := [*engine, *(["seed"] if seed else [])]):
         alone = ", ".join(options.flag(name) for name in given)
@@ -235,7 +235,7 @@ def prune(
     Snapshots count in SIZE and are not removed.
     """
     from quire.sessions.snapshot_files import SnapshotFiles
-    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk.disk_tier import DiskTier
 
     to_bytes = parse_size(to, where="--to")
     tier = DiskTier(folder, None)
@@ -257,7 +257,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
     """Removes the disk cache in DIR: index, slab files and snapshots. Other files there stay."""
-    from quire.tiers.disk_folder import remove_folder
+    from quire.tiers.disk.disk_folder import remove_folder
 
     if not yes:
         if not sys.stdin.isatty():

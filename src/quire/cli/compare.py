@@ -180,8 +180,8 @@ def compare(
 
 def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, int]:
     """The KV shape and the longest sequence, from the config alone."""
-    from quire.model.load import config_of
     from quire.spec import KVSpec
+    from quire.weights.load import config_of
 
     source = config_of(model) if config is None else config
     spec = KVSpec.from_config(source, dtype=None if dtype == "auto" else dtype)

@@ -86,7 +86,7 @@ def _cap(disk_cache: str | None) -> str | None:
     """The folder's present cap, so that opening it here does not change it."""
     if disk_cache is None:
         return None
-    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk.disk_tier import DiskTier
 
     tier = DiskTier(disk_cache, None)
     try:

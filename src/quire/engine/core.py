@@ -32,7 +32,7 @@ from quire.engine.open_storage import open_storage
 from quire.engine.profile import Profile
 from quire.engine.serving_plan import refuse_if_none_fits, require_room
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.offload.offloaded_sequence import InEngine
 from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
@@ -45,7 +45,7 @@ from quire.spec.kv_dtype import layers_left, with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
-    from quire.model.huge_pages import HugePageMove
+    from quire.weights.huge_pages import HugePageMove
 
 __all__ = ["EngineCore"]
 
@@ -74,7 +74,7 @@ def _packed_folder(config: EngineConfig) -> SavedFolder | None:
 
 def _check_formats(spec: KVSpec, name: str | None) -> None:
     """*raises:* ArgumentError: the back end cannot attend to the formats of K and V."""
-    from quire.attention import device_of
+    from quire.devices import device_of
 
     device = device_of(name)
     wanted = {name for layer in spec.layers for name in (layer.k_format, layer.v_format) if name}
@@ -104,15 +104,15 @@ class EngineCore:
 
         import torch
 
-        from quire.attention import device_of
+        from quire.devices import device_of
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
         from quire.memory.heap import give_back_freed
-        from quire.model.dense_weights import dense_parameters
         from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
-        from quire.model.load import load
-        from quire.model.quantized import bytes_by_format, quantized_weights
         from quire.model.sequential_model import prepare
+        from quire.weights.dense_weights import dense_parameters
+        from quire.weights.load import load
+        from quire.weights.quantized_modules import bytes_by_format, quantized_weights
 
         device_of(config.backend)  # an unknown one is refused here
         require_room(config)

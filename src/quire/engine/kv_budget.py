@@ -1,7 +1,7 @@
 """`KVBudget`: the memory budget of one `LLM`'s KV cache, its capacity, and its changes.
 
 The engine's cache and its storage have the blocks; this class keeps their numbers of blocks equal, also when blocks
-and state slots exchange memory (`quire.cache.memory_split`), and limits pins to their share. Not thread-safe: call it
+and state slots exchange memory (`quire.cache.states.memory_split`), and limits pins to their share. Not thread-safe: call it
 between two steps.
 
 Cost: `resize`, `trim`, `release_unused`, `evict_cached` O(blocks); `prefault` a page fault a page; figures O(1).
@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_capacity import KVFit, KVLayout
 from quire.engine.open_storage import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError, InvariantError
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:

@@ -298,7 +298,7 @@ def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, fre
 
 def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
     """State slots at the start: two for each sequence that may run (one to compute in, one checkpoint), at most half of
-    the budget, at least two. Later they exchange memory with blocks (`quire.cache.memory_split`).
+    the budget, at least two. Later they exchange memory with blocks (`quire.cache.states.memory_split`).
 
     *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
     """

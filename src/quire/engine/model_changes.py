@@ -19,10 +19,10 @@ import torch
 from quire.engine.engine import Engine
 from quire.errors import ArgumentError, QuireError
 from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
-from quire.model.load import LoadedModel, load
 from quire.model.prepare import PreparedModel
 from quire.model.prove.model_record import ModelRecord
 from quire.offload.open_tiers import OpenTiers
+from quire.weights.load import LoadedModel, load
 
 if TYPE_CHECKING:
     from quire.engine.open_storage import OpenStorage

@@ -16,9 +16,9 @@ from quire.backends import is_host_backend
 from quire.baselines.arena import Arena
 from quire.baselines.row_cache import RowCache
 from quire.cache.cache import Cache
-from quire.cache.memory_split import MemorySplit
 from quire.cache.protocol import KVCache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.memory_split import MemorySplit
+from quire.cache.states.state_cache import StateCache
 from quire.config import REGISTERED_STORAGES, EngineConfig
 from quire.engine.kv_capacity import (
     KVFit,
@@ -31,13 +31,13 @@ from quire.engine.kv_capacity import (
     state_budget,
 )
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.memory.state_slots import StateSlots
 from quire.registry import Registry
 from quire.spec import KVSpec
 
 if TYPE_CHECKING:
-    from quire.memory.device import DeviceMemory
+    from quire.memory.device_memory import DeviceMemory
     from quire.memory.paged import PagedStorage
     from quire.memory.virtual.virtual_storage import VirtualStorage
 
@@ -231,7 +231,7 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 def device_of(config: EngineConfig) -> DeviceMemory:
     """The device of the storage's memory."""
-    from quire.attention import device_of
+    from quire.devices import device_of
 
     return device_of(config.backend)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.cache.block_hash import namespace_digest
 from quire.cache.prefix_key import ResolvedKey
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.engine.monitor import CacheMonitor
 from quire.observe.history import Loss
 from quire.observe.tree_mirror import Block

@@ -27,8 +27,8 @@ from quire.errors import CapacityError
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.spec.payload import PayloadLayout
 from quire.step import Batch, StepPlan
-from quire.tiers.disk import DiskTier
-from quire.tiers.disk_index import StoredEntry
+from quire.tiers.disk.disk_index import StoredEntry
+from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.segment import SegmentError, decode
 
 __all__ = ["SegmentComparison", "block_size_for", "compare_sample", "first_difference", "recompute_payload"]

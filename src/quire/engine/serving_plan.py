@@ -1,7 +1,7 @@
 """`plan`: the memory and the capacity of a model's engine, before any weight is loaded; a start uses it too.
 
     weights   in their final formats (`quire.model.weight_sizes`)
-    tokenizer by the counts of its words and merges (`quire.model.tokenizer`)
+    tokenizer by the counts of its words and merges (`quire.weights.tokenizer`)
     kv        keys and values of the requests, by kind of layer
     states    states of the requests
     scratch   memory of a step: activations of its tokens, logits
@@ -34,8 +34,8 @@ from quire.spec import KVGroup, KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
-    from quire.model.load import UnloadedModel
     from quire.model.support import Support
+    from quire.weights.load import UnloadedModel
 
 __all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
 
@@ -260,7 +260,7 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
 
 
 def _unloaded(config: EngineConfig) -> UnloadedModel:
-    from quire.model.load import without_weights
+    from quire.weights.load import without_weights
 
     return without_weights(
         config.model,
@@ -407,10 +407,10 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
-    from quire.attention import device_of
-    from quire.model.linear import packing_on
-    from quire.model.quantized import planned_forms
+    from quire.devices import device_of
     from quire.model.weight_sizes import planned_weights
+    from quire.weights.linear import packing_on
+    from quire.weights.quantized_modules import planned_forms
 
     packing = packing_on(device_of(config.backend))
     formats = config.weight_formats
@@ -513,7 +513,7 @@ def _scratch_rows(
     config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
 ) -> list[PlanRow]:
     """Memory of a step, measured for models of ten kinds and rounded up; no allocator limits it (docs/plan.md)."""
-    from quire.attention import device_of
+    from quire.devices import device_of
     from quire.model.weight_sizes import outputs_per_token
 
     spec = unloaded.spec

@@ -46,8 +46,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.attention import Device, device_of
 from quire.backends import extension
+from quire.devices import Device, device_of
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
 from quire.hf.layers import RowLayer
 from quire.hf.quire_cache import QuireCache
@@ -55,16 +55,16 @@ from quire.hf.row_storage import RowStorage
 from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.key_offsets import KeyOffsets, measure_key_offsets, sees_offsets
-from quire.model.linear import pack_linears, packing_on
-from quire.model.load import base_model, load, why_not_dense
 from quire.model.model_lock import lock_model, require_unlocked, unlock_model
-from quire.model.module_patch import current_method, patch_methods
 from quire.model.prepare import PreparedModel
-from quire.model.prove.hooks import first_hook, without_hooks
 from quire.model.prove.model_record import ModelRecord
 from quire.model.unsupported import counts_padding
+from quire.modules.hooks import first_hook, without_hooks
+from quire.modules.module_patch import current_method, patch_methods
 from quire.process import ForkSafeLock
 from quire.torch_threads import one_torch_thread, torch_threads
+from quire.weights.linear import pack_linears, packing_on
+from quire.weights.load import base_model, load, why_not_dense
 
 __all__ = ["Acceleration", "accelerate", "restore"]
 
@@ -242,7 +242,7 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
     in it.
 
     Args:
-        backend: name of the back end that computes, see `quire.attention.device_of`; by default the extension, if
+        backend: name of the back end that computes, see `quire.devices.device_of`; by default the extension, if
         built.
             On another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from quire.attention import Device
+from quire.devices import Device
 from quire.errors import ArgumentError, QuireError
 from quire.hf.stored_shape import StoredShape
 from quire.spec import KVSpec, format_of

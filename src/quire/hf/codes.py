@@ -15,8 +15,8 @@ from functools import cache
 
 import torch
 
-from quire.attention import Device
 from quire.attention.codecs import codec_of, rotate, rotation_size
+from quire.devices import Device
 from quire.memory.view import KVView
 
 __all__ = ["decoded", "write_codes"]

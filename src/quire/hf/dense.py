@@ -23,8 +23,8 @@ import torch
 from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
-from quire.memory.device import DeviceMemory
 from quire.memory.device_buffer import DeviceBuffer, read, write
+from quire.memory.device_memory import DeviceMemory
 from quire.process import ForkSafeLock
 from quire.sizes import format_size
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from quire.atomic_file import AtomicFile
-from quire.attention import Device
+from quire.devices import Device
 from quire.errors import ArgumentError, CapacityError, LoadError, QuireError
 from quire.hf.cache_formats import CacheFormats
 from quire.hf.file_header import BadHeaderError, FileHeader, FileLayer, check_layers, parse

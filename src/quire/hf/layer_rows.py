@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.errors import CapacityError
-from quire.memory.device import DeviceMemory
+from quire.memory.device_memory import DeviceMemory
 from quire.sizes import format_size
 
 __all__ = ["LayerRows", "Need", "RowBuffer", "RowMemory", "bytes_of_row", "refuse_state"]

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.attention import Device
+from quire.devices import Device
 from quire.errors import ArgumentError
 from quire.hf.cache_formats import CacheFormats
 from quire.hf.codes import decoded, write_codes

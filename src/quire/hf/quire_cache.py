@@ -32,7 +32,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from quire.attention import Device, device_of
+from quire.devices import Device, device_of
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.cache_formats import CacheFormats
 from quire.hf.dense import DenseMemory
@@ -67,7 +67,7 @@ class QuireCache(DynamicCache):
             `quire.spec.kv_dtype`.
         key_offsets: offsets subtracted from keys before coding: by layer, [num_kv_heads, k_head_dim]; missing layers
             have none. Default: measured on the model's first keys (`quire.hf.cache_formats`).
-        backend: name of the back end that owns the memory, see `quire.attention.device_of`; default this machine's. A
+        backend: name of the back end that owns the memory, see `quire.devices.device_of`; default this machine's. A
             cache of another device is `growing` or `contiguous`, and serves a model that `accelerate(model,
             backend=...)` runs there; it refuses the model's own forward.
 
@@ -550,7 +550,7 @@ class QuireCache(DynamicCache):
             OSError: the file cannot be written; no part of it is left.
         """
         from quire.hf.file import save
-        from quire.model.load import base_model
+        from quire.weights.load import base_model
 
         self.check_whole()
         owner = (
@@ -591,7 +591,7 @@ class QuireCache(DynamicCache):
             CapacityError: it does not fit into `kv_memory`.
         """
         from quire.hf.file import load
-        from quire.model.load import base_model
+        from quire.weights.load import base_model
 
         model = base_model(model, "load a cache for")
         cache = cls(

@@ -37,7 +37,7 @@ import torch
 from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
-from quire.memory.device import DeviceMemory
+from quire.memory.device_memory import DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
 from quire.process import ProcessGuard
 from quire.sizes import format_size

@@ -2,7 +2,7 @@
 
 Others may use the names below, and
     block_bytes          a block's bytes, read and written
-    device               copies to and from a device
+    device_memory        copies to and from a device
     device_buffer        device memory for rows that are not blocks
     free_memory          memory that the machine has left
     heap, paged, storage, view, virtual.virtual_storage   homes of the names below

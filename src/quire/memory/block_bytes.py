@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.errors import ArgumentError
 from quire.memory.block_pieces import BlockPieces, BlockPlaces, at_places
-from quire.memory.device import DeviceMemory
+from quire.memory.device_memory import DeviceMemory
 from quire.memory.state_slots import StateSlots
 from quire.spec import KVGroup, KVSpec
 from quire.step import StepPlan

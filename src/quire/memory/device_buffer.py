@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.memory.device import Allocation, DeviceMemory
+from quire.memory.device_memory import Allocation, DeviceMemory
 
 __all__ = ["DeviceBuffer", "read", "write"]
 

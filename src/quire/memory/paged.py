@@ -39,7 +39,7 @@ import torch
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device import HOST, DeviceMemory
+from quire.memory.device_memory import HOST, DeviceMemory
 from quire.memory.heap import HUGE_PAGE_BYTES
 from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.device import HOST
+from quire.memory.device_memory import HOST
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 

@@ -23,14 +23,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quire.attention import AttentionOptions, attention_batch, device_of
+from quire.attention import AttentionOptions, attention_batch
+from quire.devices import device_of
 from quire.memory.view import KVView
 from quire.model.attention_function import attend
-from quire.model.module_patch import current_method, original_class, patch_methods
 from quire.model.paged_cache import PagedCache
-from quire.model.prove.equal_modules import kind_of
-from quire.model.prove.error_bounds import decide
 from quire.model.prove.upcast import upcast_to
+from quire.modules.equal_modules import kind_of
+from quire.modules.error_bounds import decide
+from quire.modules.module_patch import current_method, original_class, patch_methods
 
 __all__ = ["AttentionPatch", "has_position_biases", "patch_attention"]
 

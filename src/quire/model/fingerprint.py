@@ -29,16 +29,16 @@ import transformers
 from transformers import PreTrainedModel
 
 from quire.atomic_file import AtomicFile
-from quire.attention import device_of
 from quire.backends import native_module
-from quire.model.load import LoadedModel
-from quire.model.packed_parameter import bytes_of
-from quire.model.prove.hooks import first_hook
+from quire.devices import device_of
 from quire.model.prove.model_record import behaviour
-from quire.model.quantized import quantized_weights
-from quire.model.sources import LiveSource, WeightSource
-from quire.quantized import rounding
+from quire.modules.hooks import first_hook
 from quire.spec import KVSpec
+from quire.weights.codes import rounding
+from quire.weights.load import LoadedModel
+from quire.weights.packed_parameter import bytes_of
+from quire.weights.quantized_modules import quantized_weights
+from quire.weights.sources import LiveSource, WeightSource
 
 __all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
 

@@ -31,15 +31,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quire.attention import AttentionOptions, Device
-from quire.attention.devices import PackedWeight
+from quire.attention import AttentionOptions
 from quire.backends import native_module
+from quire.devices import Device, PackedWeight
+from quire.devices.cpu.packed_weights import NativeWeight
 from quire.errors import UnsupportedModelError
-from quire.model.dense_weights import dense_weight
-from quire.model.linear import DenseWeight, NativeWeight, choose_packing
-from quire.model.module_patch import current_method, original_class, patch_methods
 from quire.model.paged_cache import PagedCache, tag_of
-from quire.model.prove.hooks import global_hooks, hooks_on
+from quire.modules.hooks import global_hooks, hooks_on
+from quire.modules.module_patch import current_method, original_class, patch_methods
+from quire.weights.dense_weights import dense_weight
+from quire.weights.linear import DenseWeight, choose_packing
 
 __all__ = ["LatentHeads", "install_latents", "is_latent"]
 

@@ -23,7 +23,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionBackend, AttentionOptions, Device
+from quire.attention import AttentionBackend, AttentionOptions
+from quire.devices import Device
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage

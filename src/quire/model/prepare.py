@@ -30,7 +30,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Device, device_of
+from quire.attention import AttentionOptions
+from quire.devices import Device, device_of
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.load_progress import observer
 from quire.memory.block_bytes import BlockStorage
@@ -39,34 +40,34 @@ from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.attention_patch import AttentionPatch, has_position_biases, patch_attention
 from quire.model.cache_keyword import cache_keyword
-from quire.model.experts import pack_experts
-from quire.model.huge_pages import HugePageMove
 from quire.model.latent import install_latents
-from quire.model.linear import choose_packing, pack_linears, packing_on, weights_to_pack
-from quire.model.load import LoadedModel, UnloadedModel
 from quire.model.model_lock import lock_model, unlock_model
-from quire.model.module_patch import current_method, patch_methods
 from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.generated_tokens import check_generate
-from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.latent_proof import prove_latents
 from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.model.prove.model_record import ModelRecord, facts
 from quire.model.prove.replaced_operators import first_unproved, one_of_each_kind
-from quire.model.quantized import quantized_weights
-from quire.model.saved_check import SavedChecks
-from quire.model.saved_linears import SavedLinears
-from quire.model.saved_proof import SavedProof
-from quire.model.saved_weights import SavedWeights
+from quire.model.prove.saved_proof import SavedProof
 from quire.model.state import StateAdapter
 from quire.model.state.serve_states import find_states, serve_states
 from quire.model.torch_timing import RecordCall, time_attention, time_linears
 from quire.model.unsupported import forward_mismatch, unsupported_feature
+from quire.modules.hooks import hooks_on, may_be_replaced
+from quire.modules.module_patch import current_method, patch_methods
 from quire.process import ForkSafeLock
 from quire.saved_folder import SavedFolder
 from quire.spec.model_config import longest_of
 from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
+from quire.weights.experts import pack_experts
+from quire.weights.huge_pages import HugePageMove
+from quire.weights.linear import choose_packing, pack_linears, packing_on, weights_to_pack
+from quire.weights.load import LoadedModel, UnloadedModel
+from quire.weights.quantized_modules import quantized_weights
+from quire.weights.saved_check import SavedChecks
+from quire.weights.saved_linears import SavedLinears
+from quire.weights.saved_weights import SavedWeights
 
 if TYPE_CHECKING:
     from quire.model.fused import Fused, FusedDecoder
@@ -80,8 +81,8 @@ class PreparedModel:
     """The model of `loaded`, ready for `forward`.
 
     Args:
-        loaded: the result of `quire.model.load`.
-        backend: "python", "native", a registered name (`quire.attention.devices`), or None for the best available file.
+        loaded: the result of `quire.weights.load`.
+        backend: "python", "native", a registered name (`quire.devices.device`), or None for the best available file.
         max_model_len: longest sequence that will be run. Default: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one uses the long
             frequencies for all sequences.

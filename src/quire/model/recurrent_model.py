@@ -24,13 +24,13 @@ from transformers.cache_utils import Cache
 from quire.errors import UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model.cache_keyword import cache_keyword
-from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.model_probe import Probe, run_probe_steps
 from quire.saved_folder import SavedFolder
 from quire.step import ForwardStep
+from quire.weights.load import LoadedModel
 
 __all__ = ["RecurrentModel", "has_recurrent_forward"]
 

@@ -98,7 +98,7 @@ def _switching(module: Any) -> list[tuple[str | None, str]]:
 
 def _switches(module: Any, layer_type: str | None, rope_type: str) -> bool:
     """Whether the frequencies change with the length. Factors of a GGUF file are longrope with equal factors for every
-    length, and do not: see `quire.model.gguf.rope_parameters`."""
+    length, and do not: see `quire.weights.gguf.rope_parameters`."""
     if rope_type != "longrope":
         return "dynamic" in rope_type
     parameters = _parameters(module, layer_type)

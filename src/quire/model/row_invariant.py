@@ -38,9 +38,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.model.linear import NativeWeight, choose_packing
-from quire.model.module_patch import current_method, patch_methods
-from quire.model.packed_parameter import PackedParameter
+from quire.devices.cpu.packed_weights import NativeWeight
+from quire.modules.module_patch import current_method, patch_methods
+from quire.weights.linear import choose_packing
+from quire.weights.packed_parameter import PackedParameter
 
 __all__ = ["Recorder", "on_whole_vectors", "replace", "serving"]
 

@@ -27,7 +27,6 @@ from quire.errors import UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import rope
 from quire.model.cache_keyword import cache_keyword
-from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.prepare import PreparedModel
 from quire.model.prove.generated_tokens import check_generate
@@ -37,6 +36,7 @@ from quire.model.recurrent_model import RecurrentModel, has_recurrent_forward
 from quire.model.sequence_cache import SequenceCache
 from quire.saved_folder import SavedFolder
 from quire.step import ForwardStep
+from quire.weights.load import LoadedModel
 
 __all__ = ["SequentialModel", "prepare"]
 

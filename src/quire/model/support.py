@@ -18,14 +18,13 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.quantized.readers import GGUF_TYPES
+from quire.weights.codes.readers import GGUF, GGUF_TYPES
 
 __all__ = [
     "DEQUANTIZED_NOTE",
     "EXPERIMENTAL",
     "FAMILIES",
     "FORMS",
-    "GGUF",
     "PROVED",
     "REFUSED",
     "WORKS",
@@ -71,14 +70,12 @@ FAMILIES = {
 _UNKNOWN = (EXPERIMENTAL, "an untested type; a start proves the model or refuses it")
 
 _SWEEP = "tests/model/test_model_list.py::test_the_page_is_what_the_script_prints"
-_CHECKPOINTS = "tests/quantized/test_checkpoint_methods.py::"
+_CHECKPOINTS = "tests/weights/test_checkpoint_methods.py::"
 _GGUF = Form(
     PROVED,
-    "tests/quantized/test_gguf_codes.py::test_random_bytes_have_the_bits_of_the_package",
+    "tests/weights/test_gguf_codes.py::test_random_bytes_have_the_bits_of_the_package",
     "bits of the package gguf",
 )
-GGUF = "GGUF "
-"""Prefix of the name of a GGUF type."""
 FORMS = {
     "float32": Form(PROVED, _SWEEP, "tokens of model.generate"),
     "bfloat16": Form(PROVED, _SWEEP, "tokens of model.generate, unless rounding decides"),
@@ -95,9 +92,11 @@ FORMS = {
     "mxfp4": Form(PROVED, f"{_CHECKPOINTS}test_mxfp4_experts", "bits of transformers' own conversion"),
     "bitsandbytes": Form(WORKS, f"{_CHECKPOINTS}test_bitsandbytes_in_4_bits"),
     **{GGUF + name: _GGUF for name in GGUF_TYPES},
-    "int8": Form(WORKS, "tests/model/test_quantized.py::test_it_is_served", "rounded at load"),
+    "int8": Form(WORKS, "tests/weights/test_quantized_modules.py::test_it_is_served", "rounded at load"),
     "int4": Form(
-        WORKS, "tests/model/test_quantized.py::test_a_model_is_rounded_by_pattern", "rounded at load"
+        WORKS,
+        "tests/weights/test_quantized_modules.py::test_a_model_is_rounded_by_pattern",
+        "rounded at load",
     ),
 }
 """By a plan's name of the weights: the dtype of a dense checkpoint, a quant_method, a GGUF type, a rounding."""

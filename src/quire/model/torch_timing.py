@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.attention import AttentionBackend, AttentionOptions, Device
+from quire.attention import AttentionBackend, AttentionOptions
+from quire.devices import Device
+from quire.devices.cpu.packed_weights import NativeWeight
 from quire.memory.view import KVView
-from quire.model.linear import NativeWeight
-from quire.quantized import QuantizedPanels
 from quire.step import AttentionBatch
+from quire.weights.codes import QuantizedPanels
 
 __all__ = ["RecordCall", "time_attention", "time_linears"]
 

@@ -28,23 +28,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quire.attention.devices import PackedWeight
 from quire.backends import native_module
-from quire.model.experts import expert_projections, projections_of
+from quire.devices import PackedWeight
+from quire.devices.cpu.packed_weights import DTYPE_NAMES, NativeWeight
 from quire.model.latent import LatentHeads, is_latent
-from quire.model.linear import (
-    DTYPE_NAMES,
-    NativeWeight,
-    Packing,
-    choose_packing,
-    is_transposed,
-    planned_packing,
-)
-from quire.model.packed_parameter import PackedParameter
-from quire.model.quantized_experts import ExpertForms
-from quire.quantized import CodeForm, QuantizedPanels, rounded_form
 from quire.registry import Registry
 from quire.spec.weight_formats import Rounding
+from quire.weights.codes import CodeForm, QuantizedPanels, rounded_form
+from quire.weights.experts import expert_projections, projections_of
+from quire.weights.linear import Packing, choose_packing, is_transposed, planned_packing
+from quire.weights.packed_parameter import PackedParameter
+from quire.weights.quantized_experts import ExpertForms
 
 __all__ = [
     "WEIGHT_FORMS",

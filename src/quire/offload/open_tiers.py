@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig, secret_bytes
 from quire.errors import ArgumentError
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from quire.memory.block_bytes import BlockStorage
     from quire.memory.storage import Storage
     from quire.offload.offloaded_sequence import InEngine
-    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk.disk_tier import DiskTier
     from quire.tiers.host import HostTier
-    from quire.tiers.remote import RemoteTier
+    from quire.tiers.remote.remote_tier import RemoteTier
     from quire.tiers.stack import TierStack
 
 __all__ = ["OpenTiers", "fingerprint_tag", "open_swap", "open_tiers"]
@@ -158,7 +158,7 @@ def open_tiers(
     tiers = _open_each(config)
     if not tiers:
         return None
-    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk.disk_tier import DiskTier
     from quire.tiers.host import HostTier
     from quire.tiers.stack import TierStack
 
@@ -206,8 +206,8 @@ def _ping_servers(tiers: list[Tier], stack: TierStack) -> None:
 
 
 def _servers(tiers: list[Tier]) -> list[RemoteTier]:
-    from quire.tiers.remote import RemoteTier
-    from quire.tiers.signed import SignedTier
+    from quire.tiers.remote.remote_tier import RemoteTier
+    from quire.tiers.remote.signed import SignedTier
 
     inner = [tier.inner if isinstance(tier, SignedTier) else tier for tier in tiers]
     return [tier for tier in inner if isinstance(tier, RemoteTier)]
@@ -241,8 +241,8 @@ def _host_tier(config: EngineConfig) -> Tier:
 
 
 def _disk_tier(config: EngineConfig) -> Tier:
-    from quire.tiers.disk import DiskTier
-    from quire.tiers.files import Files
+    from quire.tiers.disk.disk_tier import DiskTier
+    from quire.tiers.disk.files import Files
 
     assert config.disk_cache is not None
     size = _DISK_BYTES if config.disk_cache_size is None else parse_size(config.disk_cache_size)
@@ -262,7 +262,7 @@ def _remote_tier(config: EngineConfig) -> Tier:
     tier = tier_from_url(config.remote_cache)
     if config.remote_secret is None:
         return tier
-    from quire.tiers.signed import SignedTier
+    from quire.tiers.remote.signed import SignedTier
 
     return SignedTier(tier, secret_bytes(config.remote_secret))
 

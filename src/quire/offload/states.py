@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 
 from quire.cache.block_hash import root_key
-from quire.cache.checkpoints import Checkpoint
 from quire.cache.protocol import DISCARD
-from quire.cache.state_cache import StateCache
+from quire.cache.states.checkpoints import Checkpoint
+from quire.cache.states.state_cache import StateCache
 from quire.memory.state_slots import StateSlots
 from quire.spec.state_payload import StatePayloadLayout
 from quire.tiers.segment_key import SegmentKey, segment_keys

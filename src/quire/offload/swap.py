@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.errors import CapacityError
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence

@@ -31,7 +31,7 @@ import numpy as np
 
 from quire.cache.block_hash import block_hashes, root_hash, root_key
 from quire.cache.protocol import CacheSequence, PrefixKVCache
-from quire.cache.state_cache import StateCache
+from quire.cache.states.state_cache import StateCache
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence
 from quire.offload.states import StateStores, state_keys

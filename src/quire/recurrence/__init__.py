@@ -1,11 +1,10 @@
 """Recurrences of state layers: Mamba 1 and 2, gated delta rule and KDA, linear attention, RG-LRU, short convolution.
 
-`backend()` is the entry point; `reference_recurrence` is the definition in torch, token by token in float32,
-`native_recurrence` the kernels. `recurrence_step` makes a step from arrays of a caller other than the engine.
+`backend()` is the entry point; `reference_recurrence` is the definition in torch, token by token in float32.
+`recurrence_step` makes a step from arrays of a caller other than the engine.
 
 Others may use the names below, and
     recurrence_backend, recurrence_checks   the backends by name; checks of arguments
-    native_recurrence                       the kernels
 """
 
 from quire.recurrence.recurrence_backend import RecurrenceBackend, backend, register

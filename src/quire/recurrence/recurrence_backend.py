@@ -189,7 +189,7 @@ _MAKERS: Registry[Callable[[], RecurrenceBackend]] = Registry(
     "backend",
     {
         "native": lambda: cast(
-            RecurrenceBackend, importlib.import_module("quire.recurrence.native_recurrence").BACKEND
+            RecurrenceBackend, importlib.import_module("quire.devices.cpu.native_recurrence").BACKEND
         ),
         "python": lambda: cast(
             RecurrenceBackend, importlib.import_module("quire.recurrence.reference_recurrence").BACKEND

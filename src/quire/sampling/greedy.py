@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.model.linear import DTYPE_NAMES
+from quire.devices.cpu.packed_weights import DTYPE_NAMES
 
 __all__ = ["most_likely"]
 

@@ -38,7 +38,7 @@ _RULES = frozenset(
 
 
 class ModelRules:
-    """Shared by all requests. defaults: as of `quire.model.generation_config.sampling_defaults`.
+    """Shared by all requests. defaults: as of `quire.weights.generation_config.sampling_defaults`.
 
     end_ids: the model's end tokens. Tokens beyond the vocabulary cannot come: rules that forbid them are ignored.
     *raises:* ConfigError: a value that `generate` would refuse.

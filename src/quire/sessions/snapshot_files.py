@@ -39,8 +39,8 @@ import xxhash
 
 from quire.atomic_file import AtomicFile
 from quire.errors import ArgumentError, LoadError
-from quire.tiers.files import Files
-from quire.tiers.folder_lock import FileLock
+from quire.tiers.disk.files import Files
+from quire.tiers.disk.folder_lock import FileLock
 from quire.tiers.tier import TierError
 
 __all__ = [

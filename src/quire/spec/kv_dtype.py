@@ -13,7 +13,7 @@ A layer that does not fit a format stays in the model's dtype (`layers_left` giv
 layer is named by its number, or if all layers are of that kind.
 
 Arithmetic over a spec, as `KVSpec`: a plan and a start get the same result. Not here: whether a device can attend to a
-format (`quire.attention.devices`).
+format (`quire.devices.device`).
 
 Cost: O(layers).
 """

@@ -15,7 +15,7 @@ __all__ = ["register", "tier_from_url", "unregister"]
 
 
 def _redis(url: str) -> Tier:
-    from quire.tiers.remote import RemoteTier
+    from quire.tiers.remote.remote_tier import RemoteTier
 
     return RemoteTier(url)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.tiers.disk import DiskTier
-from quire.tiers.disk_index import StoredRoot
+from quire.tiers.disk.disk_index import StoredRoot
+from quire.tiers.disk.disk_tier import DiskTier
 
 __all__ = ["StoredPrefix", "stored_prefixes"]
 

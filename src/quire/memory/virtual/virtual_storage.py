@@ -34,7 +34,7 @@ import numpy as np
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device import HOST, DeviceMemory
+from quire.memory.device_memory import HOST, DeviceMemory
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import PlacementBackend, PlacementHeap, unsupported_reason
 from quire.memory.placement.memfd import MemfdBackend

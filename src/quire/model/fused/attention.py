@@ -19,7 +19,7 @@ from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention import AttentionOptions
-from quire.attention.native_attention import handles
+from quire.devices.cpu.native_attention import handles
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.structure import PackedLayer, can_run_together, forward_names, packed_layers
 from quire.model.paged_cache import PagedCache

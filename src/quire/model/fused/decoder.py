@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention.native_attention import batch_handle, handles
+from quire.devices.cpu.native_attention import batch_handle, handles
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.fused.attention import FusedAttention
 from quire.model.fused.fuse import Fused
@@ -27,10 +27,10 @@ from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.rotary import RotaryRows
 from quire.model.fused.structure import PackedLayer, forward_names, native_weight, packed_layer
-from quire.model.linear import PackedEmbedding
 from quire.model.paged_cache import PagedCache
 from quire.step import ForwardStep
 from quire.torch_threads import one_torch_thread
+from quire.weights.linear import PackedEmbedding
 
 __all__ = ["FusedDecoder", "match_decoder"]
 

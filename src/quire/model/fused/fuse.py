@@ -14,18 +14,18 @@ from quire.attention import AttentionOptions
 from quire.memory.heap import give_back_freed
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
-from quire.model.fused.fused_proof import Proof, ProofResult
-from quire.model.fused.fused_state_proof import StateProof
 from quire.model.fused.layer import FusedLayer, match_layer
 from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
-from quire.model.module_patch import current_method, patch_methods
-from quire.model.prove.equal_modules import kind_of
-from quire.model.prove.hooks import may_be_replaced
+from quire.model.prove.fused_proof import Proof, ProofResult
+from quire.model.prove.fused_state_proof import StateProof
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.recorded_calls import record
 from quire.model.state import StateAdapter
+from quire.modules.equal_modules import kind_of
+from quire.modules.hooks import may_be_replaced
+from quire.modules.module_patch import current_method, patch_methods
 
 __all__ = ["Fused", "fuse", "fuse_again"]
 

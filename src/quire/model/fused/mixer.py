@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
+from quire.devices.cpu.native_recurrence import handle_of
 from quire.model.fused.attention import RotaryTable
 from quire.model.fused.structure import PackedLayer, can_run_together, packed_layer
 from quire.model.state import StateAdapter, StateSource, state_source
 from quire.model.state.adapter import CONVOLUTION, RECURRENT
 from quire.model.state.parts import MixerParts
-from quire.recurrence.native_recurrence import handle_of
 
 __all__ = ["FusedMixer", "mixer_candidates"]
 

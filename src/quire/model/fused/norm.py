@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.linear import DTYPE_NAMES
+from quire.devices.cpu.packed_weights import DTYPE_NAMES
 
 __all__ = ["RowNorm", "norm_candidates"]
 

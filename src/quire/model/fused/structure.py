@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.linear import NativeWeight
-from quire.quantized import QuantizedPanels
+from quire.devices.cpu.packed_weights import NativeWeight
+from quire.weights.codes import QuantizedPanels
 
 __all__ = [
     "PackedLayer",

@@ -14,5 +14,5 @@
     model_record.py        F3: the facts that a proof rests on, and whether they still hold
     hooks.py               hooks and replaced forwards on a module
 
-Callers: the fused blocks (`quire.model.fused.fused_proof`), the experts, the prepared model (`quire.model.prepare`).
+Callers: the fused blocks (`quire.model.prove.fused_proof`), the experts, the prepared model (`quire.model.prepare`).
 """

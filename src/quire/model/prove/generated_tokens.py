@@ -15,10 +15,10 @@ import torch
 from transformers import GenerationConfig
 
 from quire.errors import UnsupportedModelError
-from quire.model.generation_config import OBEYED, REFUSED
-from quire.model.load import LoadedModel
 from quire.model.prove.model_probe import Probe
 from quire.model.prove.upcast import upcast_to
+from quire.weights.generation_config import OBEYED, REFUSED
+from quire.weights.load import LoadedModel
 
 __all__ = ["check_generate"]
 

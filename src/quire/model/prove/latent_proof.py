@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
-from quire.model.prove.equal_modules import kind_of
-from quire.model.prove.error_bounds import decide, within_bounds
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.recorded_calls import Call, PagedCall, module_output, record
 from quire.model.prove.upcast import packed_as, upcast_to
+from quire.modules.equal_modules import kind_of
+from quire.modules.error_bounds import decide, within_bounds
 
 __all__ = ["prove_latents"]
 

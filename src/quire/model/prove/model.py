@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionOptions, Device
+from quire.attention import AttentionOptions
+from quire.devices import Device
 from quire.memory.storage import Storage
-from quire.model.load import LoadedModel
 from quire.spec import KVSpec
 from quire.step import ForwardStep
+from quire.weights.load import LoadedModel
 
 __all__ = ["ModelToProve"]
 

@@ -24,9 +24,9 @@ from quire.errors import UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
 from quire.model.paged_cache import empty_model_cache
-from quire.model.prove.error_bounds import rows_agree
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.upcast import upcast_to
+from quire.modules.error_bounds import rows_agree
 from quire.recurrence import recurrence_step
 from quire.spec.state_spec import ZERO_STATE
 from quire.step import ForwardStep, RecurrenceStep

@@ -26,9 +26,9 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.model.module_patch import QUIRE_NAMES, original_class
-from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
-from quire.model.prove.hooks import global_hooks, hooks_on
+from quire.modules.hooks import global_hooks, hooks_on
+from quire.modules.module_patch import QUIRE_NAMES, original_class
+from quire.weights.packed_parameter import LazyDenseWeight, PackedParameter
 
 __all__ = ["ModelChange", "ModelRecord", "behaviour", "facts"]
 

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from quire.attention import attention_batch, device_of
+from quire.attention import attention_batch
+from quire.devices import device_of
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.paged_cache import PagedCache, empty_model_cache, model_cache_class, rows_to_store
-from quire.model.prove.error_bounds import NUM_ROWS, row_parts
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
+from quire.modules.error_bounds import NUM_ROWS, row_parts
 from quire.spec import KVSpec, LayerSpec
 from quire.step import ForwardStep
 

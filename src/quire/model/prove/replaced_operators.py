@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from quire.model.experts import PackedExperts
 from quire.model.paged_cache import empty_model_cache
-from quire.model.prove.equal_modules import kind_of
-from quire.model.prove.error_bounds import decide, within_bounds
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.recorded_calls import NUM_ROWS, text_tokens
 from quire.model.prove.upcast import upcast_to, with_forward
 from quire.model.row_invariant import serving
+from quire.modules.equal_modules import kind_of
+from quire.modules.error_bounds import decide, within_bounds
+from quire.weights.experts import PackedExperts
 
 __all__ = ["first_unproved", "one_of_each_kind"]
 

@@ -24,12 +24,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quire.model.dense_weights import dense_weight
-from quire.model.experts import DenseExperts, expert_loop, is_experts
-from quire.model.linear import NativeWeight, PackedModule, PackedWeight
-from quire.model.module_patch import original_class
-from quire.model.packed_parameter import LazyDenseWeight, PackedParameter
-from quire.quantized import QuantizedPanels
+from quire.devices import PackedWeight
+from quire.devices.cpu.packed_weights import NativeWeight
+from quire.modules.module_patch import original_class
+from quire.weights.codes import QuantizedPanels
+from quire.weights.dense_weights import dense_weight
+from quire.weights.experts import DenseExperts, expert_loop, is_experts
+from quire.weights.linear import PackedModule
+from quire.weights.packed_parameter import LazyDenseWeight, PackedParameter
 
 __all__ = ["packed_as", "upcast_to", "with_forward"]
 

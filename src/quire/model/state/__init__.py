@@ -5,10 +5,10 @@
 (`RecurrenceStep`) and the states of a layer. `quire.spec.state_spec` reads the same fields from a config alone.
 """
 
+from quire.model.prove.state_proof import prove_states
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.mixer_registry import adapter_of, state_adapters
-from quire.model.state.state_proof import prove_states
 from quire.model.state.state_source import StateSource, state_source
 
 __all__ = [

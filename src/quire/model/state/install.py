@@ -12,9 +12,9 @@ from typing import Any
 
 from quire.errors import ArgumentError
 from quire.model.cache_keyword import cache_keyword, given_cache
-from quire.model.module_patch import current_method, patch_methods
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.state_source import state_source
+from quire.modules.module_patch import current_method, patch_methods
 
 __all__ = ["install_states"]
 

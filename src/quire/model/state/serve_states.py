@@ -1,7 +1,7 @@
 """The state layers of a loaded model prepared for an engine: found, compared with the config, proved, installed.
 
 Cost: `prove_states`, for each kind of mixer a copy in float32 and a few forwards of it; nothing if the proof of this
-same model is saved (`quire.model.saved_proof`).
+same model is saved (`quire.model.prove.saved_proof`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quire import recurrence
-from quire.attention import Device
+from quire.devices import Device
 from quire.errors import UnsupportedModelError
-from quire.model.load import LoadedModel
+from quire.model.prove.state_proof import prove_states
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.mixer_registry import state_adapters
-from quire.model.state.state_proof import prove_states
 from quire.spec import KVSpec
+from quire.weights.load import LoadedModel
 
 __all__ = ["find_states", "serve_states"]
 

@@ -1,0 +1,1 @@
+"""The device "native": the extension's kernels on this machine's processor and memory."""

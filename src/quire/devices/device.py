@@ -1,0 +1,116 @@
+"""Devices: `Device` is one object that computes and has its own memory; the registry finds it by name.
+
+Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
+Another device is a class with the members of `Device` and one call of `register`; no part above `memory`, `attention`
+and `model` depends on the kind of device (tests/test_device_seam.py, tests/exact/test_fake_device.py,
+tests/hf/test_device.py).
+
+Cost: an import at the first call of a name, then a dictionary look-up. A step makes no such call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+
+from quire.attention import AttentionBackend
+from quire.backends import choose_backend
+from quire.memory.device_memory import DeviceMemory
+from quire.registry import Registry
+
+__all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
+
+
+class PackedWeight(Protocol):
+    """The weight [num_outputs, num_inputs] of a linear layer in some packed form."""
+
+    dtype: torch.dtype
+    num_outputs: int
+    num_inputs: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., num_inputs], of the weight's dtype -> [..., num_outputs]."""
+        ...
+
+    def unpack(self) -> torch.Tensor:
+        """The weight, bit for bit."""
+        ...
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integer ids [...] -> rows [..., num_inputs]; IndexError for an id out of range."""
+        ...
+
+
+class Device(AttentionBackend, DeviceMemory, Protocol):
+    """A device: its memory (`DeviceMemory`), its attention (`AttentionBackend`), its linear layers."""
+
+    @property
+    def name(self) -> str:
+        """The name in the registry and in the option `backend`."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes when the bits of its results may change; with `name` a part of the key of stored K and V."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of the models that it runs."""
+        ...
+
+    @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """Formats of codes (`quire.spec.kv_formats`) that it writes and attends to, besides rows of those dtypes."""
+        ...
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the extension computes: then layers are fused and every operator is made a function of its row."""
+        ...
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
+        """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.weights.linear`
+        chooses a packing for this processor."""
+        ...
+
+
+_MAKERS: Registry[Callable[[], Device]] = Registry(
+    "a back end",
+    "backend",
+    {
+        "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_attention").BACKEND),
+        "python": lambda: cast(
+            Device, importlib.import_module("quire.attention.reference_attention").BACKEND
+        ),
+    },
+)
+unregister = _MAKERS.unregister
+
+
+def register(name: str, make: Callable[[], Device]) -> None:
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on the device that `make` returns; it is called at
+    each request for the name.
+
+    *raises:* ArgumentError: the name is taken by another.
+    """
+    _MAKERS.register(name, make)
+
+
+def device_of(name: str | None = None) -> Device:
+    """The device `name`: "python", "native" or a registered name.
+
+    Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
+    if it was built.
+
+    Raises:
+        ArgumentError: the name does not exist.
+        BackendError: the native device is requested but was not built.
+    """
+    if name in (None, "native", "python"):
+        name = choose_backend(name, needs="PagedView")
+    return _MAKERS[name]()
