@@ -124,11 +124,6 @@ class StepPlan:
     groups: Sequence[GroupPlan]
     states: StatePlan | None = None
 
-    @classmethod
-    def of_native(cls, plan: NativePlan) -> StepPlan:
-        """The extension's plan, which is the plan of its group 0 as well."""
-        return cls([plan, *map(plan.group, range(1, plan.num_groups))])
-
     @property
     def step(self) -> int:
         """See `GroupPlan.step`."""

@@ -239,9 +239,8 @@ class Cache(PrefixKVCache):
     def reserve_unchecked(
         self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
-        return _plan_of(
-            call_manager(self._manager.reserve, sequence_ids, num_new_tokens, num_lookahead_tokens)
-        )
+        plan = call_manager(self._manager.reserve, sequence_ids, num_new_tokens, num_lookahead_tokens)
+        return _plan_of(plan)
 
     def num_blocks_needed(
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
@@ -413,8 +412,12 @@ class Cache(PrefixKVCache):
 
 
 def _plan_of(plan: StepPlan | NativePlan | None) -> StepPlan | None:
-    """A manager's plan as a `StepPlan`; the extension has its own class."""
-    return plan if plan is None or isinstance(plan, StepPlan) else StepPlan.of_native(plan)
+    """A manager's plan as a `StepPlan`. The extension has its own class, which is the plan of its group 0 as well."""
+    if plan is None or isinstance(plan, StepPlan):
+        return plan
+    if plan.num_groups == 1:
+        return StepPlan([plan])
+    return StepPlan([plan, *map(plan.group, range(1, plan.num_groups))])
 
 
 def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list[int]) -> BlockManager:
