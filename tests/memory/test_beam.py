@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import quire.attention as attention
 from quire import KVSpec
 from quire.attention import AttentionOptions, attention_batch
 from quire.config import EngineConfig
+from quire.devices import device_of
 from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError
 from quire.memory.beam import BeamTable
@@ -24,7 +24,7 @@ def test_a_table_is_as_good_as_gathering(backend: str) -> None:
     """Past several larger buffers, with parents drawn at random; the gathered copies are moved at every step."""
     if backend == "native":
         pytest.importorskip("quire._native")
-    kernels = attention.device_of(backend)
+    kernels = device_of(backend)
     random = torch.Generator().manual_seed(3)
     opened = open_storage(EngineConfig(storage="growing", kv_memory="16MiB", max_num_seqs=4), SPEC, 4096)
     storage, cache = opened.storage, opened.cache

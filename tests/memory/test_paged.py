@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import ArgumentError, CapacityError
 from quire.memory import Heap, KVView, PagedStorage
-from quire.memory import device as device_module
+from quire.memory import device_memory as device_module
 from quire.spec import KVSpec, LayerSpec, Span
 
 FULL, WINDOW = Span(), Span("window", 8)

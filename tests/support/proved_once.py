@@ -1,10 +1,10 @@
 """Proves a model once per process: the proof is most of the cost of opening a tiny model.
 
 `proved_once` is a fixture of every test in whose conftest.py it is named. It keeps what the proof of a model has found
-(`PreparedModel._prove`) in memory, as `quire.model.prove.saved_proof` keeps it in a file. It is taken under exactly the same
-key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence, the
-back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing too,
-is done anew each time.
+(`PreparedModel._prove`) in memory, as `quire.model.prove.saved_proof` keeps it in a file. It is taken under exactly
+the same key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest
+sequence, the back end, and what of the model was packed (a weight that a graph still holds is not). Everything
+else, the packing too, is done anew each time.
 Not for tests of the proof itself (`tests/model`), and tests marked `ci` prove every time.
 
 Invariants

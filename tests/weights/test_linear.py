@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from quire.devices.cpu import packed_weights
 from quire.devices.cpu.packed_weights import NativeWeight
 from quire.errors import QuireError
 from quire.weights import linear
@@ -260,7 +261,8 @@ def test_a_failure_half_way_gives_everything_back(monkeypatch: pytest.MonkeyPatc
 def test_the_rule_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_packing(torch.float32) == choose_packing(torch.bfloat16) == "native"
     assert choose_packing(torch.float64) is None
-    monkeypatch.setattr(linear, "native_module", lambda: None)
+    for module in (linear, packed_weights):
+        monkeypatch.setattr(module, "native_module", lambda: None)
     monkeypatch.setattr(linear, "onednn_serves", lambda dtype: dtype is torch.float32)
     assert choose_packing(torch.float32) == "onednn"
     assert choose_packing(torch.bfloat16) is None
@@ -269,7 +271,7 @@ def test_the_rule_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(
-    not linear.onednn_serves(torch.float32), reason="torch has no packed oneDNN operator here"
+    not packed_weights.onednn_serves(torch.float32), reason="torch has no packed oneDNN operator here"
 )
 def test_onednn_packs_and_gives_back_all_but_tied_weights() -> None:
     model = tiny_model("tied")

@@ -1,8 +1,8 @@
 """`KVBudget`: the memory budget of one `LLM`'s KV cache, its capacity, and its changes.
 
 The engine's cache and its storage have the blocks; this class keeps their numbers of blocks equal, also when blocks
-and state slots exchange memory (`quire.cache.states.memory_split`), and limits pins to their share. Not thread-safe: call it
-between two steps.
+and state slots exchange memory (`quire.cache.states.memory_split`), and limits pins to their share. Not thread-safe:
+call it between two steps.
 
 Cost: `resize`, `trim`, `release_unused`, `evict_cached` O(blocks); `prefault` a page fault a page; figures O(1).
 """

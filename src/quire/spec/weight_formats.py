@@ -4,7 +4,8 @@
     int4       groups of 128 inputs               int4:32    groups of 32 inputs
     bf16       the type that the model computes in, whichever it is; quantized checkpoints are dequantized
 
-Not the rounding itself (`quire.weights.codes.rounding`). Imports no torch: options are checked before anything is loaded.
+Not the rounding itself (`quire.weights.codes.rounding`). Imports no torch: options are checked before
+anything is loaded.
 """
 
 from __future__ import annotations

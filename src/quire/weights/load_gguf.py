@@ -1,14 +1,14 @@
 """Loads a model and its tokenizer from one GGUF file, with its weights quantized as in the file, or dequantized.
 
-`quire.weights.gguf` interprets the header's keys and the tensors of each architecture; transformers maps the names of its
-models' parameters to tensor names. Its own loader (`gguf_file=`) reads the whole vocabulary three times and keeps the
-largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
+`quire.weights.gguf` interprets the header's keys and the tensors of each architecture; transformers maps the names of
+its models' parameters to tensor names. Its own loader (`gguf_file=`) reads the whole vocabulary three times and keeps
+the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
 
 Invariants:
     L1  A key of the header or a tensor that is not read here refuses the file by its name.
 
-Linear layers, heads, embeddings and experts stay quantized if their type has a reader (`quire.weights.codes.readers`), each
-in its own type, and if the writer only reordered their rows: that is undone on the rows of codes.
+Linear layers, heads, embeddings and experts stay quantized if their type has a reader (`quire.weights.codes.readers`),
+each in its own type, and if the writer only reordered their rows: that is undone on the rows of codes.
 
 Cost: the codes in the kernels' layout, and during the load a byte for each of some million values, or for each value of
 one expert. For dequantized weights, the weights in `dtype`, and during the load the largest tensor in float32.

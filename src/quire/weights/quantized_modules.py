@@ -5,9 +5,9 @@ dense weights, one at a time. Both are applied to a model before it is prepared,
 leave such modules alone. Such a module is a packed one (`linear`): same object and name, its `.weight` reads as the
 dequantized weight rounded once to the model's dtype, and a write to it makes the module dense.
 
-Not here: products (`quire.weights.codes`), files, experts given as 3-D parameters (`quantized_experts`). Fused layers use
-codes if one kernel takes all weights that they multiply together, such as q, k and v; otherwise, and if a weight has an
-order of inputs of its own, the module runs unfused.
+Not here: products (`quire.weights.codes`), files, experts given as 3-D parameters (`quantized_experts`). Fused layers
+use codes if one kernel takes all weights that they multiply together, such as q, k and v; otherwise, and if a weight
+has an order of inputs of its own, the module runs unfused.
 
 Invariants
     Q3  a weight that several modules share exists once.
