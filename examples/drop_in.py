@@ -8,6 +8,7 @@ the others. Run: python examples/drop_in.py [MODEL]
 import sys
 import time
 import warnings
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,11 +24,11 @@ PROMPT = (
 NUM_NEW = 32
 
 
-def main(name=EMBEDDED):
+def main(name=str(EMBEDDED)):
     """The new tokens of each way, then those of the fork; and the bytes of the cache before the fork and after."""
     torch.set_num_threads(1)  # on a busy machine two threads would wait for each other
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
 
     def generate(title, ids, cache=None):

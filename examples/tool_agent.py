@@ -24,7 +24,7 @@ INSTRUCTIONS = "Answer with one tool call in JSON. The tools are:\n" + "\n".join
 
 
 def call_schema(name):
-    """The schema of a call of this tool, such as {"tool": "read_file", "path": "heapq.py"}."""
+    """The schema of a call of this tool, such as {"tool": "answer", "text": "..."}."""
     fields = {"tool": {"const": name}, **TOOLS[name][1]}
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
