@@ -88,6 +88,11 @@ def test_imports_run_downwards_only(part: str) -> None:
         assert not forbidden, f"{path} imports {sorted(forbidden)}, which stand below {part} in the layers"
 
 
+def test_a_folder_has_at_most_40_files() -> None:
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        assert len(list(folder.glob("*.py"))) <= 40, f"{folder}: make a folder of one of its ideas"
+
+
 def test_the_check_can_fail(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("from quire.engine.llm import LLM\nimport quire.cli.main\n")

@@ -158,14 +158,14 @@ def test_swapped_out_stored_and_loaded_the_same_bits(backend: str, tmp_path: Pat
     prompts = [[*PROMPT, number, *PROMPT[:number]] for number in range(1, 6)]
     options: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "backend": backend}
     with LLM((model, None), kv_memory="4MiB", prefix_caching=False, **options) as llm:
-        want = [llm.generate(prompt, greedy(12))[0].outputs[0].token_ids for prompt in prompts]
+        want = [llm.generate(prompt, greedy(24))[0].outputs[0].token_ids for prompt in prompts]
     options["disk_cache"] = str(tmp_path)
-    with LLM((model, None), kv_memory="24KiB", host_cache="1MiB", cache_write="through", **options) as llm:
-        outputs = llm.generate(prompts, greedy(12))
+    with LLM((model, None), kv_memory="20KiB", host_cache="1MiB", cache_write="through", **options) as llm:
+        outputs = llm.generate(prompts, greedy(24))
         assert [output.outputs[0].token_ids for output in outputs] == want
         assert llm.stats()["num_preemptions"] > 0
     with LLM((model, None), kv_memory="4MiB", **options) as llm:
-        (output,) = llm.generate(prompts[4], greedy(12))
+        (output,) = llm.generate(prompts[4], greedy(24))
         assert output.outputs[0].token_ids == want[4]
         assert output.num_cached_tokens > 0
 

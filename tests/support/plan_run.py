@@ -34,6 +34,7 @@ def resident_bytes() -> int:
 
 def main(model: str, weights: str | None) -> None:
     from quire import LLM, SamplingParams, plan
+    from quire.weights.packed_parameter import PackedParameter
 
     options: dict[str, Any] = {"kv_memory": "64MiB", "max_batch_tokens": NUM_TOKENS, "weights": weights}
     said = plan(model, context=NUM_TOKENS, concurrency=1, **options)
@@ -43,8 +44,8 @@ def main(model: str, weights: str | None) -> None:
         prompt = llm.tokenizer(_TEXT * 64)["input_ids"][: NUM_TOKENS - 4]
         llm.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
         embedding: Any = llm.core.prepared._model.get_input_embeddings().weight
-        held = getattr(embedding, "held", None)
-        if (dense := embedding if held is None else held.dense) is not None:
+        dense = embedding.lazy_weight.dense if isinstance(embedding, PackedParameter) else embedding
+        if dense is not None:
             dense.detach().view(-1)[::1024].float().sum()  # one that is read from its file counts whole
         measured = resident_bytes()
     rows: dict[str, int] = {}

@@ -9,6 +9,7 @@ import pytest
 from support import gguf_case
 
 from quire import LLM
+from quire.backends import native_module
 from quire.load_progress import progress_to
 
 EMBEDDED = Path(__file__).parents[2] / "src/quire/weights/embedded"
@@ -43,7 +44,9 @@ def test_a_folder_is_read_as_it_is_packed() -> None:
     watch = watched(EMBEDDED)
     assert watch.phases == PHASES
     assert watch.num_bytes == (EMBEDDED / "model.safetensors").stat().st_size
-    assert 0.9 * watch.num_bytes < watch.num_read <= watch.num_bytes  # norms are not packed
+    # Norms are not packed; without the extension the embedding, a fifth of this model, is not either.
+    packed = 0.9 if native_module() is not None else 0.75
+    assert packed * watch.num_bytes < watch.num_read <= watch.num_bytes
 
 
 def test_weights_are_rounded_in_a_phase_of_its_own() -> None:
