@@ -29,6 +29,7 @@ from typer.main import get_command
 
 import quire
 from quire import LLM
+from quire.backends import native_module
 from quire.cli.main import app
 from quire.server.settings import ServerSettings
 
@@ -50,6 +51,8 @@ NOT_RUN = {
     "qwen": "comes from npm; scripts/soak agents runs it",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",
 }
+# Their examples call the native core by name.
+NEEDS_EXTENSION = {"docs/native.md"}
 # What is not there, and what takes its place here: a model of the Hub (network).
 INSTEAD = {"Qwen/Qwen3-0.6B": str(EMBEDDED), "./my-model": str(EMBEDDED)}
 
@@ -134,6 +137,8 @@ def test_examples_print_what_they_say(name: str) -> None:
 def test_python_blocks_run(
     file: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if file in NEEDS_EXTENSION and native_module() is None:
+        pytest.skip("the native extension is not built")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(file):
@@ -162,6 +167,8 @@ SCRIPTS = [
 def test_commands_run(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if "curl" in block.text and shutil.which("curl") is None:
         pytest.skip("no curl here")
+    if block.file in NEEDS_EXTENSION and native_module() is None:
+        pytest.skip("the native extension is not built")
     commands = [command for command in commands_of(block) if why_not_run(command) is None]
     (tmp_path / "quire").write_text(f'#!/bin/sh\nexec {sys.executable} -m quire "$@"\n')
     (tmp_path / "quire").chmod(0o755)
