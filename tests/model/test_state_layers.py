@@ -19,16 +19,17 @@ from support.state_layers import (
 )
 from torch import nn
 
+from quire.devices import device_of
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
 from quire.model.prove import state_proof
 from quire.model.prove.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
 from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters
-from quire.recurrence import backend, recurrence_step
+from quire.recurrence import recurrence_step
 from quire.spec.state_spec import state_specs
 from quire.step import RecurrenceStep
 
-REFERENCE = backend("python")
+REFERENCE = device_of("python").recurrence
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
