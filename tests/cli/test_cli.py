@@ -76,7 +76,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             "expected contiguous among the storages",
         ),
         (["compare", "--simulate", "--backend", "native"], 2, "expected --backend without --simulate"),
-        (["cache", "verify", "x", "--dtype", "float32"], 2, "expected --recompute N with --dtype"),
         (["explain", "x", "--tenant", "alice"], 2, "expected --config FILE with a tenant_secret in [server]"),
         (["explain", "x", "--cache-salt", "a"], 2, "expected --config FILE with a tenant_secret in [server]"),
         (["explain", "x", "--config", "no-such-file"], 2, "expected a readable TOML file, got no-such-file"),
