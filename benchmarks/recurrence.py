@@ -25,7 +25,16 @@ import torch
 from machine import emit, emit_machine
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.recurrence import backend, recurrence_step
+from quire.devices import device_of
+from quire.recurrence import (
+    CausalConvolution,
+    DeltaRule,
+    LinearAttention,
+    Mamba1Scan,
+    Mamba2Scan,
+    RealGatedUnit,
+    recurrence_step,
+)
 from quire.step import RecurrenceStep
 from quire.torch_threads import torch_threads
 
@@ -77,7 +86,7 @@ def decode(num_bytes: int, threads: int, repetitions: int) -> None:
 
 def layers() -> dict[str, tuple[torch.Size, Callable[[torch.Tensor, RecurrenceStep], Case]]]:
     """By name the shape of a state, and the function that makes a call from a state and a step."""
-    compute = backend("native")
+    kernels = device_of("native").recurrence
 
     def delta(state: torch.Tensor, step: RecurrenceStep, wide: bool) -> Case:
         heads = HEADS if wide else KEY_HEADS
@@ -85,35 +94,35 @@ def layers() -> dict[str, tuple[torch.Size, Callable[[torch.Tensor, RecurrenceSt
         if wide:  # a decay for each channel, and as many heads of keys
             g = g[:, :, None].expand(-1, -1, WIDTH).contiguous()
         out = torch.empty_like(v)
-        return lambda: compute.delta_rule(
-            state, q, k, v, g, beta, step, scale=WIDTH**-0.5, normalize=True, out=out
+        return lambda: kernels.compute(
+            DeltaRule(state, q, k, v, g, beta, scale=WIDTH**-0.5, normalize=True), step, out=out
         )
 
     def linear(state: torch.Tensor, step: RecurrenceStep) -> Case:
         q, k, v, _, _ = delta_rows(step.num_rows, HEADS)
         g = -torch.rand(HEADS)
-        return lambda: compute.linear_attention(state, q, k, v, g, step)
+        return lambda: kernels.compute(LinearAttention(state, q, k, v, g), step)
 
     def mamba1(state: torch.Tensor, step: RecurrenceStep) -> Case:
         x, dt = random(step.num_rows, CHANNELS), torch.rand(step.num_rows, CHANNELS) * 0.1
         a, d = -torch.rand(CHANNELS, 16) * 16, torch.ones(CHANNELS)
         b, c = random(step.num_rows, 16), random(step.num_rows, 16)
-        return lambda: compute.mamba1(state, x, dt, a, b, c, d, step)
+        return lambda: kernels.compute(Mamba1Scan(state, x, dt, a, b, c, d), step)
 
     def mamba2(state: torch.Tensor, step: RecurrenceStep) -> Case:
         heads = CHANNELS // 64
         x, dt = random(step.num_rows, heads, 64), torch.rand(step.num_rows, heads) * 0.1
         a, d = -torch.rand(heads) * 16, torch.ones(heads)
         b, c = random(step.num_rows, 1, 128), random(step.num_rows, 1, 128)
-        return lambda: compute.mamba2(state, x, dt, a, b, c, d, step)
+        return lambda: kernels.compute(Mamba2Scan(state, x, dt, a, b, c, d), step)
 
     def rg_lru(state: torch.Tensor, step: RecurrenceStep) -> Case:
         x, log_a = random(step.num_rows, CHANNELS), -torch.rand(step.num_rows, CHANNELS)
-        return lambda: compute.rg_lru(state, x, log_a, step)
+        return lambda: kernels.compute(RealGatedUnit(state, x, log_a), step)
 
     def convolution(state: torch.Tensor, step: RecurrenceStep) -> Case:
         x, weight = random(step.num_rows, CHANNELS), torch.randn(CHANNELS, 4)
-        return lambda: compute.short_convolution(state, x, weight, None, step, silu=True)
+        return lambda: kernels.compute(CausalConvolution(state, x, weight, None, silu=True), step)
 
     return {
         "delta rule": (torch.Size([HEADS, WIDTH, WIDTH]), lambda state, step: delta(state, step, False)),
@@ -137,7 +146,9 @@ def prefill(num_tokens: int, threads: int, repetitions: int) -> None:
 
     def ours() -> torch.Tensor:
         state.zero_()
-        return backend("native").delta_rule(state, q, k, v, g, beta, step, scale=WIDTH**-0.5, normalize=True)
+        return device_of("native").recurrence.compute(
+            DeltaRule(state, q, k, v, g, beta, scale=WIDTH**-0.5, normalize=True), step
+        )
 
     def theirs() -> torch.Tensor:
         # The heads of keys repeated beforehand: transformers before 5.24 asks for it.

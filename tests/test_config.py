@@ -114,9 +114,11 @@ def test_help_and_bad_options_do_not_wait_for_torch(what: str) -> None:
         ({"storage": "auto:3"}, "expected a storage, or one with its option .*, got 'auto:3'"),
         ({"storage": "paged:"}, "expected a storage, or one with its option .*, got 'paged:'"),
         ({"storage": "paged:1.5"}, "expected an integer of 1 to 512, got '1.5' - in `block_size`"),
-        ({"storage": "growing:half"}, "expected spread, together or together:N .*, got 'half' - in `growth`"),
+        ({"storage": "growing:half"}, "growing without growth, got 'half': .* `quire compare --growth half`"),
+        ({"storage": "contiguous:pow2"}, "without reservation, got 'pow2': .* `quire compare --reservation pow2`"),
+        ({"growth": "together:8"}, "growing without growth, got 'together:8': .* `quire compare .*` - in `growth`"),
+        ({"storage": "contiguous", "reservation": "max"}, "contiguous without reservation, got 'max': an engine has"),
         ({"storage": "paged:32", "block_size": 16}, "expected block_size once, got 32 in storage 'paged:32' and 16"),
-        ({"storage": "growing:spread", "growth": "together"}, "expected growth once, got 'spread' in storage"),
     ],
 )  # fmt: skip
 def test_refused_in_our_words(options: dict[str, Any], says: str) -> None:
@@ -131,8 +133,6 @@ def test_refused_in_our_words(options: dict[str, Any], says: str) -> None:
     ("storage", "option", "value"),
     [
         ("paged:32", "block_size", 32),
-        ("contiguous:pow2", "reservation", "pow2"),
-        ("growing:together:256", "growth", "together:256"),
         ("virtual:256KiB", "piece_size", "256KiB"),
     ],
 )
@@ -150,11 +150,26 @@ def test_a_storage_and_its_option_in_one_string(
 
 
 def test_flags_win_over_a_file() -> None:
-    table = {"storage": "growing:together:256", "seed": 1}
-    assert with_flags(table, {"growth": "spread"}) == {"storage": "growing", "growth": "spread", "seed": 1}
+    table = {"storage": "virtual:256KiB", "seed": 1}
+    assert with_flags(table, {"piece_size": "8KiB"}) == {
+        "storage": "virtual",
+        "piece_size": "8KiB",
+        "seed": 1,
+    }
     assert with_flags(table, {"storage": "paged:32"}) == {"storage": "paged", "block_size": 32, "seed": 1}
     assert with_flags({"block_size": 8}, {"storage": "paged:32"}) == {"storage": "paged", "block_size": 32}
     assert with_flags(table, {}) == spelled_out(table)
+
+
+def test_an_option_of_comparisons_in_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "quire.toml"
+    for line, message in (
+        ('growth = "together:256"', r"got growth - in \[model\]"),
+        ('storage = "growing:together:256"', "quire compare --growth together:256"),
+    ):
+        path.write_text(f"[model]\n{line}\n")
+        with pytest.raises(ArgumentError, match=message):
+            EngineConfig(**with_flags(load_config(str(path), {})[1], {}))
 
 
 def test_what_was_taken_is_taken() -> None:

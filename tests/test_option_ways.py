@@ -42,14 +42,14 @@ NUMBERS = [
 TEXTS = [
     "0", "16", "65536", "9007199254740993", "0.5", "1.5", "1e3", "auto", "25%", "0%", "101%", "64KiB", "1.5MiB", "1.5B",
     "1 GiB", "-1", "nan", "x", "", " ", "int8", "int4:64", "*.mlp.*=int4,*=int8", "first:2=bf16", "k8v4", "bf16",
-    "bfloat16", "paged:32", "contiguous:pow2", "growing:together:256", "virtual:256KiB", "virtual", "pow2",
-    "together:8", "swap", "recompute", "through", "native", "redis://there:1", "env:QUIRE_NOT_SET", "tcp://127.0.0.1:1",
+    "bfloat16", "paged:32", "contiguous:pow2", "growing:together:256", "virtual:256KiB", "virtual", "swap",
+    "recompute", "through", "native", "redis://there:1", "env:QUIRE_NOT_SET", "tcp://127.0.0.1:1",
 ]  # fmt: skip
 OTHERS = [True, False, [], {}, {"default": "int8"}, {"*.mlp.*": "int4"}, {"default": "int3"}]
 VALUES = [*NUMBERS, *TEXTS, *OTHERS]
 # What an option says something about, or it is refused alone.
 BESIDE: dict[str, dict[str, Any]] = {
-    "reservation": {"storage": "contiguous"}, "growth": {"storage": "growing"}, "piece_size": {"storage": "virtual"},
+    "piece_size": {"storage": "virtual"},
     "head": {"weights": "int8"}, "disk_cache_size": {"disk_cache": "d"}, "disk_cache_min_free": {"disk_cache": "d"},
     "cache_write": {"host_cache": "1MiB"}, "kv_events_replay": {"kv_events": "tcp://127.0.0.1:2"},
 }  # fmt: skip
@@ -77,7 +77,7 @@ def made_of(name: str, make: Any) -> Any:
     except ArgumentError as error:
         return refused(name, str(error))
     value = getattr(made, name)
-    others = tuple(str(getattr(made, one)) for one in ("storage", "block_size", "growth", "piece_size"))
+    others = tuple(str(getattr(made, one)) for one in ("storage", "block_size", "piece_size"))
     return (str(value) if kinds_of(name) == {int, str} else value), type(value) is bool, others
 
 

@@ -44,13 +44,13 @@ from quire.spec.kv_formats import element_formats
 from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
+    "COMPARED_OPTIONS",
     "OPTION_OF_STORAGE",
     "REGISTERED_STORAGES",
     "STORAGES",
     "EngineConfig",
     "Option",
     "check_secret",
-    "parse_growth",
     "secret_bytes",
     "shows_options",
     "spelled_out",
@@ -58,14 +58,13 @@ __all__ = [
     "with_flags",
 ]
 
-# Each storage, and the option that may follow its name in one string: "growing:together:256".
-OPTION_OF_STORAGE = {
-    "paged": "block_size",
-    "contiguous": "reservation",
-    "growing": "growth",
-    "virtual": "piece_size",
-}
-STORAGES = tuple(OPTION_OF_STORAGE)
+STORAGES = ("paged", "contiguous", "growing", "virtual")
+
+# The option that may follow a storage's name in one string: "paged:32".
+OPTION_OF_STORAGE = {"paged": "block_size", "virtual": "piece_size"}
+
+# Options of `quire compare` (`quire.simulate.compared_storage`); an engine's storage has their defaults.
+COMPARED_OPTIONS = {"contiguous": "reservation", "growing": "growth"}
 
 # Storages added by `quire.engine.open_storage.register`: whether sequences can share their blocks.
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
@@ -172,18 +171,6 @@ def _url(name: str, value: Any) -> None:
         resolve_secret(value, f"`{name}`")
 
 
-def parse_growth(growth: str) -> tuple[str, int | None]:
-    """("spread", None), ("together", None) or, of "together:N", ("together", N). *raises:* ArgumentError."""
-    name, colon, tokens = str(growth).partition(":")
-    if not colon and name in ("spread", "together"):
-        return name, None
-    if name == "together" and tokens.isdecimal() and int(tokens) > 0:
-        return name, int(tokens)
-    raise ArgumentError(
-        f"expected spread, together or together:N with N tokens, got {growth!r} - in `growth`"
-    )
-
-
 def check_secret(secret: Any, name: str = "tenant_secret") -> None:
     """*raises:* ArgumentError: the value is no secret; the error does not show it."""
     if secret is not None and not (isinstance(secret, bytes) and len(secret) >= _LEAST_SECRET):
@@ -279,10 +266,9 @@ def _with_argument_errors(config: Made) -> Made:
 class EngineConfig:
     """Options of an engine, see the module's text; `EngineConfig.options()` has the documentation of each.
 
-    One string may hold a storage and its option: storage="growing:together:256" is storage="growing",
-    growth="together:256"; so are "paged:32", "contiguous:pow2" and "virtual:256KiB". `storage` is the name alone
-    afterwards. An option that modifies another one is refused if that one is not set; an option with its default
-    value counts as not set.
+    One string may hold a storage and its option: storage="paged:32" is storage="paged", block_size=32, and
+    "virtual:256KiB" is storage="virtual", piece_size="256KiB". `storage` is the name alone afterwards. An option that
+    modifies another one is refused if that one is not set; an option with its default value counts as not set.
 
     *raises:* ArgumentError: expected, got, and the option's name.
     """
@@ -301,19 +287,7 @@ class EngineConfig:
         "paged",
         "S",
         "Storage of keys and values: paged, contiguous, growing, virtual or auto (virtual if the machine can), with "
-        "its option if wanted: paged:32, contiguous:pow2, growing:together:256, virtual:256KiB. Default: paged.",
-    )
-    reservation: Literal["max", "pow2", "exact"] = option(
-        "max",
-        "R",
-        "Tokens reserved for a sequence by storage contiguous: max, pow2 or exact. Default: max.",
-        storages=("contiguous",),
-    )
-    growth: Annotated[str, _checked(lambda _, value: parse_growth(value))] = option(
-        "spread",
-        "G",
-        "When storage growing replaces buffers: spread, or together[:N], all at once by N tokens. Default: spread.",
-        storages=("growing",),
+        "its option if wanted: paged:32, virtual:256KiB. Default: paged.",
     )
     piece_size: _Size = option(
         "64KiB",
@@ -570,17 +544,25 @@ class EngineConfig:
 def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options in which `storage` is a name alone: the rest of its string becomes the option of that storage.
 
-    *raises:* ArgumentError: a storage without such an option; an option that is given already, with another value.
+    *raises:* ArgumentError: a storage without such an option; an option that is given already, with another value; an
+    option of comparisons.
     """
     storage = options.get("storage")
     name, colon, text = storage.partition(":") if isinstance(storage, str) else ("", "", "")
+    for compared, option_name in COMPARED_OPTIONS.items():
+        if option_name in options or (colon and name == compared):
+            given = options.get(option_name, text)
+            raise ArgumentError(
+                f"expected storage {compared} without {option_name}, got {given!r}: an engine has its default; compare "
+                f"others by `quire compare --{option_name} {given}` - in `{option_name}`"
+            )
     if not colon:
         return dict(options)
     partner = OPTION_OF_STORAGE.get(name)
     if partner is None or not text:
         raise ArgumentError(
-            "expected a storage, or one with its option such as paged:32, contiguous:pow2, growing:together:256 or "
-            f"virtual:256KiB, got {storage!r} - in `storage`"
+            "expected a storage, or one with its option such as paged:32 or virtual:256KiB, got "
+            f"{storage!r} - in `storage`"
         )
     value = int(text) if partner == "block_size" and text.isdecimal() else text
     if options.get(partner, value) != value:

@@ -22,10 +22,9 @@ WITH_MODEL: dict[str, list[str]] = {
     "explain": ["a prompt", "--disk-cache", "no-such-folder"],
     "plan": [],
     "serve": ["--port", "0"],
-    "cache verify": ["no-such-folder", "--recompute", "1"],
 }
-WITHOUT = ("top", "cache ls", "cache prune", "cache rm", "cache weights")
-OWN_ARGUMENT = {"generate": "prompt", "explain": "prompt", "cache verify": "folder"}
+WITHOUT = ("top", "cache ls", "cache prune", "cache rm", "cache verify", "cache weights")
+OWN_ARGUMENT = {"generate": "prompt", "explain": "prompt"}
 
 
 def commands(group: Any = None, above: str = "") -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
+from quire.simulate.compared_storage import ComparedStorage
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -15,7 +16,11 @@ def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
     """Of 100 tokens three ranges of 30 are taken, and the second given back: gaps of 30 and 10, none of 35."""
     with tiny_llm.llm(storage="contiguous") as llm:
         token_bytes = llm.core.storage.block_bytes
-    with tiny_llm.llm(storage="contiguous", reservation="exact", kv_memory=100 * token_bytes) as llm:
+    options = {"kv_memory": 100 * token_bytes, "max_batch_tokens": 64, "max_num_seqs": 8}
+    with (
+        ComparedStorage.parse("contiguous:exact", options).registered() as config,
+        LLM((tiny_llm.model(), tiny_llm.tokenizer()), config=config) as llm,
+    ):
         engine, scheduler = llm.engine, llm.engine.scheduler
 
         def submit(num_prompt: int, max_tokens: int) -> str:

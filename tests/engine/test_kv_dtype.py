@@ -10,8 +10,8 @@ from support.architectures import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.attention.reference_attention import ReferenceAttention
 from quire.devices import device
+from quire.devices.reference_device import ReferenceDevice
 from quire.engine.serving_plan import plan
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
@@ -138,7 +138,7 @@ def test_layers_that_cannot_stay_as_they_are_beside_others_that_can() -> None:
 
 
 def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
-    class Plain(ReferenceAttention):
+    class Plain(ReferenceDevice):
         name = "plain"
         kv_formats = ()
 

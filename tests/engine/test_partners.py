@@ -18,8 +18,6 @@ ALONE: list[tuple[dict[str, Any], str]] = [
     ({"swap_memory": "1GiB", "preemption": "recompute"}, "swap_memory also preemption swap or auto"),
     ({"swap_memory": "1GiB", "storage": "contiguous"}, "swap_memory also storage paged or virtual or auto"),
     ({"pin_memory": "1MiB", "storage": "growing"}, "pin_memory also storage paged or virtual or auto"),
-    ({"reservation": "pow2"}, "reservation also storage contiguous; paged does not use it"),
-    ({"growth": "together", "storage": "contiguous"}, "growth also storage growing; contiguous does not"),
     ({"piece_size": "2MiB"}, "piece_size also storage virtual or auto; paged does not use it"),
 ]
 
@@ -34,8 +32,6 @@ def test_with_its_partner_it_is_taken(tmp_path: Path) -> None:
     for options in (
         {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "cache_write": "through"},
         {"host_cache": "1MiB", "cache_write": "through", "swap_memory": "1MiB"},
-        {"storage": "contiguous", "reservation": "pow2"},
-        {"storage": "growing", "growth": "together:64"},
         {"preemption": "recompute", "storage": "contiguous"},
     ):
         tiny_llm.llm(**options).close()

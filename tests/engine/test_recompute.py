@@ -1,9 +1,11 @@
-"""`quire cache verify --recompute`: equal bits for stored content, and the place of a difference."""
+"""`scripts/recompute`: equal bits for stored content, and the place of a difference."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,6 @@ from support.cache_case import BACKENDS
 from support.conversations_case import START, TURNS, windowed
 
 from quire import LLM, SamplingParams
-from quire.cli.main import main
-from quire.engine.recompute import block_size_for, compare_sample, first_difference
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.tiers.disk.disk_tier import DiskTier
@@ -23,8 +23,19 @@ from quire.tiers.segment import Segment, encode
 
 pytest.importorskip("quire._native")
 
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [START + turn * 5 for turn in TURNS] + [[t + 1 for t in START]]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """scripts/recompute as a module."""
+    loader = SourceFileLoader("scripts_recompute", str(ROOT / "scripts" / "recompute"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+    sys.modules[loader.name] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    return module
 
 
 def stored(make: Any, folder: Path, **options: Any) -> int:
@@ -68,14 +79,16 @@ def windows(**options: Any) -> LLM:
 
 @pytest.mark.parametrize("make", [full, windows])
 @pytest.mark.parametrize("block_size", [4, *(pytest.param(size, marks=pytest.mark.ci) for size in (8, 16))])
-def test_what_engines_store_is_what_the_model_computes(make: Any, block_size: int, tmp_path: Path) -> None:
+def test_what_engines_store_is_what_the_model_computes(
+    script: Any, make: Any, block_size: int, tmp_path: Path
+) -> None:
     num_segments = stored(make, tmp_path, block_size=block_size)
     assert num_segments > 4
     tier = DiskTier(tmp_path, None)
     try:
         for chunk in (64, 7):
             found = list(
-                compare_sample(
+                script.compare_sample(
                     tier,
                     lambda size, chunk=chunk: make(
                         host_cache="1MiB", block_size=size, max_batch_tokens=chunk
@@ -89,12 +102,12 @@ def test_what_engines_store_is_what_the_model_computes(make: Any, block_size: in
         tier.close()
 
 
-def test_the_python_back_end_is_not_comparable(tmp_path: Path) -> None:
+def test_the_python_back_end_is_not_comparable(script: Any, tmp_path: Path) -> None:
     num_segments = stored(lambda **options: tiny_llm.llm(backend="python", **options), tmp_path)
     tier = DiskTier(tmp_path, None)
     try:
         found = list(
-            compare_sample(
+            script.compare_sample(
                 tier, lambda size: tiny_llm.llm(backend="python", host_cache="1MiB", block_size=size), 1000
             )
         )
@@ -103,20 +116,20 @@ def test_the_python_back_end_is_not_comparable(tmp_path: Path) -> None:
     assert [one.reason for one in found] == ["the python back end's bits are not exact"] * num_segments
 
 
-def test_block_sizes_divide_where_segments_begin(tmp_path: Path) -> None:
+def test_block_sizes_divide_where_segments_begin(script: Any, tmp_path: Path) -> None:
     stored(full, tmp_path, block_size=12)
     tier = DiskTier(tmp_path, None)
     try:
-        assert block_size_for(list(tier.entries())) == 4
+        assert script.block_size_for(list(tier.entries())) == 4
     finally:
         tier.close()
-    assert block_size_for([]) == 16
+    assert script.block_size_for([]) == 16
 
 
-def test_the_place_of_a_difference() -> None:
+def test_the_place_of_a_difference(script: Any) -> None:
     shape = PayloadLayout.from_spec(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
     one = np.random.default_rng(0).integers(0, 256, 10 * shape.bytes_per_token, np.uint8)
-    assert first_difference(one, one.copy(), shape) is None
+    assert script.first_difference(one, one.copy(), shape) is None
     layer_bytes = 10 * shape.bytes_per_token // 3
     for layer in range(3):
         for head in range(2):
@@ -125,37 +138,29 @@ def test_the_place_of_a_difference() -> None:
                     other = one.copy()
                     at = layer * layer_bytes + ((head * 2 + kind) * 10 + token) * 16 + 5
                     other[at] ^= 128
-                    assert first_difference(one, other, shape) == (layer, token)
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["quire", "cache", "verify", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert isinstance(left.value.code, int)
-    return left.value.code, capsys.readouterr().out
+                    assert script.first_difference(one, other, shape) == (layer, token)
 
 
 def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["recompute", *arguments])
+        return script.main(), capsys.readouterr().out
+
     model, other, folder = tmp_path / "model", tmp_path / "other", tmp_path / "cache"
     for path, seed in ((model, 0), (other, 1)):
         tiny_llm.model(seed).save_pretrained(path)
         tiny_llm.tokenizer().save_pretrained(path)
     small = {"kv_memory": "2MiB", "max_batch_tokens": 64}
     num = stored(lambda **options: LLM(str(model), **small, **options), folder)
-    arguments = (str(folder), "--recompute", "1000", "--kv-memory", "4MiB", "--model")
-    code, out = run(monkeypatch, capsys, *arguments, str(model))
+    arguments = (str(folder), "--segments", "1000", "--kv-memory", "4MiB", "--model")
+    code, out = run(*arguments, str(model))
     assert code == 0
     assert out.splitlines()[-1] == f"{num} computed again, 0 different"
-    code, out = run(
-        monkeypatch, capsys, str(folder), "--recompute", "3", "--kv-memory", "4MiB", "--model", str(model)
-    )
+    code, out = run(str(folder), "--segments", "3", "--kv-memory", "4MiB", "--model", str(model))
     assert (code, out.splitlines()[-1]) == (0, "3 computed again, 0 different")
-    code, out = run(monkeypatch, capsys, *arguments, str(other))
+    code, out = run(*arguments, str(other))
     assert code == 0
     assert out.splitlines()[-2:] == [
         f"{num} not comparable: of another model, dtype, build or processor, or another namespace",
@@ -163,7 +168,7 @@ def test_the_command(
     ]
     # 16 tokens, 2 layers of 2 heads, 16 numbers each: layer 1 begins in the middle, its token 5 after 5 rows.
     entry = change(folder, 0, 16 * 512 // 2 + 5 * 64 + 2)
-    code, out = run(monkeypatch, capsys, *arguments, str(model))
+    code, out = run(*arguments, str(model))
     assert code == 1, out
     start = entry.info.start
     assert out.splitlines()[-2:] == [
@@ -171,9 +176,9 @@ def test_the_command(
         "other bits than computed",
         f"{num} computed again, 1 different",
     ]
-    code, out = run(monkeypatch, capsys, *arguments, str(model), "--json")
+    code, out = run(*arguments, str(model), "--json")
     assert code == 1
-    found = json.loads(out)["recomputed"]
+    found = json.loads(out)
     assert found["equal"] == num - 1
     assert [(one["key"], one["layer"], one["token"]) for one in found["different"]] == [
         (entry.key.hex(), 1, start + 5)

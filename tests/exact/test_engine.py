@@ -57,11 +57,7 @@ def test_exact_at_every_block_size(name: str, backend: str, block_size: int) -> 
 
 
 # What cannot share a prefix. Longest answers, so that buffers are outgrown: 128 to 191 tokens more than a prompt.
-ROWS: dict[str, dict[str, str]] = {
-    "contiguous": {"reservation": "exact"},
-    "growing": {"growth": "spread"},
-    "growing together": {"growth": "together:32"},
-}
+ROWS = ("contiguous:exact", "growing", "growing:together:32")
 LONG = 150
 
 
@@ -97,8 +93,7 @@ def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(
             LONG,
             backend=backend,
             room=room,
-            storage=storage.split()[0],
-            **ROWS[storage],
+            storage=storage,
         )
         with run.llm:
             answers = run.answer()
@@ -111,9 +106,9 @@ def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(
         assert (
             stats["kv_committed_bytes"] < stats["kv_memory_bytes"] + mmap.PAGESIZE
         )  # the arena's end cuts one
-        if storage == "contiguous":
+        if storage == "contiguous:exact":
             assert stats["num_preemptions"] == 0
         elif room > 1:
             assert stats["moved_tokens"] > 0
-        elif storage == "growing together":
+        elif storage == "growing:together:32":
             assert stats["num_preemptions"] > 0

@@ -12,9 +12,9 @@ import torch
 from quire import KVSpec
 from quire.baselines.contiguous import ContiguousStorage
 from quire.baselines.growing import GrowingStorage
-from quire.config import OPTION_OF_STORAGE, EngineConfig
-from quire.engine.open_storage import OpenStorage, open_storage
+from quire.engine.open_storage import OpenStorage
 from quire.errors import ArgumentError
+from quire.simulate.compared_storage import ComparedStorage
 from quire.spec import LayerSpec, Span
 
 FULL = Span()
@@ -32,9 +32,8 @@ UNIFORM = KVSpec.uniform(num_layers=64, num_kv_heads=2, head_dim=64)
 
 
 def opened(name: str, spec: KVSpec, kv_memory: str, max_model_len: int = 1000, **options: Any) -> OpenStorage:
-    own = {option: value for option, value in options.items() if option == OPTION_OF_STORAGE[name]}
-    config = EngineConfig(storage=name, kv_memory=kv_memory, max_num_seqs=64, **own)
-    return open_storage(config, spec, max_model_len)
+    options = {"kv_memory": kv_memory, "max_num_seqs": 64, **options}
+    return ComparedStorage.parse(name, options).open(spec, max_model_len)
 
 
 def step(one: OpenStorage, sequences: list[Any], counts: list[int]) -> list[Any]:

@@ -16,9 +16,10 @@ import transformers
 from packaging.version import Version
 from support.state_layers import FAMILIES, fresh_states, tiny_model
 
+from quire.devices import device_of
 from quire.model import PreparedModel, row_invariant
 from quire.model.state import StateAdapter, state_adapters
-from quire.recurrence import backend, recurrence_step
+from quire.recurrence import recurrence_step
 from quire.step import RecurrenceStep
 from quire.weights import load
 from quire.weights.linear import pack_linears
@@ -154,7 +155,7 @@ def test_a_hook_inside_a_mixer_is_not_left_out() -> None:
 def mixers(name: str, dtype: torch.dtype) -> tuple[StateAdapter, FusedMixer]:
     """A mixer's adapter and the native call, which are twins, of packed layers."""
     model = built(name).to(dtype)
-    adapter = next(iter(state_adapters(model, backend("native")).values()))
+    adapter = next(iter(state_adapters(model, device_of("native").recurrence).values()))
     pack_linears(model)
     parts = adapter.parts()
     assert parts is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,16 +20,20 @@ from support.state_layers import (
 )
 from torch import nn
 
+from quire import LLM, SamplingParams
+from quire.devices import device_of, register
+from quire.devices.device import unregister
+from quire.devices.reference_device import ReferenceDevice
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
 from quire.model.prove import state_proof
 from quire.model.prove.state_proof import TOLERANCE, distance, is_within_bounds, prove_states
 from quire.model.state import StateAdapter, adapter_of, install_states, state_adapters
-from quire.recurrence import backend, recurrence_step
+from quire.recurrence import Recurrence, recurrence_step, reference_recurrence
 from quire.spec.state_spec import state_specs
 from quire.step import RecurrenceStep
 
-REFERENCE = backend("python")
+REFERENCE = device_of("python").recurrence
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -304,3 +309,27 @@ def test_wrong_rows_and_states_are_refused_and_change_nothing() -> None:
     with pytest.raises(ArgumentError, match=r"positions as int64 \[3\]"):
         recurrence_step([0, 3], [0], positions=torch.arange(2))
     assert not any(bool(state.any()) for state in states.values())
+
+
+def test_an_engine_computes_by_the_recurrences_of_its_device() -> None:
+    calls: Counter[str] = Counter()
+
+    class Counted(reference_recurrence.ReferenceRecurrence):
+        def compute(self, call: Recurrence, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            calls[type(call).__name__] += 1
+            return super().compute(call, *arguments, **keywords)
+
+    class Own(ReferenceDevice):
+        name = "own"
+        recurrence = Counted()
+
+    register("own", Own)
+    try:
+        with LLM((tiny_model("mamba2"), None), backend="own", kv_memory="4MiB") as llm:
+            before = calls.copy()
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    finally:
+        unregister("own")
+    num_steps = calls["Mamba2Scan"] - before["Mamba2Scan"]
+    assert num_steps > 0
+    assert calls["CausalConvolution"] - before["CausalConvolution"] == num_steps

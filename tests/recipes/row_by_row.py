@@ -6,14 +6,14 @@ import torch
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions
-from quire.attention.reference_attention import ReferenceAttention
 from quire.devices import register
+from quire.devices.reference_device import ReferenceDevice
 from quire.errors import ArgumentError
 from quire.memory import KVView
 from quire.step import AttentionBatch
 
 
-class RowByRow(ReferenceAttention):
+class RowByRow(ReferenceDevice):
     """Memory and `write` are the reference's; so is what it says of itself, but for these."""
 
     name = "row-by-row"

@@ -10,7 +10,16 @@ from support.recurrence_case import make_case, rates, time_steps
 from torch.nn import functional as F
 
 from quire.backends import native_module
-from quire.recurrence import backend, recurrence_step
+from quire.devices import device_of
+from quire.recurrence import (
+    CausalConvolution,
+    DeltaRule,
+    LinearAttention,
+    Mamba1Scan,
+    Mamba2Scan,
+    RealGatedUnit,
+    recurrence_step,
+)
 
 BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep") else [])]
 each_backend = pytest.mark.parametrize("name", BACKENDS)
@@ -46,11 +55,15 @@ def test_mamba1_is_that_of_transformers(name: str, monkeypatch: pytest.MonkeyPat
         by_channel[0], by_channel[1], a, by_channel[2], by_channel[3], d, return_last_state=True
     )
     state = torch.zeros(1, channels, size)
-    got = backend(name).mamba1(state, x[:ROWS], dt[:ROWS], a, b[:ROWS], c[:ROWS], d, ONE)
+    got = device_of(name).recurrence.compute(
+        Mamba1Scan(state, x[:ROWS], dt[:ROWS], a, b[:ROWS], c[:ROWS], d), ONE
+    )
     assert_near(got, want[0].t())
     assert_near(state, want_state)
     want = mamba.mamba_selective_state_update(want_state, x[ROWS:], dt[ROWS:], a, b[ROWS:], c[ROWS:], d)
-    got = backend(name).mamba1(state, x[ROWS:], dt[ROWS:], a, b[ROWS:], c[ROWS:], d, NEXT)
+    got = device_of(name).recurrence.compute(
+        Mamba1Scan(state, x[ROWS:], dt[ROWS:], a, b[ROWS:], c[ROWS:], d), NEXT
+    )
     assert_near(got, want)
     assert_near(state, want_state)
 
@@ -74,7 +87,9 @@ def test_mamba2_is_that_of_transformers(name: str) -> None:
         return_final_states=True,
     )
     state = torch.zeros(1, heads, head_dim, size)
-    got = backend(name).mamba2(state, x[:ROWS], dt[:ROWS], a, b[:ROWS], c[:ROWS], d, ONE)
+    got = device_of(name).recurrence.compute(
+        Mamba2Scan(state, x[:ROWS], dt[:ROWS], a, b[:ROWS], c[:ROWS], d), ONE
+    )
     assert_near(got, want[0])
     assert_near(state, want_state)
     want = mamba2.mamba2_selective_state_update(
@@ -86,7 +101,9 @@ def test_mamba2_is_that_of_transformers(name: str) -> None:
         c[ROWS:],
         d[:, None].expand(-1, head_dim),
     )
-    got = backend(name).mamba2(state, x[ROWS:], dt[ROWS:], a, b[ROWS:], c[ROWS:], d, NEXT)
+    got = device_of(name).recurrence.compute(
+        Mamba2Scan(state, x[ROWS:], dt[ROWS:], a, b[ROWS:], c[ROWS:], d), NEXT
+    )
     assert_near(got, want)
     assert_near(state, want_state)
 
@@ -113,7 +130,9 @@ def test_the_gated_delta_rule_is_that_of_transformers(name: str, normalize: bool
             use_qk_l2norm_in_kernel=normalize,
         )
         state = start.clone()
-        got = backend(name).delta_rule(state, q, k, v, g, beta, ONE, scale=k_dim**-0.5, normalize=normalize)
+        got = device_of(name).recurrence.compute(
+            DeltaRule(state, q, k, v, g, beta, scale=k_dim**-0.5, normalize=normalize), ONE
+        )
         assert_near(got, want[0])
         assert_near(state, want_state)
 
@@ -130,7 +149,9 @@ def test_kda_is_that_of_transformers(name: str) -> None:
         *(one[None] for one in (q, k, v, g, beta)), start, True, use_qk_l2norm_in_kernel=True
     )
     state = start.clone()
-    got = backend(name).delta_rule(state, q, k, v, g, beta, ONE, scale=k_dim**-0.5, normalize=True)
+    got = device_of(name).recurrence.compute(
+        DeltaRule(state, q, k, v, g, beta, scale=k_dim**-0.5, normalize=True), ONE
+    )
     assert_near(got, want[0])
     assert_near(state, want_state)
 
@@ -159,7 +180,9 @@ def test_linear_attention_is_that_of_minimax(name: str) -> None:
         qkv = F.silu(module.qkv_proj(hidden))[0].view(ROWS, 4, 48)
     q, k, v = qkv.split(16, dim=2)
     state = torch.zeros(1, 4, 16, 16)
-    got = backend(name).linear_attention(state, q, k, v, -module.slope_rate.flatten(), ONE)
+    got = device_of(name).recurrence.compute(
+        LinearAttention(state, q, k, v, -module.slope_rate.flatten()), ONE
+    )
     assert_near(got.flatten(1), seen[0][0])
 
 
@@ -190,7 +213,7 @@ def test_rg_lru_is_that_of_recurrent_gemma(name: str) -> None:
         log_a = -8.0 * gates[1] * F.softplus(module.recurrent_param)
     first = torch.arange(ROWS) == 0
     state = torch.full((1, 64), torch.nan)  # of whoever had the slot before
-    got = backend(name).rg_lru(state, x[0] * gates[0], log_a, ONE, first=first)
+    got = device_of(name).recurrence.compute(RealGatedUnit(state, x[0] * gates[0], log_a, first=first), ONE)
     assert_near(got, want[0])
     assert_near(state, module.recurrent_states)
 
@@ -207,12 +230,16 @@ def test_the_short_convolution_is_that_of_transformers(name: str) -> None:
             pytest.skip("this transformers has it inside of a module")
         want = module.causal_conv1d_fn(x.t()[None], weight, given, activation)[0].t()
         state = torch.zeros(1, width - 1, channels)
-        got = backend(name).short_convolution(state, x, weight, given, ONE, silu=activation == "silu")
+        got = device_of(name).recurrence.compute(
+            CausalConvolution(state, x, weight, given, silu=activation == "silu"), ONE
+        )
         assert_near(got, want)
         assert torch.equal(state[0], x[1 - width :])
         conv_state = torch.cat([torch.zeros(1, channels, 1), x[1 - width :].t()[None]], dim=-1)
         want = module.causal_conv1d_update(x[:1].t()[None], conv_state, weight, given, activation)
-        got = backend(name).short_convolution(state, x[:1], weight, given, NEXT, silu=activation == "silu")
+        got = device_of(name).recurrence.compute(
+            CausalConvolution(state, x[:1], weight, given, silu=activation == "silu"), NEXT
+        )
         assert_near(got, want[0].t())
         assert torch.equal(state[0], conv_state[0, :, 1:].t())
 
@@ -222,12 +249,12 @@ def test_the_short_convolution_is_that_of_transformers(name: str) -> None:
     "kind", ["mamba1", "mamba2", "delta_rule", "linear_attention", "rg_lru", "short_convolution"]
 )
 def test_sixteen_bits_are_widened_and_the_result_is_rounded_once(name: str, kind: str) -> None:
-    compute, step = backend(name), recurrence_step([0, 3, 7], [2, 5])
+    kernels, step = device_of(name).recurrence, recurrence_step([0, 3, 7], [2, 5])
     for dtype in (torch.bfloat16, torch.float16):
         case = make_case(kind, 7, dtype, 40)
         state, wide = case.state.clone(), case.state.clone()
-        got = case.run(compute, state, step)
+        got = case.run(kernels, state, step)
         case.rows = {key: tensor.float() for key, tensor in case.rows.items()}
         assert got.dtype == dtype
-        assert torch.equal(got, case.run(compute, wide, step).to(dtype))
+        assert torch.equal(got, case.run(kernels, wide, step).to(dtype))
         assert torch.equal(state, wide)

@@ -1,4 +1,4 @@
-"""Arguments that a step and a call refuse, with one error and no change; and the registry."""
+"""Arguments that a step and a call refuse, with one error and no change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from support.recurrence_case import KINDS, make_case
 
-from quire import backends
 from quire.backends import native_module
-from quire.errors import ArgumentError, BackendError
-from quire.recurrence import backend, recurrence_step, reference_recurrence, register
-from quire.recurrence.recurrence_backend import unregister
+from quire.devices import device_of
+from quire.errors import ArgumentError
+from quire.recurrence import Recurrence, recurrence_step, recurrences, reference_recurrence
 from quire.step import RecurrenceStep
 
 BACKENDS = ["python", *(["native"] if hasattr(native_module(), "RecurrenceStep") else [])]
@@ -63,13 +62,13 @@ def spoiled(tensor: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_refuses_what_does_not_fit_and_changes_nothing(kind: str, name: str) -> None:
-    compute, step = backend(name), recurrence_step([0, 2, 5], [3, 1], [(4, 0)])
+    kernels, step = device_of(name).recurrence, recurrence_step([0, 2, 5], [3, 1], [(4, 0)])
     case = make_case(kind, 5, torch.bfloat16, 50)
 
     def refuse(state: torch.Tensor, step: RecurrenceStep = step) -> None:
         before = state.clone() if state.device.type == "cpu" else None
         with pytest.raises(ArgumentError, match=r"expected .*, got "):
-            case.run(compute, state, step)
+            case.run(kernels, state, step)
         assert before is None or torch.equal(state, before)
 
     for at in [*case.rows, *(key for key, value in case.layer.items() if value is not None)]:
@@ -88,33 +87,19 @@ def test_a_call_refuses_what_does_not_fit_and_changes_nothing(kind: str, name: s
         refuse(torch.cat([case.state, case.state], dim=-1)[..., : case.state.shape[-1]])
     refuse(case.state[:3])  # a slot that is not there
     refuse(case.state, recurrence_step([0, 2, 4], [3, 1]))  # other rows than there are
-    result = case.run(compute, case.state.clone(), step)
+    result = case.run(kernels, case.state.clone(), step)
     for out in (result[:4], result.float(), result[None], torch.cat([result, result], dim=-1)[..., ::2]):
-        case.options["out"] = out
+        case.out = out
         refuse(case.state)
-    del case.options["out"]
-    case.run(compute, case.state, step)  # as it is, it fits
+    case.out = None
+    case.run(kernels, case.state, step)  # as it is, it fits
 
 
-def test_python_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend("python") is reference_recurrence.BACKEND
-    monkeypatch.setenv("QUIRE_BACKEND", "python")
-    assert backend() is reference_recurrence.BACKEND
+def test_each_recurrence_has_a_definition_and_a_kernel() -> None:
+    kinds = {getattr(recurrences, name) for name in recurrences.__all__} - {Recurrence}
+    assert set(reference_recurrence.DEFINITIONS) == kinds
+    assert {make_case(kind, 3, torch.float32, 0).kind for kind in KINDS} == kinds
+    if "native" in BACKENDS:
+        from quire.devices.cpu import native_recurrence
 
-
-def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("QUIRE_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "native_module", lambda: None)
-    assert backend() is reference_recurrence.BACKEND
-    with pytest.raises(BackendError, match="not built here"):
-        backend("native")
-
-
-def test_another_back_end_is_found_by_its_name() -> None:
-    register("mine", reference_recurrence.ReferenceRecurrence)
-    try:
-        assert isinstance(backend("mine"), reference_recurrence.ReferenceRecurrence)
-    finally:
-        unregister("mine")
-    with pytest.raises(ArgumentError, match="a backend of recurrences"):
-        backend("mine")
+        assert set(native_recurrence.KERNELS) == kinds

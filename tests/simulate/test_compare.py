@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_llm
 
+from quire import LLM
+from quire.baselines.arena import Arena
 from quire.cli.main import main
-from quire.config import STORAGES
+from quire.config import REGISTERED_STORAGES, STORAGES, EngineConfig
 from quire.errors import ArgumentError
 from quire.memory import placement
 from quire.memory.virtual import virtual_storage as virtual
 from quire.simulate import CostLine, Lengths, TraceRequest, Workload, synthetic
-from quire.simulate.comparison import Comparison, Run, run_simulated
+from quire.simulate.comparison import Comparison, Run, run_model, run_simulated
 from quire.spec import KVSpec
 
 SPEC = KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")
@@ -209,6 +212,28 @@ def test_bad_options_are_one_line_and_status_2(
     assert (status, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [("contiguous:exact", "exact"), ("growing:together:64", ("together", 64)), ("growing", ("spread", 4096))],
+)
+def test_an_engine_with_a_model_opens_it_too(storage: str, expected: Any) -> None:
+    workload = Workload("two", (TraceRequest(0.0, 4, 3), TraceRequest(0.0, 5, 2)))
+    comparison = Comparison(workload, 1 << 20, 64, {"max_num_seqs": 4})
+    seen: list[Any] = []
+
+    def open_llm(config: EngineConfig) -> LLM:
+        llm = LLM((tiny_llm.model(), None), config=config)
+        space: Any = llm.cache
+        space = space.space
+        seen.append(space.reservation if isinstance(space, Arena) else (space.growth, space.step))
+        return llm
+
+    before = dict(REGISTERED_STORAGES)
+    assert run_model(comparison, storage, open_llm).figures.requests_done == 2
+    assert seen == [expected]
+    assert before == REGISTERED_STORAGES  # an engine outside of the comparison does not find it
 
 
 def test_a_comparison_refuses_what_no_storage_knows() -> None:

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
 from quire.cache.block_counts import num_blocks_for
-from quire.config import EngineConfig
-from quire.engine.open_storage import open_storage
 from quire.memory.paged import PagedStorage
+from quire.simulate.compared_storage import ComparedStorage
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
 from quire.step import Batch
@@ -72,19 +71,19 @@ class EngineRun:
         spec = with_kv_dtype(spec, storage_options.get("kv_dtype", "auto"))
         longest = max(map(len, prompts)) + max_tokens
         kv_memory, num_blocks = self._kv_memory(spec, storage, storage_options, longest, block_size, room)
-        self.llm = LLM(
-            (model, None),
-            kv_memory=kv_memory,
-            storage=storage,
-            max_model_len=None if storage == "paged" else longest,
-            block_size=block_size,
-            max_batch_tokens=max_batch_tokens,
-            max_num_seqs=max_num_seqs,
-            prefix_caching=prefix_caching,
-            backend=backend,
-            num_threads=num_threads,
+        options = {
+            "kv_memory": kv_memory,
+            "max_model_len": None if storage == "paged" else longest,
+            "block_size": block_size,
+            "max_batch_tokens": max_batch_tokens,
+            "max_num_seqs": max_num_seqs,
+            "prefix_caching": prefix_caching,
+            "backend": backend,
+            "num_threads": num_threads,
             **storage_options,
-        )
+        }
+        with ComparedStorage.parse(storage, options).registered() as config:
+            self.llm = LLM((model, None), config=config)
         self.llm.core.storage.fill(float("nan"))
         if storage == "paged":
             _shuffle(self.llm.engine._cache, num_blocks)
@@ -100,8 +99,8 @@ class EngineRun:
             paged = PagedStorage(spec, 1, block_size, max_blocks=1)
             paged.close()
             return num_blocks * paged.block_bytes, num_blocks
-        config = EngineConfig(storage=storage, kv_memory="64MiB", max_num_seqs=1, **options)
-        opened = open_storage(config, spec, longest)
+        options = {"kv_memory": "64MiB", "max_num_seqs": 1, **options}
+        opened = ComparedStorage.parse(storage, options).open(spec, longest)
         opened.storage.close()
         return int(opened.cache.num_blocks_for(longest) * room) * opened.cache.block_bytes, 0
 

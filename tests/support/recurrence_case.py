@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import (
+    CausalConvolution,
+    DeltaRule,
+    LinearAttention,
+    Mamba1Scan,
+    Mamba2Scan,
+    RealGatedUnit,
+    Recurrence,
+    RecurrenceBackend,
+)
 from quire.step import RecurrenceStep
 
 __all__ = ["KINDS", "Case", "make_case"]
@@ -21,13 +30,14 @@ SLOTS = 9
 class Case:
     """One layer's rows, parameters and states. `rows` are the inputs that have a row for each token."""
 
-    kind: str
+    kind: type[Recurrence]
     state: torch.Tensor
     order: Sequence[str]  # of the positional arguments behind the state
     rows: dict[str, torch.Tensor]
     layer: dict[str, Any]  # parameters, by the same names
     options: dict[str, Any] = field(default_factory=dict)
     row_options: dict[str, torch.Tensor] = field(default_factory=dict)  # keywords with a row for each token
+    out: torch.Tensor | None = None
 
     def run(
         self,
@@ -40,7 +50,7 @@ class Case:
         index = rows if isinstance(rows, slice) else torch.tensor(rows)
         arguments = [self.rows[name][index] if name in self.rows else self.layer[name] for name in self.order]
         by_row = {name: tensor[index] for name, tensor in self.row_options.items()}
-        return getattr(backend, self.kind)(state, *arguments, step, **self.options, **by_row)
+        return backend.compute(self.kind(state, *arguments, **self.options, **by_row), step, out=self.out)
 
 
 def large_channels(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +72,7 @@ def rates(*shape: int) -> torch.Tensor:
 def mamba1(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
     channels, size = rng(1, 80), rng(1, 37)
     return Case(
-        "mamba1",
+        Mamba1Scan,
         torch.randn(SLOTS, channels, size),
         ("x", "dt", "a", "b", "c", "d"),
         {
@@ -79,7 +89,7 @@ def mamba2(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
     groups, shared, head_dim, size = rng(1, 3), rng(1, 3), rng(1, 70), rng(1, 70)
     heads = groups * shared
     return Case(
-        "mamba2",
+        Mamba2Scan,
         torch.randn(SLOTS, heads, head_dim, size),
         ("x", "dt", "a", "b", "c", "d"),
         {
@@ -97,7 +107,7 @@ def delta(num_rows: int, dtype: torch.dtype, rng: Sizes, *, by_channel: bool) ->
     heads = k_heads * shared
     wide = (num_rows, heads, k_dim) if by_channel else (num_rows, heads)
     return Case(
-        "delta_rule",
+        DeltaRule,
         torch.randn(SLOTS, heads, k_dim, v_dim),
         ("q", "k", "v", "g", "beta"),
         {
@@ -115,7 +125,7 @@ def delta(num_rows: int, dtype: torch.dtype, rng: Sizes, *, by_channel: bool) ->
 def linear_attention(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
     heads, k_dim, v_dim = rng(1, 4), rng(1, 70), rng(1, 70)
     return Case(
-        "linear_attention",
+        LinearAttention,
         torch.randn(SLOTS, heads, k_dim, v_dim),
         ("q", "k", "v", "g"),
         {
@@ -133,7 +143,7 @@ def rg_lru(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
     first = torch.zeros(num_rows, dtype=torch.bool)
     first[0] = first[num_rows // 2] = True
     return Case(
-        "rg_lru",
+        RealGatedUnit,
         torch.randn(SLOTS, channels),
         ("x", "log_a"),
         {
@@ -149,7 +159,7 @@ def rg_lru(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
 def short_convolution(num_rows: int, dtype: torch.dtype, rng: Sizes) -> Case:
     channels, width = rng(1, 300), rng(2, 8)
     return Case(
-        "short_convolution",
+        CausalConvolution,
         torch.randn(SLOTS, width - 1, channels),
         ("x", "weight", "bias"),
         {"x": large_channels(torch.randn(num_rows, channels)).to(dtype)},

@@ -1,4 +1,4 @@
-"""Attention in torch: simple, slow and correct. The `python` device, and the reference for every kernel.
+"""Attention in torch: simple, slow and correct. The device `python` attends by it; the reference for every kernel.
 
 It gathers a sequence's tokens and computes a masked softmax(Q K^T) V in float32.
 
@@ -15,11 +15,10 @@ from quire.attention.attention_checks import check_run, check_write
 from quire.attention.attention_options import AttentionOptions
 from quire.attention.codecs import codec_of, rotate, rotate_query
 from quire.errors import ArgumentError
-from quire.memory.device_memory import HostMemory
 from quire.memory.view import KVView
 from quire.step import AttentionBatch
 
-__all__ = ["BACKEND", "ReferenceAttention", "run", "write"]
+__all__ = ["run", "write"]
 
 _PIECE = 256  # query rows computed together: bounds the score matrix
 
@@ -139,20 +138,3 @@ def _attend(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., :context]
     return (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)  # [R, Hq, Dv]
-
-
-class ReferenceAttention(HostMemory):
-    """Torch on this machine, any floating dtype; see `quire.devices.device.Device`."""
-
-    name = "python"
-    version = ""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    kv_formats = ("int8", "int4")
-    is_native = False
-    copied_by = "python"
-    pack = None
-    write = staticmethod(write)
-    run = staticmethod(run)
-
-
-BACKEND = ReferenceAttention()

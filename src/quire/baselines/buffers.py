@@ -28,11 +28,24 @@ from quire.baselines.row_space import Row, RowRanges
 from quire.cache.protocol import Int64Array
 from quire.errors import ArgumentError, InvariantError
 
-__all__ = ["GROWTHS", "STEP_TOKENS", "Buffers", "LayerBuffer"]
+__all__ = ["GROWTHS", "STEP_TOKENS", "Buffers", "LayerBuffer", "parse_growth"]
 
 GROWTHS = ("spread", "together")
 STEP_TOKENS = 4096
 _AHEAD, _PERIODS = 128, 64
+
+
+def parse_growth(growth: str) -> tuple[str, int]:
+    """("spread", STEP_TOKENS), ("together", STEP_TOKENS) or, of "together:N", ("together", N). *raises:*
+    ArgumentError."""
+    name, colon, tokens = growth.partition(":")
+    if not colon and name in GROWTHS:
+        return name, STEP_TOKENS
+    if name == "together" and tokens.isdecimal() and int(tokens) > 0:
+        return name, int(tokens)
+    raise ArgumentError(
+        f"expected spread, together or together:N with N tokens, got {growth!r} - in `growth`"
+    )
 
 
 @dataclass(frozen=True)

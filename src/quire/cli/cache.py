@@ -6,21 +6,13 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from quire.cli import options
-from quire.cli.opening import open_llm
-from quire.config import EngineConfig
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
-
-if TYPE_CHECKING:
-    from quire.engine.llm import LLM
-    from quire.engine.recompute import SegmentComparison
 
 __all__ = ["cache"]
 
@@ -115,32 +107,18 @@ def _age(seconds: float) -> str:
 
 
 @cache.command()
-@options.engine_flags("model", "dtype", "kv_memory", "backend", "revision", "trust_remote_code")
 def verify(
     folder: Folder,
     repair: Annotated[bool, typer.Option("--repair", help="Remove damaged values.")] = False,
-    recompute: Annotated[
-        int | None,
-        typer.Option(
-            "--recompute", metavar="N", min=1, help="Also compute N segments again and compare every bit."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Chooses the segments for --recompute.")] = 0,
     as_json: AsJson = False,
-    **engine: Any,
 ) -> int:
-    """Reads every value and compares its checksum. Status 1: a value is damaged, or the model computes another
-    one."""
+    """Reads every value and compares its checksum. Status 1: a value is damaged."""
     from quire.tiers.disk.disk_folder import find_damage
     from quire.tiers.disk.disk_tier import DiskTier
 
-    if recompute is None and (given := [*engine, *(["seed"] if seed else [])]):
-        alone = ", ".join(options.flag(name) for name in given)
-        raise ArgumentError(f"expected --recompute N with {alone}: checksums need no model")
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []
-    compared: list[SegmentComparison] | None = None
     try:
         tier.check()
         for damage in find_damage(tier):
@@ -152,14 +130,6 @@ def verify(
             if repair:
                 tier.evict(damage.entry.key)
                 num_removed += 1
-        if recompute is not None:
-            from quire.engine.recompute import compare_sample
-
-            def open_engine(block_size: int) -> LLM:
-                # `host_cache`: only an engine with a tier computes the names of segments.
-                return open_llm(EngineConfig(**engine, block_size=block_size, host_cache="1MiB"))
-
-            compared = list(compare_sample(tier, open_engine, recompute, seed=seed))
     finally:
         tier.close()
     if as_json:
@@ -173,10 +143,7 @@ def verify(
             }
             for damage in damaged
         ]
-        report: dict[str, Any] = {"segments": num_values, "damaged": entries, "removed": num_removed}
-        if compared is not None:
-            report["recomputed"] = _recomputed_json(compared)
-        print(json.dumps(report))
+        print(json.dumps({"segments": num_values, "damaged": entries, "removed": num_removed}))
     else:
         for damage in damaged:
             entry = damage.entry
@@ -188,40 +155,7 @@ def verify(
             f"{num_values} segments, {len(damaged)} damaged ({format_size(num_bytes)})"
             + (f", {num_removed} removed" if repair else "")
         )
-        if compared is not None:
-            _print_recomputed(compared)
-    differs = compared is not None and any(result.difference for result in compared)
-    return 1 if damaged or differs else 0
-
-
-def _recomputed_json(compared: list[SegmentComparison]) -> dict[str, Any]:
-    reasons = Counter(result.reason for result in compared if result.reason)
-    return {
-        "equal": sum(not result.reason and not result.difference for result in compared),
-        "different": [
-            {
-                "key": result.entry.key.hex(),
-                "start": result.entry.info.start,
-                "layer": result.layer,
-                "token": result.token,
-                "difference": result.difference,
-            }
-            for result in compared
-            if result.difference
-        ],
-        "not_comparable": dict(reasons),
-    }
-
-
-def _print_recomputed(compared: list[SegmentComparison]) -> None:
-    report = _recomputed_json(compared)
-    for entry in report["different"]:
-        place = f": layer {entry['layer']}, first at token {entry['token']}" if entry["layer"] >= 0 else ""
-        print(f"{entry['key'][:12]}, tokens from {entry['start']} on{place}: {entry['difference']}")
-    for reason, count in report["not_comparable"].items():
-        print(f"{count} not comparable: {reason}")
-    num_different = len(report["different"])
-    print(f"{report['equal'] + num_different} computed again, {num_different} different")
+    return 1 if damaged else 0
 
 
 @cache.command()

@@ -10,7 +10,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.opening import ask_hub, open_llm
-from quire.config import OPTION_OF_STORAGE, STORAGES, EngineConfig
+from quire.config import COMPARED_OPTIONS, OPTION_OF_STORAGE, STORAGES, EngineConfig
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 
@@ -43,8 +43,6 @@ _ROWS = [
 
 @options.engine_flags(
     "model",
-    "reservation",
-    "growth",
     "block_size",
     "max_model_len",
     "max_num_seqs",
@@ -78,6 +76,21 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B", help="Storages, each with an option if wanted: paged:32; all if not given."
+        ),
+    ] = None,
+    reservation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R",
+            help="Tokens reserved for a sequence by storage contiguous: max, pow2 or exact. Default: max.",
+        ),
+    ] = None,
+    growth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="G",
+            help="When storage growing replaces buffers: spread, or together[:N], all at once by N tokens. "
+            "Default: spread.",
         ),
     ] = None,
     simulate: Annotated[
@@ -115,10 +128,12 @@ def compare(
     for name in names:
         if name.partition(":")[0] not in STORAGES:
             raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {name!r} - in `storages`")
-    for storage, option in OPTION_OF_STORAGE.items():
-        if option in engine and storage not in names:
+    compared = {"reservation": reservation, "growth": growth}
+    given = {**engine, **{name: value for name, value in compared.items() if value is not None}}
+    for storage, option in {**OPTION_OF_STORAGE, **COMPARED_OPTIONS}.items():
+        if option in given and storage not in names:
             raise ArgumentError(
-                f"expected {storage} among the storages with {engine[option]!r}, got {', '.join(names)}"
+                f"expected {storage} among the storages with {given[option]!r}, got {', '.join(names)}"
             )
     if shared.backend is not None and simulate:
         raise ArgumentError("expected --backend without --simulate: nothing is computed")
@@ -139,11 +154,11 @@ def compare(
         if kv_memory is None
         else parse_size(kv_memory, where="kv_memory"),
         max_model_len=longest,
-        options={name: value for name, value in engine.items() if name != "max_model_len"},
+        options={name: value for name, value in given.items() if name != "max_model_len"},
         at_once=not arrivals,
     )
     for name in names:
-        comparison.config(name)  # reports a wrong option before the first run
+        comparison.storage(name)  # reports a wrong option before the first run
     if plot is not None:
         from quire.simulate.plot import require_plotting
 
@@ -156,10 +171,9 @@ def compare(
         "output_tokens": sum(r.num_output_tokens for r in comparison.workload.requests),
         "kv_memory_bytes": comparison.kv_memory,
         "max_model_len": longest,
-        **{
-            name: engine.get(name, getattr(EngineConfig, name))
-            for name in ("block_size", "reservation", "growth")
-        },
+        "block_size": engine.get("block_size", EngineConfig.block_size),
+        "reservation": reservation or "max",
+        "growth": growth or "spread",
         "arrivals": "trace" if arrivals else "at once",
         "simulated": str(cost_line) if simulate else None,
     }

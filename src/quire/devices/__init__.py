@@ -5,6 +5,7 @@ both in this machine's memory (`quire.memory.device_memory.HostMemory`); `regist
 
 Others may use the names below, and
     device                                   home of the names below
+    reference_device                         the device of the references in torch
     cpu.native_attention                     the extension's kernels of attention
     cpu.native_recurrence                    the extension's kernels of recurrences
     cpu.packed_weights                       linear layers packed for the processor

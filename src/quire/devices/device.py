@@ -1,8 +1,8 @@
 """Devices: `Device` is one object that computes and has its own memory; the registry finds it by name.
 
 Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
-Another device is a class with the members of `Device` and one call of `register`; no part above `memory`, `attention`
-and `model` depends on the kind of device (tests/test_device_seam.py, tests/exact/test_fake_device.py,
+Another device is a class with the members of `Device` and one call of `register`; no part above `memory`, `attention`,
+`recurrence` and `model` depends on the kind of device (tests/test_device_seam.py, tests/exact/test_fake_device.py,
 tests/hf/test_device.py).
 
 Cost: an import at the first call of a name, then a dictionary look-up. A step makes no such call.
@@ -19,6 +19,7 @@ import torch
 from quire.attention import AttentionBackend
 from quire.backends import choose_backend
 from quire.memory.device_memory import DeviceMemory
+from quire.recurrence import RecurrenceBackend
 from quire.registry import Registry
 
 __all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
@@ -45,7 +46,7 @@ class PackedWeight(Protocol):
 
 
 class Device(AttentionBackend, DeviceMemory, Protocol):
-    """A device: its memory (`DeviceMemory`), its attention (`AttentionBackend`), its linear layers."""
+    """A device: its memory (`DeviceMemory`), its attention (`AttentionBackend`), its recurrences, its linear layers."""
 
     @property
     def name(self) -> str:
@@ -73,6 +74,11 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         ...
 
     @property
+    def recurrence(self) -> RecurrenceBackend:
+        """Its recurrences of state layers; they run only on a device whose memory is the host's (`is_host`)."""
+        ...
+
+    @property
     def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
         """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.weights.linear`
         chooses a packing for this processor."""
@@ -83,10 +89,8 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
     "a back end",
     "backend",
     {
-        "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_attention").BACKEND),
-        "python": lambda: cast(
-            Device, importlib.import_module("quire.attention.reference_attention").BACKEND
-        ),
+        "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
+        "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
     },
 )
 unregister = _MAKERS.unregister

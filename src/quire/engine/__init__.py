@@ -7,5 +7,5 @@ Others may use
     core, driver, engine        the parts, the thread and the step loop of both
     serving_plan                what fits, before anything is loaded
     open_storage                storage and cache by name
-    profile, recompute          times of a step's parts; a disk cache computed again and compared
+    profile                     times of a step's parts
 """

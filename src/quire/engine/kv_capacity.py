@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.baselines.buffers import STEP_TOKENS, Buffers, LayerBuffer
+from quire.baselines.buffers import Buffers, LayerBuffer, parse_growth
 from quire.cache.block_counts import blocks_with_prefix, num_blocks_for
-from quire.config import EngineConfig, parse_growth
+from quire.config import EngineConfig
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.free_memory import free_memory_bytes
 from quire.sizes import parse_budget, parse_size
@@ -200,25 +200,31 @@ def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLay
 def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
     from quire.baselines.growing import GrowingStorage
 
-    wanted = growing_buffers(config, spec, max_model_len, None, 0)  # for its arithmetic
+    wanted = growing_buffers(spec, max_model_len, None, 0)  # for its arithmetic
     return KVLayout(
         "growing", spec, 1, GrowingStorage.block_bytes, "page", wanted.num_blocks_for, shares_blocks=False
     )
 
 
 def growing_buffers(
-    config: EngineConfig, spec: KVSpec, max_model_len: int, buffer_tokens: list[int] | None, num_pages: int
+    spec: KVSpec,
+    max_model_len: int,
+    buffer_tokens: list[int] | None,
+    num_pages: int,
+    growth: str = "spread",
 ) -> Buffers:
-    """The buffers of storage growing. buffer_tokens: capacity of each layer's; None: empty ones, for arithmetic."""
+    """The buffers of storage growing.
+
+    buffer_tokens: capacity of each layer's; None: empty ones, for arithmetic. growth: a text of `parse_growth`.
+    """
     from quire.baselines.growing import granule
 
-    growth, step = parse_growth(config.growth)
     layers = [layer for layer in spec.layers if layer.stores_kv]
     layer_buffers = [
         LayerBuffer(tokens, *granule(layer, spec.dtype_bytes))
         for tokens, layer in zip(buffer_tokens or [0] * len(layers), layers, strict=True)
     ]
-    return Buffers(layer_buffers, num_pages, max_model_len, growth, step or STEP_TOKENS)
+    return Buffers(layer_buffers, num_pages, max_model_len, *parse_growth(growth))
 
 
 _LAYOUTS = {"paged": _paged, "virtual": _virtual, "contiguous": _contiguous, "growing": _growing}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import is_host_backend
@@ -46,6 +46,8 @@ __all__ = [
     "device_of",
     "exchange_bytes_within",
     "num_blocks_within",
+    "open_contiguous",
+    "open_growing",
     "open_storage",
     "register",
     "storage_of",
@@ -211,21 +213,30 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
     return storage, cache
 
 
-def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+def open_contiguous(
+    config: EngineConfig, spec: KVSpec, max_model_len: int, *, reservation: str = "max"
+) -> tuple[Any, Any]:
+    """Storage contiguous and its cache. reservation: see `quire.baselines.arena`."""
     from quire.baselines.contiguous import ContiguousStorage
 
     fit = _fit("contiguous", config, spec, max_model_len)
-    space = Arena(fit.num_blocks, max_model_len, config.reservation)
+    space = Arena(fit.num_blocks, max_model_len, reservation)
     cache = RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
     return ContiguousStorage(spec, fit.num_blocks, max_model_len), cache
 
 
-def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+def open_growing(
+    config: EngineConfig, spec: KVSpec, max_model_len: int, *, growth: str = "spread"
+) -> tuple[Any, Any]:
+    """Storage growing and its cache. growth: a text of `quire.baselines.buffers.parse_growth`."""
     from quire.baselines.growing import GrowingStorage
 
-    fit = _fit("growing", config, spec, max_model_len)
+    layout = kv_layout("growing", config, spec, max_model_len)
+    wanted = growing_buffers(spec, max_model_len, None, 0, growth)  # for its arithmetic
+    layout = replace(layout, num_blocks_for=wanted.num_blocks_for)
+    fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
     storage = GrowingStorage(spec, fit.num_blocks, max_model_len)
-    space = growing_buffers(config, spec, max_model_len, storage.buffer_tokens, fit.num_blocks)
+    space = growing_buffers(spec, max_model_len, storage.buffer_tokens, fit.num_blocks, growth)
     return storage, RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
 
 
@@ -251,7 +262,7 @@ _Maker = Callable[[EngineConfig, KVSpec, int], tuple[Any, KVCache]]
 _MAKERS: Registry[_Maker] = Registry(
     "a storage",
     "storage",
-    {"paged": _paged, "contiguous": _contiguous, "growing": _growing, "virtual": _virtual},
+    {"paged": _paged, "contiguous": open_contiguous, "growing": open_growing, "virtual": _virtual},
 )
 
 

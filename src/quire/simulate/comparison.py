@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.config import OPTION_OF_STORAGE, EngineConfig
+from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.open_storage import open_storage
 from quire.errors import CapacityError
 from quire.sampling.params import SamplingParams
+from quire.simulate.compared_storage import ComparedStorage
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
 from quire.simulate.workload import Workload
@@ -33,7 +33,8 @@ _VOCAB_SIZE = 2**31 - 2  # of synthetic ids without a model
 class Comparison:
     """The settings that all storages of a comparison share.
 
-    options: further options of `EngineConfig`; an option of a single storage applies to that storage only.
+    options: further options of `EngineConfig`, `reservation` and `growth`; an option of a single storage applies to
+    that storage only.
     """
 
     workload: Workload
@@ -42,15 +43,10 @@ class Comparison:
     options: Mapping[str, Any] = field(default_factory=dict)
     at_once: bool = True  # False: each at its time of arrival
 
-    def config(self, storage: str) -> EngineConfig:
-        """The config for a storage, given as a name or a name with its option: "growing:together:256"."""
-        of_others = {option for name, option in OPTION_OF_STORAGE.items() if name != storage}
-        return EngineConfig(
-            storage=storage,
-            kv_memory=self.kv_memory,
-            max_model_len=self.max_model_len,
-            **{name: value for name, value in self.options.items() if name not in of_others},
-        )
+    def storage(self, text: str) -> ComparedStorage:
+        """A storage with these settings, given as a name or a name with its option: "growing:together:256"."""
+        options = {"kv_memory": self.kv_memory, "max_model_len": self.max_model_len, **self.options}
+        return ComparedStorage.parse(text, options)
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ class Run:
 
 def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
     """Run the real scheduler, cache and `storage`, with `cost` in place of a model; tokens/s are by its clock."""
-    config = comparison.config(storage)
-    opened = open_storage(config, spec, comparison.max_model_len)
+    compared = comparison.storage(storage)
+    config, opened = compared.config, compared.open(spec, comparison.max_model_len)
     try:
         clock = SimulatedClock()
         runner = SimulatedRunner(opened.storage, cost, clock)
@@ -92,7 +88,7 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
 
 def run_model(comparison: Comparison, storage: str, open_llm: Callable[[EngineConfig], LLM]) -> Run:
     """Run the real engine with a model."""
-    with open_llm(comparison.config(storage)) as llm:
+    with comparison.storage(storage).registered() as config, open_llm(config) as llm:
         meter = Meter(llm.cache, llm.runner)
         clock = Clock()
         totals = _drive(llm.engine, comparison, meter, clock, llm.vocab_size)

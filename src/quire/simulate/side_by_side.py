@@ -20,10 +20,10 @@ from quire.baselines.row_cache import RowCache
 from quire.cache.block_map import CACHED, IN_FLIGHT
 from quire.config import STORAGES, EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request_options import RequestOptions
+from quire.simulate.compared_storage import ComparedStorage
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock, SimulatedRunner
 from quire.spec import KVSpec, LayerSpec, Span
@@ -68,12 +68,12 @@ class _Side:
 
     def __init__(self, name: str, block_size: int, reservation: str) -> None:
         config = EngineConfig(
-            storage={"virtual": "virtual:4KiB", "contiguous": f"contiguous:{reservation}"}.get(name, name),
+            storage={"virtual": "virtual:4KiB"}.get(name, name),
             kv_memory=MEMORY_TOKENS * _SPEC.bytes_per_token,
             block_size=block_size,
             max_num_seqs=_MAX_NUM_SEQS,
         )
-        opened = open_storage(config, _SPEC, MAX_MODEL_LEN)
+        opened = ComparedStorage(config, reservation).open(_SPEC, MAX_MODEL_LEN)
         self.name = name
         self.storage, self.cache = opened.storage, opened.cache
         self.clock = SimulatedClock()

@@ -49,7 +49,6 @@ from quire.weights.meta_weights import (
 )
 from quire.weights.quantized_experts import ExpertForms
 from quire.weights.quantized_modules import expert_forms, planned_forms
-from quire.weights.saved_codes import can_save
 from quire.weights.saved_weights import SavedWeights
 from quire.weights.sources import CheckpointTensor, GGUFSource, dequantizer_versions, to_float32
 
@@ -157,12 +156,7 @@ def load_gguf_model(
     # In a file that was just written each page maps up to 2 MiB around it: norms bring in a part of the codes.
     MappedFiles(str(source.path.resolve())).release_files(tensor.read() for tensor in source)
     by = f"readers {readers.VERSION}"
-    saved_weights = meta_weights.read_into(
-        model,
-        SaveTarget(saved_folder, by)
-        if saved_folder is not None and can_save(saved_folder, backend)
-        else None,
-    )
+    saved_weights = meta_weights.read_into(model, SaveTarget.if_possible(saved_folder, by, backend))
     model.config.name_or_path = str(source.path)
     return model, report, weights, saved_weights
 

@@ -64,7 +64,6 @@ from quire.weights.meta_weights import (
 )
 from quire.weights.quantized_experts import ExpertForms
 from quire.weights.quantized_modules import expert_forms, planned_forms
-from quire.weights.saved_codes import can_save
 from quire.weights.saved_weights import SavedWeights
 from quire.weights.sources import SafetensorsSource
 
@@ -174,12 +173,7 @@ def load_quantized(
         )
         refuse_other_shapes(report, where)
         by = f"readers {readers.VERSION}, {json.dumps(quantization, sort_keys=True, default=str)}"
-        saved_weights = meta_weights.read_into(
-            model,
-            SaveTarget(saved_folder, by)
-            if saved_folder is not None and can_save(saved_folder, backend)
-            else None,
-        )
+        saved_weights = meta_weights.read_into(model, SaveTarget.if_possible(saved_folder, by, backend))
     model.config.name_or_path = where
     _read_generation_config(model, where, options)
     return model, report, saved_weights

@@ -38,7 +38,7 @@ from quire.weights.file_ranges import FileRange
 from quire.weights.linear import is_transposed
 from quire.weights.quantized_experts import ExpertForms, install_quantized_experts, restore_unproved
 from quire.weights.quantized_modules import install_panels, require_quantizable
-from quire.weights.saved_codes import CodesToSave, SavedCodes, digest_of_order, rounded_by
+from quire.weights.saved_codes import CodesToSave, SavedCodes, can_save, digest_of_order, rounded_by
 from quire.weights.saved_weights import SavedWeights
 
 __all__ = ["CheckpointLinear", "MetaWeights", "SaveTarget", "can_be_quantized", "quantized_forms"]
@@ -66,6 +66,11 @@ class SaveTarget:
 
     folder: SavedFolder
     by: str
+
+    @classmethod
+    def if_possible(cls, folder: SavedFolder | None, by: str, backend: str | None) -> SaveTarget | None:
+        """A target in `folder`; None without one, and if this machine cannot save codes, which is logged."""
+        return cls(folder, by) if folder is not None and can_save(folder, backend) else None
 
 
 @dataclass(frozen=True)

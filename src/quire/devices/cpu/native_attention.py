@@ -20,13 +20,10 @@ from quire import _native
 from quire.attention import AttentionOptions
 from quire.attention.attention_checks import check_run, check_write
 from quire.errors import ArgumentError
-from quire.memory.device_memory import HostMemory
 from quire.memory.view import KVView
 from quire.step import AttentionBatch
 
 __all__ = [
-    "BACKEND",
-    "NativeAttention",
     "Traffic",
     "batch_handle",
     "handles",
@@ -190,20 +187,3 @@ def _options_handle(options: AttentionOptions) -> Any:
         options.scale, options.window, options.chunk, options.softcap, options.sinks, options.slopes
     )
     return _store_handle(options, settings)
-
-
-class NativeAttention(HostMemory):
-    """The extension's kernels on this machine; see `quire.devices.device.Device`."""
-
-    name = "native"
-    version = _native.isa()
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    kv_formats = ("int8", "int4")
-    is_native = True
-    copied_by = "native"
-    pack = None
-    write = staticmethod(write)
-    run = staticmethod(run)
-
-
-BACKEND = NativeAttention()

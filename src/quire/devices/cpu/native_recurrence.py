@@ -18,194 +18,94 @@ import torch
 
 from quire import _native
 from quire.errors import ArgumentError
-from quire.recurrence.recurrence_checks import (
-    check_delta_rule,
-    check_linear_attention,
-    check_mamba1,
-    check_mamba2,
-    check_rg_lru,
-    check_short_convolution,
+from quire.recurrence import (
+    CausalConvolution,
+    DeltaRule,
+    LinearAttention,
+    Mamba1Scan,
+    Mamba2Scan,
+    RealGatedUnit,
+    Recurrence,
 )
 from quire.step import RecurrenceStep
 
-__all__ = ["BACKEND", "NativeRecurrence", "handle_of"]
+__all__ = ["BACKEND", "KERNELS", "NativeRecurrence", "handle_of"]
 
 
 class NativeRecurrence:
-    """The extension's kernels; `quire.recurrence.recurrence_backend.RecurrenceBackend` describes the arguments."""
+    """The extension's kernels; see `quire.recurrence.RecurrenceBackend`."""
 
-    name = "native"
-
-    def mamba1(
-        self,
-        state: torch.Tensor,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-        step: RecurrenceStep,
-        *,
-        out: torch.Tensor | None = None,
+    def compute(
+        self, call: Recurrence, step: RecurrenceStep, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        def check() -> None:
-            check_mamba1(state, x, dt, a, b, c, d, step, out)
-
-        return _scan(3, check, state, x, dt, a, b, c, d, step, out)
-
-    def mamba2(
-        self,
-        state: torch.Tensor,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-        step: RecurrenceStep,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def check() -> None:
-            check_mamba2(state, x, dt, a, b, c, d, step, out)
-
-        return _scan(4, check, state, x, dt, a, b, c, d, step, out)
-
-    def delta_rule(
-        self,
-        state: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        step: RecurrenceStep,
-        *,
-        scale: float,
-        normalize: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def run(handle: Any, target: torch.Tensor) -> None:
-            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-            _native.recurrent_delta(
-                handle, state, *inputs, _to_float32(g), _to_float32(beta), scale, normalize, target
-            )
-
-        return _run(run, lambda: check_delta_rule(state, q, k, v, g, beta, step, out), step, v, out)
-
-    def linear_attention(
-        self,
-        state: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        step: RecurrenceStep,
-        *,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def check() -> None:
-            check_linear_attention(state, q, k, v, g, step, out)
-
-        def run(handle: Any, target: torch.Tensor) -> None:
-            if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
-                check()
-            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-            _native.recurrent_delta(
-                handle, state, *inputs, _to_float32(g).contiguous(), None, scale, False, target
-            )
-
-        return _run(run, check, step, v, out)
-
-    def rg_lru(
-        self,
-        state: torch.Tensor,
-        x: torch.Tensor,
-        log_a: torch.Tensor,
-        step: RecurrenceStep,
-        *,
-        first: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def check() -> None:
-            check_rg_lru(state, x, log_a, step, first, out)
-
-        def run(handle: Any, target: torch.Tensor) -> None:
-            if first is not None and (first.dtype is not torch.bool or first.dim() != 1):
-                check()
-            marks = None if first is None else first.contiguous().view(torch.uint8)
-            _native.recurrent_lru(handle, state, _dense_rows(x), _to_float32(log_a), marks, target)
-
-        return _run(run, check, step, x, out)
-
-    def short_convolution(
-        self,
-        state: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        step: RecurrenceStep,
-        *,
-        silu: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def check() -> None:
-            check_short_convolution(state, x, weight, bias, step, out)
-
-        def run(handle: Any, target: torch.Tensor) -> None:
-            if bias is not None and bias.dim() != 1:
-                check()
-            added = None if bias is None else _to_float32(bias).contiguous()
-            columns = _to_float32(weight).contiguous()
-            _native.short_convolution(handle, state, _dense_rows(x), columns, added, silu, target)
-
-        return _run(run, check, step, x, out)
+        rows = call.rows
+        try:
+            if rows.shape[:1] != (step.num_rows,):
+                raise ValueError(f"expected {step.num_rows} rows, got {list(rows.shape)}")
+            target = torch.empty(rows.shape, dtype=rows.dtype) if out is None else out
+            KERNELS[type(call)](handle_of(step), call, target)
+        except ValueError as error:
+            call.check(step, out)
+            raise ArgumentError(str(error)) from None
+        return target
 
 
-def _scan(
-    num_dims: int,
-    check: Callable[[], None],
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    step: RecurrenceStep,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """The scan of Mamba 1 (a state of 3 dimensions) or Mamba 2 (4)."""
-
-    def run(handle: Any, target: torch.Tensor) -> None:
-        if state.dim() != num_dims or (d is not None and d.dim() != 1):
-            check()
-        skip = None if d is None else _to_float32(d).contiguous()
-        inputs = _dense_rows(x), _to_float32(dt), _to_float32(a).contiguous(), _dense_rows(b), _dense_rows(c)
-        _native.recurrent_scan(handle, state, *inputs, skip, target)
-
-    return _run(run, check, step, x, out)
+def _scan(handle: Any, call: Mamba1Scan | Mamba2Scan, target: torch.Tensor) -> None:
+    num_dims = 3 if type(call) is Mamba1Scan else 4
+    _expect(call.state.dim() == num_dims and (call.d is None or call.d.dim() == 1))
+    _native.recurrent_scan(
+        handle,
+        call.state,
+        _dense_rows(call.x),
+        _to_float32(call.dt),
+        _to_float32(call.a).contiguous(),
+        _dense_rows(call.b),
+        _dense_rows(call.c),
+        None if call.d is None else _to_float32(call.d).contiguous(),
+        target,
+    )
 
 
-def _run(
-    run: Callable[[Any, torch.Tensor], None],
-    check: Callable[[], None],
-    step: RecurrenceStep,
-    like: torch.Tensor,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Calls `run` with the kernels' handle of the step and an output tensor of the shape and type of `like`."""
-    if like.shape[:1] != (step.num_rows,):
-        check()
-    target = torch.empty(like.shape, dtype=like.dtype) if out is None else out
-    try:
-        run(handle_of(step), target)
-    except ValueError as error:
-        check()
-        raise ArgumentError(str(error)) from None
-    return target
+def _delta_rule(handle: Any, call: DeltaRule, target: torch.Tensor) -> None:
+    inputs = _dense_rows(call.q), _dense_rows(call.k), _dense_rows(call.v)
+    g, beta = _to_float32(call.g), _to_float32(call.beta)
+    _native.recurrent_delta(handle, call.state, *inputs, g, beta, call.scale, call.normalize, target)
+
+
+def _linear_attention(handle: Any, call: LinearAttention, target: torch.Tensor) -> None:
+    _expect(call.q.shape == call.k.shape and call.q.shape[:2] == call.v.shape[:2])
+    inputs = _dense_rows(call.q), _dense_rows(call.k), _dense_rows(call.v)
+    g = _to_float32(call.g).contiguous()
+    _native.recurrent_delta(handle, call.state, *inputs, g, None, call.scale, False, target)
+
+
+def _real_gated_unit(handle: Any, call: RealGatedUnit, target: torch.Tensor) -> None:
+    _expect(call.first is None or (call.first.dtype is torch.bool and call.first.dim() == 1))
+    marks = None if call.first is None else call.first.contiguous().view(torch.uint8)
+    _native.recurrent_lru(handle, call.state, _dense_rows(call.x), _to_float32(call.log_a), marks, target)
+
+
+def _causal_convolution(handle: Any, call: CausalConvolution, target: torch.Tensor) -> None:
+    _expect(call.bias is None or call.bias.dim() == 1)
+    bias = None if call.bias is None else _to_float32(call.bias).contiguous()
+    columns = _to_float32(call.weight).contiguous()
+    _native.short_convolution(handle, call.state, _dense_rows(call.x), columns, bias, call.silu, target)
+
+
+KERNELS: dict[type[Recurrence], Callable[[Any, Any, torch.Tensor], None]] = {
+    Mamba1Scan: _scan,
+    Mamba2Scan: _scan,
+    DeltaRule: _delta_rule,
+    LinearAttention: _linear_attention,
+    RealGatedUnit: _real_gated_unit,
+    CausalConvolution: _causal_convolution,
+}
+
+
+def _expect(has_kernel_shape: bool) -> None:
+    """Refuses shapes that the extension would accept with another meaning; `Recurrence.check` then has the message."""
+    if not has_kernel_shape:
+        raise ValueError("unfit arguments")
 
 
 def handle_of(step: RecurrenceStep) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.structure import PackedLayer, can_run_together, forward_names, packed_layers
+from quire.model.fused.structure import PackedLayer, RowCall, can_run_together, forward_names, packed_layers
 
 __all__ = ["FusedMlp", "mlp_candidates"]
 
@@ -34,7 +34,7 @@ _FORWARD_NAMES = frozenset(
 )
 
 
-class FusedMlp:
+class FusedMlp(RowCall):
     """The products and the activation; `block` makes the native call with norms and residual around it.
 
     finding: whether up comes before gate.
@@ -61,18 +61,6 @@ class FusedMlp:
             self._activation,
             *self._output.product,
         )
-
-    def serves(self, x: Any) -> bool:
-        # Contiguity is not tested: a slice of wider rows is contiguous if it has one row, and bits must not depend on
-        # that.
-        return x.dtype is self.dtype and x.shape[-1] == self.width and not x.requires_grad
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The module's output for x [..., width]."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._run(x, out)
-        return out
 
 
 @torch.inference_mode()

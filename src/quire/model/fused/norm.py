@@ -7,20 +7,19 @@ Cost of a call: about 3 us, and one read and one write of the rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.devices.cpu.packed_weights import DTYPE_NAMES
+from quire.model.fused.structure import RowCall
 
 __all__ = ["RowNorm", "norm_candidates"]
 
 _KINDS = ("rms", "rms from 1", "layer")
 
 
-class RowNorm:
+class RowNorm(RowCall):
     """A norm over rows of `width` elements; the fused blocks take `native`.
 
     finding: which of `_KINDS` it is; weight: the factor of each column.
@@ -39,18 +38,6 @@ class RowNorm:
         kind = "layer" if finding == "layer" else "rms"
         self.native = _native.Norm(kind, weight, bias, epsilon)
         self._run = self.native.run
-
-    def serves(self, x: Any) -> bool:
-        # Contiguity is not tested: a slice of wider rows is contiguous if it has one row, and bits must not depend on
-        # that.
-        return x.dtype is self.dtype and x.shape[-1] == self.width and not x.requires_grad
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm's output for x [..., width]."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._run(x, out)
-        return out
 
 
 def norm_candidates(module: nn.Module, dtype: torch.dtype) -> dict[str, RowNorm]:

@@ -1,4 +1,5 @@
-"""Inspection of modules: their packed linear layers, the names their forward uses, and rows to test them on.
+"""Parts of fused modules (packed linear layers, calls by rows), and the inspection of modules: the names their forward
+uses, and rows to test them on.
 
 Not a parser of models: a module whose forward uses a name that the fused block does not know is not fused.
 """
@@ -6,7 +7,8 @@ Not a parser of models: a module whose forward uses a name that the fused block 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from quire.weights.codes import QuantizedPanels
 
 __all__ = [
     "PackedLayer",
+    "RowCall",
     "can_run_together",
     "forward_names",
     "native_weight",
@@ -24,6 +27,26 @@ __all__ = [
     "packed_layers",
     "random_rows",
 ]
+
+
+class RowCall:
+    """A native call that makes a row of `width` elements from each row of as many, all of `dtype`."""
+
+    width: int
+    dtype: torch.dtype
+    _run: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def serves(self, x: Any) -> bool:
+        # Contiguity is not tested: a slice of wider rows is contiguous if it has one row, and bits must not depend on
+        # that.
+        return x.dtype is self.dtype and x.shape[-1] == self.width and not x.requires_grad
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The module's output for x [..., width]."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._run(x, out)
+        return out
 
 
 class PackedLayer:

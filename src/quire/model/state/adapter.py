@@ -26,7 +26,7 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.model.state.parts import MixerParts
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import CausalConvolution, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["CONVOLUTION", "RECURRENT", "StateAdapter", "convolution_field", "has_parts", "is_silu"]
@@ -131,8 +131,9 @@ class StateAdapter(ABC):
         silu: bool,
     ) -> torch.Tensor:
         """The causal convolution `conv` (a depthwise nn.Conv1d) over rows `x` [num_rows, channels]."""
-        return self.recurrence.short_convolution(
-            states[CONVOLUTION], x.contiguous(), conv.weight[:, 0], conv.bias, step, silu=silu
+        return self.recurrence.compute(
+            CausalConvolution(states[CONVOLUTION], x.contiguous(), conv.weight[:, 0], conv.bias, silu=silu),
+            step,
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import CONVOLUTION, MAX_WIDTH, StateAdapter, has_parts
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import CausalConvolution, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["ConvolvedAttention"]
@@ -89,8 +89,11 @@ class ConvolvedAttention(StateAdapter):
     ) -> torch.Tensor:
         """The two convolutions of q and k, [num_rows, channels]."""
         first, second = self.module.conv_qk_depthwise, self.module.conv_qk_grouped
-        first_rows = self.recurrence.short_convolution(
-            states[CONVOLUTION], qk.contiguous(), first.weight[:, 0], first.bias, step, silu=False
+        first_rows = self.recurrence.compute(
+            CausalConvolution(
+                states[CONVOLUTION], qk.contiguous(), first.weight[:, 0], first.bias, silu=False
+            ),
+            step,
         )
         groups = second.groups
         weight = second.weight.view(groups, -1, *second.weight.shape[1:])  # [heads, out, in, 2]
@@ -109,7 +112,9 @@ class ConvolvedAttention(StateAdapter):
         """For each row of x the row of the token before; `at_first` (zeros if None) for a first token."""
         weight = x.new_zeros(x.shape[-1], 2)
         weight[:, 0] = 1
-        shifted = self.recurrence.short_convolution(state, x.contiguous(), weight, None, step, silu=False)
+        shifted = self.recurrence.compute(
+            CausalConvolution(state, x.contiguous(), weight, None, silu=False), step
+        )
         if at_first is None:
             return shifted
         return torch.where(step.begins_text[:, None], at_first.to(shifted.dtype), shifted)

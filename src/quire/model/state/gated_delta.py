@@ -26,7 +26,7 @@ from quire.model.state.adapter import (
     is_silu,
 )
 from quire.model.state.parts import Columns, MixerParts, consecutive_columns
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import DeltaRule, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["GatedDeltaNet", "KimiDeltaAttention"]
@@ -148,16 +148,18 @@ class GatedDeltaNet(StateAdapter):
             beta = beta * 2.0
         decay = on_whole_vectors(torch.exp, mixer.A_log.float())
         g = -decay * on_whole_vectors(softplus, a.float() + mixer.dt_bias.float())
-        y = self.recurrence.delta_rule(
-            states[RECURRENT],
-            q.reshape(num_rows, mixer.num_k_heads, mixer.head_k_dim),
-            k.reshape(num_rows, mixer.num_k_heads, mixer.head_k_dim),
-            v.reshape(num_rows, mixer.num_v_heads, mixer.head_v_dim),
-            g,
-            beta,
+        y = self.recurrence.compute(
+            DeltaRule(
+                states[RECURRENT],
+                q.reshape(num_rows, mixer.num_k_heads, mixer.head_k_dim),
+                k.reshape(num_rows, mixer.num_k_heads, mixer.head_k_dim),
+                v.reshape(num_rows, mixer.num_v_heads, mixer.head_v_dim),
+                g,
+                beta,
+                scale=mixer.head_k_dim**-0.5,
+                normalize=True,
+            ),
             step,
-            scale=mixer.head_k_dim**-0.5,
-            normalize=True,
         )
         norm, last = (mixer.norm, mixer.out_proj) if hasattr(mixer, "norm") else (mixer.o_norm, mixer.o_proj)
         y = norm(y.reshape(-1, mixer.head_v_dim), gate.reshape(-1, mixer.head_v_dim))
@@ -225,16 +227,18 @@ class KimiDeltaAttention(StateAdapter):
         qkv = self.convolve(mixer.conv1d, qkv, states, step, silu=True)
         q, k, v = (part.reshape(per_head) for part in qkv.chunk(3, dim=-1))
         g = mixer.forget_gate(hidden[None])[0]  # it takes [1, num_rows, hidden_size]
-        y = self.recurrence.delta_rule(
-            states[RECURRENT],
-            q,
-            k,
-            v,
-            g.reshape(per_head).contiguous(),
-            on_whole_vectors(torch.sigmoid, mixer.b_proj(hidden).float()),
+        y = self.recurrence.compute(
+            DeltaRule(
+                states[RECURRENT],
+                q,
+                k,
+                v,
+                g.reshape(per_head).contiguous(),
+                on_whole_vectors(torch.sigmoid, mixer.b_proj(hidden).float()),
+                scale=mixer.head_dim**-0.5,
+                normalize=True,
+            ),
             step,
-            scale=mixer.head_dim**-0.5,
-            normalize=True,
         )
         gate = mixer.g_proj(hidden) if hasattr(mixer, "g_proj") else mixer.g_b_proj(mixer.g_a_proj(hidden))
         return mixer.o_proj(mixer.o_norm(y, gate.view(per_head)).reshape(num_rows, -1))

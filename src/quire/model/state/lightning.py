@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import RECURRENT, StateAdapter, has_parts
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import LinearAttention, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["LightningAttention"]
@@ -47,7 +47,7 @@ class LightningAttention(StateAdapter):
         )
         q, k, v = (part.contiguous() for part in qkv.split(mixer.head_dim, dim=-1))
         slopes = mixer.slope_rate.float().reshape(-1)
-        y = self.recurrence.linear_attention(states[RECURRENT], q, k, v, -slopes, step)
+        y = self.recurrence.compute(LinearAttention(states[RECURRENT], q, k, v, -slopes), step)
         y = mixer.norm(y.reshape(num_rows, -1))
         return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden)) * y)
 

@@ -22,7 +22,7 @@ from quire.model.state.adapter import (
     has_parts,
     is_silu,
 )
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import Mamba1Scan, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["Mamba1", "ZambaHeads"]
@@ -77,14 +77,16 @@ class Mamba1(_Scan):
         dt = linear(dt, mixer.dt_proj.weight).float()
         if mixer.dt_proj.bias is not None:
             dt = dt + mixer.dt_proj.bias.float()
-        y = self.recurrence.mamba1(
-            states[RECURRENT],
-            x.float(),
-            softplus(dt),
-            -torch.exp(mixer.A_log.float()),
-            b.float().contiguous(),
-            c.float().contiguous(),
-            mixer.D.float(),
+        y = self.recurrence.compute(
+            Mamba1Scan(
+                states[RECURRENT],
+                x.float(),
+                softplus(dt),
+                -torch.exp(mixer.A_log.float()),
+                b.float().contiguous(),
+                c.float().contiguous(),
+                mixer.D.float(),
+            ),
             step,
         )
         return mixer.out_proj((y * silu(gate.float())).to(hidden.dtype))
@@ -126,14 +128,16 @@ class ZambaHeads(_Scan):
             head_x = x[:, channels].contiguous()
             dt, b, c = linear(head_x, mixer.x_proj_weight[head]).split(sizes, dim=-1)
             dt = linear(dt, mixer.dt_proj_weight[head]).float() + mixer.dt_proj_bias[head].float()
-            y = self.recurrence.mamba1(
-                states[RECURRENT][:, channels],
-                head_x.float(),
-                softplus(dt),
-                -torch.exp(mixer.A_log[head].float()),
-                b.float().contiguous(),
-                c.float().contiguous(),
-                mixer.D[head].float(),
+            y = self.recurrence.compute(
+                Mamba1Scan(
+                    states[RECURRENT][:, channels],
+                    head_x.float(),
+                    softplus(dt),
+                    -torch.exp(mixer.A_log[head].float()),
+                    b.float().contiguous(),
+                    c.float().contiguous(),
+                    mixer.D[head].float(),
+                ),
                 step,
             )
             parts.append(y)

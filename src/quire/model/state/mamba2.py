@@ -26,7 +26,7 @@ from quire.model.state.adapter import (
     is_silu,
 )
 from quire.model.state.parts import MixerParts, consecutive_columns
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import Mamba2Scan, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["Mamba2"]
@@ -110,14 +110,16 @@ class Mamba2(StateAdapter):
         xbc = self.convolve(mixer.conv1d, xbc, states, step, silu=True).float()
         x, b, c = xbc.split([width, groups_of_states, groups_of_states], dim=-1)
         dt = on_whole_vectors(softplus, dt.float() + mixer.dt_bias.float()).clamp(*mixer.time_step_limit)
-        y = self.recurrence.mamba2(
-            states[RECURRENT],
-            x.reshape(num_rows, mixer.num_heads, mixer.head_dim),
-            dt,
-            -on_whole_vectors(torch.exp, mixer.A_log.float()),
-            b.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
-            c.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
-            mixer.D.float(),
+        y = self.recurrence.compute(
+            Mamba2Scan(
+                states[RECURRENT],
+                x.reshape(num_rows, mixer.num_heads, mixer.head_dim),
+                dt,
+                -on_whole_vectors(torch.exp, mixer.A_log.float()),
+                b.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
+                c.reshape(num_rows, mixer.n_groups, mixer.ssm_state_size),
+                mixer.D.float(),
+            ),
             step,
         ).view(num_rows, width)
         y = mixer.norm(y, gate) if getattr(mixer, "mamba_rms_norm", True) else y * silu(gate.float())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from quire.devices import device_of
 from quire.errors import UnsupportedModelError
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.convolved_attention import ConvolvedAttention
@@ -18,7 +19,7 @@ from quire.model.state.mamba1 import Mamba1, ZambaHeads
 from quire.model.state.mamba2 import Mamba2
 from quire.model.state.rg_lru import RecurrentBlock
 from quire.model.state.short_convolution import ShortConvolution
-from quire.recurrence import RecurrenceBackend, backend
+from quire.recurrence import RecurrenceBackend
 
 __all__ = ["KINDS", "adapter_of", "state_adapters"]
 
@@ -31,11 +32,11 @@ KINDS: tuple[type[StateAdapter], ...] = (
 def adapter_of(module: nn.Module, recurrence: RecurrenceBackend | None = None) -> StateAdapter | None:
     """`module` as a mixer with states; None if no kind matches.
 
-    recurrence: its backend; `quire.recurrence.backend()` by default.
+    recurrence: its backend; by default that of `quire.devices.device_of()`.
     """
     for kind in KINDS:
         if kind.match(module):
-            return kind(module, backend() if recurrence is None else recurrence)
+            return kind(module, device_of().recurrence if recurrence is None else recurrence)
     return None
 
 

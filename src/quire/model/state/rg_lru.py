@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from quire.model.state.adapter import CONVOLUTION, RECURRENT, StateAdapter, convolution_field, has_parts
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import RealGatedUnit, RecurrenceBackend
 from quire.step import RecurrenceStep
 
 __all__ = ["RecurrentBlock"]
@@ -60,7 +60,9 @@ class RecurrentBlock(StateAdapter):
         input_gate = _gate(x, unit.input_gate_weight, unit.input_gate_bias)
         recurrent_gate = _gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
         log_a = -8.0 * recurrent_gate.float() * softplus(unit.recurrent_param.float())
-        h = self.recurrence.rg_lru(states[RECURRENT], x * input_gate, log_a, step, first=step.begins_text)
+        h = self.recurrence.compute(
+            RealGatedUnit(states[RECURRENT], x * input_gate, log_a, first=step.begins_text), step
+        )
         return mixer.linear_out(h * y_branch)
 
     def module_output(self, hidden: torch.Tensor) -> torch.Tensor:

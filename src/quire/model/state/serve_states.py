@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from quire import recurrence
 from quire.devices import Device
 from quire.errors import UnsupportedModelError
 from quire.model.prove.state_proof import prove_states
@@ -33,7 +32,7 @@ def find_states(loaded: LoadedModel, spec: KVSpec, device: Device) -> dict[int, 
             f"{subject}: expected a backend of this machine's memory for state layers, got {device.name!r}; use "
             "backend='native' or 'python'"
         )
-    adapters = state_adapters(loaded.model, recurrence.backend("native" if device.is_native else "python"))
+    adapters = state_adapters(loaded.model, device.recurrence)
     expected = {state.layer: {field.name: field.shape for field in state.fields} for state in spec.states}
     adapter_fields = {
         layer: {name: tuple(shape) for name, shape in adapter.fields.items()}
