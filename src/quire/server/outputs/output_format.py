@@ -13,6 +13,7 @@ from quire.server.outputs.call_parser import CallParser
 from quire.server.outputs.known_formats import KNOWN_FORMATS
 from quire.server.outputs.markers import shown_token_ids
 from quire.server.outputs.object_calls import ObjectCalls
+from quire.server.outputs.pythonic_calls import PYTHONIC_MARKERS, pythonic_calls
 from quire.server.outputs.reasoning import (
     ReasoningFormat,
     ReasoningParser,
@@ -71,7 +72,7 @@ class OutputFormat:
             return own
         others = [known for known in KNOWN_FORMATS.values() if known != self.calls]
         tagged = [TaggedCalls(known, self.schemas, any_name=False) for known in others]
-        return [*own, *tagged, *bare_calls(self.schemas)]
+        return [*own, *tagged, *bare_calls(self.schemas), *pythonic_calls(self.schemas)]
 
     def shown_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """The special tokens that decoding must not omit."""
@@ -79,6 +80,7 @@ class OutputFormat:
         if self.schemas:
             texts += [
                 *BARE_MARKERS,
+                *PYTHONIC_MARKERS,
                 *(marker for known in KNOWN_FORMATS.values() for marker in known.markers),
             ]
         texts += [] if self.thoughts is None else [self.thoughts.begin, self.thoughts.end]
