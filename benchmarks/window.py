@@ -28,7 +28,7 @@ from machine import emit, emit_machine
 
 from quire import LLM, AsyncEngine, SamplingParams
 from quire.server.api_keys import ANYBODY, ApiTenant, install
-from quire.server.app import make_app
+from quire.server.app import create_app
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
 
@@ -37,7 +37,7 @@ from quire.server.settings import ServerSettings
 def serving(llm: LLM) -> Iterator[tuple[str, AsyncEngine, Any, asyncio.AbstractEventLoop]]:
     listener = bind("127.0.0.1", 0)
     engine = AsyncEngine(llm)
-    app = make_app(engine, ServerSettings(tenants=(ANYBODY, *TENANTS)))
+    app = create_app(engine, ServerSettings(tenants=(ANYBODY, *TENANTS)))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(

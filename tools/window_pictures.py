@@ -1,9 +1,11 @@
-"""Takes the pictures of `docs/window.md`: the window of a server that three tenants use, in a headless Chromium.
+"""Takes the pictures of `docs/window.md` and `docs/storages.md`: the live page of a server that three tenants use, and
+the page of `quire compare --open`, in a headless Chromium.
 
     python tools/window_pictures.py [--to docs] [--looks DIR]
 
 Needs chromium, chromedriver and selenium. --looks: also both pages in the other colours, with text twice as large and
-on a narrow screen, for a human to look at; `tests/server/test_window_page.py` has the checks of the page.
+on a narrow screen, for a human to look at; `tests/server/test_window_page.py` and `tests/cli/test_compare_page.py`
+check the pages.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path(__file__).parent.parent / "docs")
     parser.add_argument("--looks", type=Path)
     arguments = parser.parse_args()
-    with serving() as url:
+    with serving() as url, comparing() as comparison_url:
         with browser(1) as page:
             now(page, url)
             picture(page, arguments.to / "window-now.png")
@@ -51,16 +54,16 @@ def main() -> None:
                 arguments.looks.mkdir(parents=True, exist_ok=True)
                 colours(page, "dark")
                 picture(page, arguments.looks / "now-dark.png")
-            compare(page, url)
+            compare(page, comparison_url)
             colours(page, "dark")
-            picture(page, arguments.to / "window-compare.png")
+            picture(page, arguments.to / "storages-side-by-side.png")
             if arguments.looks:
                 colours(page, "light")
                 picture(page, arguments.looks / "compare-light.png")
         if arguments.looks:
             with browser(2) as page:
-                for name, shown in (("now", now), ("compare", compare)):
-                    shown(page, url)
+                for name, shown, at in (("now", now, url), ("compare", compare, comparison_url)):
+                    shown(page, at)
                     picture(page, arguments.looks / f"{name}-large-text.png")
                     picture(page, arguments.looks / f"{name}-large-text-narrow.png", 620)
 
@@ -70,20 +73,34 @@ def serving() -> Iterator[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(CONFIG)
         file.flush()
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--kv-memory", "36MiB"]
-        process = subprocess.Popen([*command, "--config", file.name], stderr=subprocess.PIPE, text=True)
-        try:
-            assert process.stderr is not None
-            log = ""
-            for line in process.stderr:
-                log += line
-                if found := re.search(r" on (http://\S+) ", line):
-                    yield found[1]
-                    return
-            raise SystemExit(log)
-        finally:
-            process.terminate()
-            process.wait(60)
+        with running("serve", "--port", "0", "--kv-memory", "36MiB", "--config", file.name) as url:
+            yield url
+
+
+@contextmanager
+def comparing() -> Iterator[str]:
+    with running("compare", "--open") as url:
+        yield url
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """The URL that a command prints, until the block ends."""
+    command = [sys.executable, "-m", "quire", *arguments]
+    environment = {**os.environ, "BROWSER": "true"}  # a program that shows nothing
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        log = ""
+        for line in process.stderr:
+            log += line
+            if found := re.search(r" on (http://\S+) ", line):
+                yield found[1]
+                return
+        raise SystemExit(log)
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def ask(url: str, tenant: str, question: str, max_tokens: int) -> None:
@@ -133,14 +150,12 @@ def now(page: Any, url: str) -> None:
     page.find_element(By.ID, "send").click()
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#sequences tr")) == 7)
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, "#tree tr")) >= 3)
-    until(lambda: len(page.find_element(By.ID, "answer").text) > 200)
+    until(lambda: len(page.find_element(By.ID, "turns").text) > 200)
 
 
 def compare(page: Any, url: str) -> None:
-    """The second view, half way through some requests of each kind."""
-    page.get(url + "/compare")
-    until(lambda: page.find_element(By.ID, "key-dialog").is_displayed())
-    page.find_element(By.ID, "key").send_keys("key-of-the-admin" + Keys.ENTER)
+    """The storages side by side, half way through some requests of each kind."""
+    page.get(url)
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
     buttons = [one for one in page.find_elements(By.CSS_SELECTOR, "button") if re.match(r"\d \w", one.text)]
     for one in [buttons[0], *buttons[1:2] * 3, *buttons[2:3] * 2]:

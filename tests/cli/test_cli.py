@@ -75,6 +75,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             2,
             "expected contiguous among the storages",
         ),
+        (["compare", "--open", "--plot", "x.png", "--block-size", "8"], 2, "got --block-size, --plot too"),
+        (
+            ["compare", "--open", "--storages", "paged:32"],
+            2,
+            "with --open, without an option, got 'paged:32'",
+        ),
+        (["compare", "--open", "--storages", "paged,paged"], 2, "expected each storage once"),
         (["compare", "--simulate", "--backend", "native"], 2, "expected --backend without --simulate"),
         (["explain", "x", "--tenant", "alice"], 2, "expected --config FILE with a tenant_secret in [server]"),
         (["explain", "x", "--cache-salt", "a"], 2, "expected --config FILE with a tenant_secret in [server]"),

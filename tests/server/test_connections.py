@@ -365,7 +365,7 @@ def test_many_wait_with_the_system_until_they_are_accepted() -> None:
         with Listener() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.setblocking(False)
-            server = run._Server(uvicorn_config(app, LIMITS), LIMITS)
+            server = run.ApiServer(app, LIMITS)
             server.should_exit = True  # once it has started
             await server.serve([listener])
             for one in server.servers:

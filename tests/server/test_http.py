@@ -95,7 +95,7 @@ def test_what_comes_behind_a_packed_body_is_heard() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/compare", "/health", "/ready", "/metrics", "/v1/models", "/quire/conversations", "/openapi.json",
+    "path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/quire/conversations", "/openapi.json",
              "/admin/report", "/window/events", "/window/main.js"]
 )  # fmt: skip
 def test_head_is_get_without_the_body(url: str, path: str) -> None:

@@ -83,7 +83,7 @@ def test_no_route_ignores_a_field(url: str) -> None:
                 assert (error["param"], error["code"]) == (place, "unknown_field"), (path, body, error)
                 assert f"`{place}`" in error["message"]
                 places.add((path, place))
-    for path in ("/v1/completions", "/tokenize", "/detokenize", "/admin/pins", "/window/storages"):
+    for path in ("/v1/completions", "/tokenize", "/detokenize", "/admin/pins"):
         assert (path, UNKNOWN) in places
     for place in (
         "messages.0.",

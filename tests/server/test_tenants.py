@@ -13,7 +13,7 @@ from support.until import until
 from quire import LLM
 from quire.errors import ArgumentError
 from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
-from quire.server.app import make_app
+from quire.server.app import create_app
 from quire.server.settings import ServerLimits, ServerSettings
 
 BLOCKS = 64
@@ -183,8 +183,8 @@ def test_limits_that_cannot_be_are_said_at_the_start(llm: LLM) -> None:
     try:
         floors = [ApiTenant(name, floor_bytes=40 * llm.cache.block_bytes) for name in "ab"]
         with pytest.raises(ArgumentError, match="floor"):
-            make_app(engine, settings(*floors))
-        make_app(engine, settings(ApiTenant("c")))
+            create_app(engine, settings(*floors))
+        create_app(engine, settings(ApiTenant("c")))
         assert {tenant.name for tenant in llm.engine.tenants} == {"c", "admin"}
     finally:
         engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ def without_words(state: dict[str, Any]) -> str:
 
 
 def test_the_page_allows_nothing_from_elsewhere(url: str) -> None:
-    for path in ("/", "/compare", "/window/main.js", "/window/page.css", "/favicon.ico"):
+    for path in ("/", "/window/main.js", "/window/page.css", "/favicon.ico"):
         status, headers, body = ask(url, path)
         assert status == 200
         policy = headers["content-security-policy"]
@@ -53,7 +52,7 @@ def test_the_page_allows_nothing_from_elsewhere(url: str) -> None:
             assert " style=" not in text
             assert " on" + "click=" not in text
             assert text.count("<script") == 1
-            assert '<script type="module" src="/window/' in text
+            assert '<script type="module" src="window/' in text
         assert "//" not in text.replace("http://www.w3.org/2000/svg", "") or path.endswith(".js")
 
 
@@ -300,90 +299,6 @@ def test_too_many_watchers_are_refused(server: tuple[str, Any], monkeypatch: pyt
         status, headers, _ = ask(url, "/window/events")
         assert status == 429
         assert "retry-after" in {name.lower() for name in headers}
-
-
-# -- storages side by side -----------------------------------------------------------------------------------
-
-
-def test_a_comparison_over_http(url: str) -> None:
-    status, _, body = ask(url, "/window/storages", body={})
-    assert status == 200
-    state = json.loads(body)
-    at = f"/window/storages/{state['id']}"
-    assert [one["name"] for one in state["storages"]] == ["paged", "contiguous", "growing", "virtual"]
-    ask(url, f"{at}/requests", body={"count": 20, "prompt_tokens": 60, "output_tokens": 30})
-    state = json.loads(ask(url, f"{at}/step", body={"steps": 10})[2])
-    by_name = {one["name"]: one for one in state["storages"]}
-    assert by_name["contiguous"]["running"] == 8
-    assert by_name["paged"]["running"] == 20
-    assert by_name["contiguous"]["waste_share"] > 0.5 > by_name["paged"]["waste_share"]
-    state = json.loads(ask(url, f"{at}/finish", body={"request": 0})[2])
-    assert {one["done"] for one in state["storages"]} == {1}
-    state = json.loads(ask(url, f"{at}/finish", body={})[2])
-    assert state["open"] == 0
-    assert ask(url, at, method="DELETE")[0] == 204
-    assert ask(url, f"{at}/step", body={})[0] == 404
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"count": 65, "prompt_tokens": 1, "output_tokens": 1},
-        {"prompt_tokens": 0, "output_tokens": 1},
-        {"prompt_tokens": 10**9, "output_tokens": 1},
-        {"prompt_tokens": 4, "output_tokens": 1, "shared_tokens": 5},
-        {},
-    ],
-)
-def test_what_cannot_be_asked_of_a_comparison(url: str, body: dict[str, int]) -> None:
-    session = json.loads(ask(url, "/window/storages", body={})[2])["id"]
-    assert ask(url, f"/window/storages/{session}/requests", body=body)[0] == 400
-    ask(url, f"/window/storages/{session}", method="DELETE")
-
-
-def test_a_comparison_with_other_settings(url: str) -> None:
-    state = json.loads(ask(url, "/window/storages", body={"block_size": 64, "reservation": "exact"})[2])
-    assert (state["block_size"], state["reservation"]) == (64, "exact")
-    ask(url, f"/window/storages/{state['id']}", method="DELETE")
-    state = json.loads(ask(url, "/window/storages", method="POST")[2])  # no body: the engine's defaults
-    assert (state["block_size"], state["reservation"]) == (16, "max")
-    ask(url, f"/window/storages/{state['id']}", method="DELETE")
-    for body in ({"block_size": 0}, {"block_size": 48}, {"reservation": "most"}):
-        assert ask(url, "/window/storages", body=body)[0] == 400
-
-
-def test_comparisons_are_bounded(url: str) -> None:
-    first = json.loads(ask(url, "/window/storages", body={})[2])["id"]
-    sessions = [json.loads(ask(url, "/window/storages", body={})[2])["id"] for _ in range(16)]
-    assert ask(url, f"/window/storages/{first}/step", body={})[0] == 404
-    assert ask(url, f"/window/storages/{sessions[0]}/step", body={})[0] == 200
-    at = f"/window/storages/{sessions[-1]}"
-    for _ in range(4):
-        assert (
-            ask(url, f"{at}/requests", body={"count": 64, "prompt_tokens": 9, "output_tokens": 9})[0] == 200
-        )
-    assert ask(url, f"{at}/requests", body={"count": 1, "prompt_tokens": 9, "output_tokens": 9})[0] == 429
-    for session in sessions:
-        ask(url, f"/window/storages/{session}", method="DELETE")
-
-
-def test_calls_of_one_comparison_at_once(url: str) -> None:
-    session = json.loads(ask(url, "/window/storages", body={})[2])["id"]
-    at = f"/window/storages/{session}"
-    ask(url, f"{at}/requests", body={"count": 8, "prompt_tokens": 40, "output_tokens": 40})
-    found: list[int] = []
-
-    def step() -> None:
-        found.append(ask(url, f"{at}/step", body={"steps": 4})[0])
-
-    threads = [threading.Thread(target=step) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [200] * 8
-    assert json.loads(ask(url, f"{at}/step", body={"steps": 1})[2])["steps"] == 33
-    ask(url, at, method="DELETE")
 
 
 def test_between_steps_tells_errors(llm: Any) -> None:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.browser import ask_for_completion, by_id, cells_of, complete, start_browser, type_into
+from support.browser import (
+    ask_for_completion,
+    by_id,
+    cells_of,
+    check_texts_twice_as_large,
+    complete,
+    set_width,
+    start_browser,
+    type_into,
+)
 from support.running_server import running
 from support.until import until
 
@@ -173,7 +182,7 @@ def test_figures_of_states_where_the_model_keeps_some(
 
 def test_landmarks_names_and_languages(page: Any) -> None:
     assert page.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
-    for name in ("header", "main", "nav", "h1"):
+    for name in ("header", "main", "h1"):
         assert len(page.find_elements(By.TAG_NAME, name)) == 1, name
     nameless = page.execute_script(
         "return [...document.querySelectorAll('input, textarea, canvas:not([aria-hidden]), section, button, nav')]"
@@ -210,37 +219,6 @@ def test_a_narrow_screen_does_not_scroll_sideways(page: Any) -> None:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-# Texts that lie on one another, as far as they can be seen: pairs of their beginnings.
-OVERLAPS = """
-  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node; (node = walker.nextNode());) {
-    const parent = node.parentElement;
-    if (!node.textContent.trim() || !parent.checkVisibility()) continue;
-    if (parent.closest(".hidden, .skip, noscript, script")) continue;
-    const range = document.createRange();
-    range.selectNodeContents(node);
-    for (const { left, top, right, bottom } of range.getClientRects()) {
-      const box = { left, top, right, bottom, node };
-      for (let clip = parent; clip; clip = clip.parentElement) {
-        if (getComputedStyle(clip).overflow === "visible") continue;
-        const frame = clip.getBoundingClientRect();
-        box.left = Math.max(box.left, frame.left); box.right = Math.min(box.right, frame.right);
-        box.top = Math.max(box.top, frame.top); box.bottom = Math.min(box.bottom, frame.bottom);
-      }
-      if (box.right > box.left && box.bottom > box.top) texts.push(box);
-    }
-  }
-  const found = [];
-  for (let i = 0; i < texts.length; i++)
-    for (let j = i + 1; j < texts.length; j++) {
-      const [a, b] = [texts[i], texts[j]];
-      if (a.node !== b.node && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
-          && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4)
-        found.push([a.node.textContent.slice(0, 40), b.node.textContent.slice(0, 40)]);
-    }
-  return found;"""
-
-
 @pytest.fixture(scope="module")
 def large_text_browser() -> Iterator[Any]:
     driver = start_browser(font_size=32)
@@ -249,27 +227,17 @@ def large_text_browser() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("width", [1240, 620])
-@pytest.mark.parametrize("path", ["/", "/compare"])
 def test_text_twice_as_large_lies_on_no_other(
-    large_text_browser: Any, url: str, llm: Any, path: str, width: int
+    large_text_browser: Any, url: str, llm: Any, width: int
 ) -> None:
     page = large_text_browser
     llm.cache.reset()
     complete(url, "A common beginning that several prompts share, one block and more. First.")
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
-    page.get(url + path)
+    set_width(page, width)
+    page.get(url)
     try:
-        if path == "/":
-            until(lambda: page.find_elements(By.CSS_SELECTOR, "#tree tr button"))
-        else:
-            until(lambda: cells_of(page, "#figures-table tbody"))
-        size = page.execute_script("return parseFloat(getComputedStyle(document.body).fontSize)")
-        assert size == 30
-        assert page.execute_script(OVERLAPS) == []
-        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+        until(lambda: page.find_elements(By.CSS_SELECTOR, "#tree tr button"))
+        check_texts_twice_as_large(page, width)
     finally:
         page.get("about:blank")
 
@@ -337,53 +305,3 @@ def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> Non
             assert not errors
         finally:
             browser.get("about:blank")
-
-
-def test_storages_side_by_side(page: Any, url: str) -> None:
-    page.get(url + "/compare")
-    until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
-
-    def row(name: str) -> list[str]:
-        return {cells[0]: cells[1:] for cells in cells_of(page, "#figures-table tbody")}.get(name, [])
-
-    until(lambda: row("Running now")[:1] and int(row("Running now")[0]) > 8)  # the demo load
-    by_id(page, "finish").click()
-    until(lambda: row("Running now") == ["0", "0", "0", "0"])
-    for _ in range(3):
-        page.find_elements(By.CSS_SELECTOR, "button[data-shared]")[0].click()
-
-    until(lambda: row("Running now")[1:2] == ["8"])
-    until(lambda: int(row("Running now")[0]) > 8)
-    by_id(page, "run").click()
-    assert by_id(page, "run").get_attribute("aria-pressed") == "false"
-    waste = [float(text.split()[0]) for text in row("Reserved and empty (internal)")]
-    assert waste[1] > waste[0]
-    page.find_elements(By.CSS_SELECTOR, "button[data-prompt='600']")[0].click()
-    until(lambda: row("Refused: can never fit") == ["1", "1", "1", "1"])
-    by_id(page, "finish").click()
-    until(lambda: row("Running now") == ["0", "0", "0", "0"])
-    page.get(url)
-    until(lambda: by_id(page, "status").text == "live")
-
-
-def test_own_requests_and_gaps_side_by_side(page: Any, url: str) -> None:
-    page.get(url + "/compare")
-    until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
-    assert by_id(page, "legend").value_of_css_property("list-style-type") == "none"
-    assert "A block is" in by_id(page, "main").text
-
-    def row(name: str) -> list[str]:
-        return {cells[0]: cells[1:] for cells in cells_of(page, "#figures-table tbody")}.get(name, [])
-
-    page.find_element(By.CSS_SELECTOR, "#reservation option[value=exact]").click()
-    page.find_element(By.CSS_SELECTOR, "#block-size option:first-child").click()
-    until(lambda: "blocks of 1 token," in by_id(page, "storages").text)
-    assert "gaps" in by_id(page, "storages").text
-    until(lambda: row("Free, but in gaps too small (external)")[1:2] not in ([], ["0 B"]))  # contiguous
-    by_id(page, "own-output").clear()
-    by_id(page, "own-output").send_keys("1")
-    done = int(row("Done")[0])
-    page.find_element(By.CSS_SELECTOR, "#own button").click()
-    until(lambda: int(row("Done")[0]) >= done + 4)
-    page.get(url)
-    until(lambda: by_id(page, "status").text == "live")

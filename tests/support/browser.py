@@ -9,7 +9,47 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ask_for_completion", "by_id", "cells_of", "complete", "start_browser", "type_into"]
+__all__ = [
+    "ask_for_completion",
+    "by_id",
+    "cells_of",
+    "check_texts_twice_as_large",
+    "complete",
+    "set_width",
+    "start_browser",
+    "type_into",
+]
+
+
+# Texts that lie on one another, as far as they can be seen: pairs of their beginnings.
+_OVERLAPS = """
+  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const parent = node.parentElement;
+    if (!node.textContent.trim() || !parent.checkVisibility()) continue;
+    if (parent.closest(".hidden, .skip, noscript, script")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const { left, top, right, bottom } of range.getClientRects()) {
+      const box = { left, top, right, bottom, node };
+      for (let clip = parent; clip; clip = clip.parentElement) {
+        if (getComputedStyle(clip).overflow === "visible") continue;
+        const frame = clip.getBoundingClientRect();
+        box.left = Math.max(box.left, frame.left); box.right = Math.min(box.right, frame.right);
+        box.top = Math.max(box.top, frame.top); box.bottom = Math.min(box.bottom, frame.bottom);
+      }
+      if (box.right > box.left && box.bottom > box.top) texts.push(box);
+    }
+  }
+  const found = [];
+  for (let i = 0; i < texts.length; i++)
+    for (let j = i + 1; j < texts.length; j++) {
+      const [a, b] = [texts[i], texts[j]];
+      if (a.node !== b.node && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
+          && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4)
+        found.push([a.node.textContent.slice(0, 40), b.node.textContent.slice(0, 40)]);
+    }
+  return found;"""
 
 
 def start_browser(font_size: int = 16) -> Any:
@@ -64,3 +104,17 @@ def complete(url: str, prompt: str, **more: Any) -> None:
         url + "/v1/completions", body, {"Content-Type": "application/json", **more.pop("headers", {})}
     )
     urllib.request.urlopen(request, timeout=60).read()
+
+
+def set_width(browser: Any, width: int) -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+
+
+def check_texts_twice_as_large(page: Any, width: int) -> None:
+    """A page in a browser of `font_size=32`: no text lies on another, and it does not scroll sideways."""
+    assert page.execute_script("return parseFloat(getComputedStyle(document.body).fontSize)") == 30
+    assert page.execute_script(_OVERLAPS) == []
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width

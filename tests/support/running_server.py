@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire import LLM, AsyncEngine
-from quire.server import run
-from quire.server.app import make_app
-from quire.server.run import bind, url_of, uvicorn_config
+from quire.server.app import create_app
+from quire.server.run import ApiServer, bind, url_of
 from quire.server.settings import ServerSettings
 
 
@@ -19,8 +18,8 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     """(base URL, application) of a server that serves until the block ends."""
     listener = bind(settings.host, 0)
     engine = AsyncEngine(llm)
-    app = make_app(engine, settings)
-    server = run._Server(uvicorn_config(app, settings.limits), settings.limits)
+    app = create_app(engine, settings)
+    server = ApiServer(app, settings.limits, settings.proxies)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

@@ -117,15 +117,15 @@ class Recorder:
 
 def scripted(script: Script, record: Path) -> None:
     """*changes:* this process's engine and server, for good."""
-    made = run.make_app
+    made = run.create_app
 
-    def make_app(engine: Any, settings: Any) -> Any:
+    def create_app(engine: Any, settings: Any) -> Any:
         script.tokenizer = engine.tokenizer
         app = made(engine, settings)
         app.add_middleware(Recorder, path=record)
         return app
 
-    run.make_app = make_app
+    run.create_app = create_app
     runner.Runner = runner_of(script)  # type: ignore[misc]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 _FULL_SEQUENCES = 8  # longest sequences that the default memory has room for
+_DEFAULT_REQUESTS = 64
 _DEFAULT_LENGTHS = "lognormal:200,1.0/lognormal:60,0.8"
 # Row title, name of the figure, format of its value.
 _ROWS = [
@@ -71,7 +72,9 @@ def compare(
             f"{_DEFAULT_LENGTHS} if neither this nor --trace is given.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(metavar="N", help="Largest number of requests.")] = 64,
+    requests: Annotated[
+        int, typer.Option(metavar="N", help="Largest number of requests.")
+    ] = _DEFAULT_REQUESTS,
     storages: Annotated[
         str | None,
         typer.Option(
@@ -112,9 +115,24 @@ def compare(
         str | None,
         typer.Option(metavar="OUT.png", help="Draw memory over time, and of one growing sequence."),
     ] = None,
+    is_opened: Annotated[
+        bool,
+        typer.Option(
+            "--open",
+            help="Show the storages side by side in a browser, with requests added there; a clock for a model.",
+        ),
+    ] = False,
     **engine: Any,
 ) -> None:
     """Runs one workload on each storage and compares the results."""
+    if is_opened:
+        others = {
+            **engine, "config": config, "kv_memory": kv_memory, "trace": trace, "lengths": lengths, "cost": cost,
+            "requests": requests != _DEFAULT_REQUESTS, "simulate": simulate, "arrivals": arrivals,
+            "json": as_json_object, "plot": plot,
+        }  # fmt: skip
+        _open_page(storages, [name for name, value in others.items() if value not in (None, False)])
+        return
     if requests < 1:
         raise ArgumentError(f"expected at least 1, got {requests} - in `requests`")
     if trace is not None and lengths is not None:
@@ -190,6 +208,25 @@ def compare(
 
         draw(plot, comparison, runs, spec)
         print(f"quire: drawn in {plot}", file=sys.stderr)
+
+
+def _open_page(storages: str | None, others: list[str]) -> None:
+    """`--open`. others: options given that the page sets itself, or does not have."""
+    if others:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ArgumentError(
+            f"expected --open with --storages alone, got {flags} too; the page has its own settings"
+        )
+    names = [*STORAGES] if storages is None else storages.split(",")
+    if unknown := [name for name in names if name not in STORAGES]:
+        raise ArgumentError(
+            f"expected some of {', '.join(STORAGES)} with --open, without an option, got {unknown[0]!r} - in `storages`"
+        )
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"expected each storage once, got {storages!r} - in `storages`")
+    from quire.cli.compare_page.comparison_app import open_page
+
+    open_page(names)
 
 
 def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, int]:

@@ -7,11 +7,32 @@ outputs/        output formats: tool calls, reasoning, schemas
 service         requests into the engine, outputs back, bounded
 api_admission   how many requests may be open         threads          work outside the event loop
 messages        a chat's messages as a prompt         logprobs         log probabilities in OpenAI's shapes
-live_page/      the live page, its events, the comparison of storages
+live_page/      the live page and its events
 completions, chat, conversations, models, admin, metrics   one router each
-app             the ASGI application                  run              uvicorn, signals, draining
+app             the ASGI application                  app_lifespan     its engine, opened and closed
+run             `quire serve`: uvicorn, signals, draining
 
 Others may use
     app, run             the ASGI application; the process that serves it
     settings, api_keys   a config file's content; API keys and their tenants
+    api_errors, http.origin_check, live_page.page_files   for another page on this machine
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.server.app import create_app
+    from quire.server.settings import ServerSettings
+
+__all__ = ["ServerSettings", "create_app"]
+
+_MODULES = {"ServerSettings": "quire.server.settings", "create_app": "quire.server.app"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'quire.server' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)  # not before: `app` imports torch

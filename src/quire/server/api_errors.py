@@ -149,15 +149,16 @@ def install_handlers(app: Any) -> None:
 
 def _no_route(request: Request, paths: Container[str]) -> ApiError:
     """An unknown path, with the known path that a client is likely to mean."""
-    path = request.url.path
-    hint = "GET /openapi.json lists the routes"
+    mount = request.scope.get("root_path", "")  # of this application in another one
+    path = request.url.path.removeprefix(mount)
+    hint = f"GET {mount}/openapi.json lists the routes"
     if f"{path}/".startswith("/v1/conversations/"):  # OpenAI's conversations, which this server does not have
-        hint = f"Quire's own conversations are at /quire{path.removeprefix('/v1')[:_MAX_SHOWN]}"
+        hint = f"Quire's own conversations are at {mount}/quire{path.removeprefix('/v1')[:_MAX_SHOWN]}"
     elif f"/v1{path}" in paths:
-        hint = f"is /v1{path} meant? A client's base URL ends with /v1"
+        hint = f"is {mount}/v1{path} meant? A client's base URL ends with /v1"
     elif path.startswith("/v1/") and path[3:] in paths:
-        hint = f"is {path[3:]} meant?"
-    shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}..."
+        hint = f"is {mount}{path[3:]} meant?"
+    shown = f"{mount}{path if len(path) <= _MAX_SHOWN else f'{path[:_MAX_SHOWN]}...'}"
     return ApiError(404, f"there is no {request.method} {shown}; {hint}", code="unknown_url")
 
 

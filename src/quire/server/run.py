@@ -20,14 +20,14 @@ import uvicorn
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
-from quire.server.app import make_app
+from quire.server.app import create_app
 from quire.server.http.acceptor import Acceptor
 from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
 from quire.server.http.request_log import LOGGER
 from quire.server.settings import ServerLimits, ServerSettings
 
-__all__ = ["bind", "serve", "url_of", "uvicorn_config"]
+__all__ = ["ApiServer", "bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
@@ -52,13 +52,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """Drains and accepts by our own code: uvicorn would end the loop's own signals differently, and `Acceptor`
-    replaces asyncio's accepting.
+class ApiServer(uvicorn.Server):
+    """uvicorn within the limits of `connections`, without its signal handlers. `serve(sockets=[bind(...)])` serves
+    until `should_exit` is set. `Acceptor` replaces asyncio's accepting.
     """
 
-    def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
-        super().__init__(config)
+    def __init__(self, app: Any, limits: ServerLimits, proxies: TrustedProxies | None = None) -> None:
+        super().__init__(uvicorn_config(app, limits, proxies))
         self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -143,7 +143,7 @@ async def _serve(
 ) -> None:
     engine = AsyncEngine(llm)
     try:
-        app = make_app(engine, settings)
+        app = create_app(engine, settings)
     except BaseException:  # such as impossible limits of tenants
         await asyncio.to_thread(engine.close)
         raise
@@ -153,7 +153,7 @@ async def _serve(
     when_ready()
     service = app.state.service
     limits = raise_file_limit(settings.limits)
-    server = _Server(uvicorn_config(app, limits, settings.proxies), limits)
+    server = ApiServer(app, limits, settings.proxies)
     loop = asyncio.get_running_loop()
     num_signals = 0
     is_stopping = asyncio.Event()

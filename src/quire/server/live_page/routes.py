@@ -1,16 +1,14 @@
 """The live page and its data.
 
-    /, /compare, /window/FILE                       the page: fixed files, for every client
+    /, /window/FILE                                 the page: fixed files, for every client
     /window/events                                  server-sent events, for clients with a key, if there are keys
     /window/blocks/N, /window/sequences/ID/INDEX    for the administrator
 
-Every answer has a content security policy that allows only scripts, styles and connections of this server; no file
-has an inline script or style. The page contains no key: a user types it in, and it stays in that tab's memory.
+The page contains no key: a user types it in, and it stays in that tab's memory.
 """
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -20,6 +18,7 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, administrator, tenant_of
 from quire.server.http.sse import EventStream
 from quire.server.live_page.details import block_details, readable, sequence_details
+from quire.server.live_page.page_files import LIVE_PAGE, PageFiles
 from quire.server.live_page.snapshot_feed import SnapshotFeed
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
@@ -28,44 +27,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["Live page"], responses=ERRORS)
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
-
-
-def _read_page() -> dict[str, tuple[bytes, str]]:
-    folder = resources.files("quire.server.live_page") / "page"
-    return {
-        file.name: (file.read_bytes(), _TYPES["." + file.name.rpartition(".")[2]])
-        for file in folder.iterdir()
-        if "." + file.name.rpartition(".")[2] in _TYPES
-    }
-
-
-_PAGE = _read_page()
-
-
-def _file(name: str) -> Response:
-    file = _PAGE.get(name)
-    if file is None:
-        raise ApiError(404, f"expected a file of the page, got {name!r}", code="no_such_file")
-    data, media_type = file
-    return Response(data, media_type=media_type, headers=_HEADERS)
+_FILES = PageFiles(LIVE_PAGE)
 
 
 async def _is_administrator(request: Request, service: Service) -> bool:
@@ -85,17 +47,12 @@ def _feed(request: Request, service: Service) -> SnapshotFeed:
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    return _file("index.html")
-
-
-@router.get("/compare", include_in_schema=False)
-async def compare_page() -> Response:
-    return _file("compare.html")
+    return _FILES.response("index.html")
 
 
 @router.get("/favicon.ico", include_in_schema=False)
 async def icon() -> Response:
-    return _file("icon.svg")
+    return _FILES.response("icon.svg")
 
 
 @router.get("/window/events", include_in_schema=False)  # an endless stream
@@ -133,4 +90,4 @@ def _shown(details: dict[str, Any], service: Service) -> Response:
 
 @router.get("/window/{name}", include_in_schema=False)
 async def file(name: str) -> Response:
-    return _file(name)
+    return _FILES.response(name)

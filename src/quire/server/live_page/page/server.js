@@ -1,5 +1,8 @@
 // Requests to this server: the key, JSON, and server-sent events. Only this module's memory holds the key.
 
+// The path at which the server's application is mounted: "" for a server of its own.
+const MOUNT = new URL("..", import.meta.url).pathname.slice(0, -1);
+
 let key = "";
 
 export const hasKey = () => key !== "";
@@ -25,11 +28,11 @@ async function checked(response) {
 }
 
 export async function get(path) {
-  return (await checked(await fetch(path, { headers: headers(), cache: "no-store" }))).json();
+  return (await checked(await fetch(MOUNT + path, { headers: headers(), cache: "no-store" }))).json();
 }
 
 export async function send(method, path, body, signal) {
-  const response = await fetch(path, {
+  const response = await fetch(MOUNT + path, {
     method, signal, headers: headers({ "Content-Type": "application/json" }),
     body: body === undefined ? undefined : JSON.stringify(body),
   });
@@ -69,7 +72,7 @@ export async function* readEvents(bytes) {
 export async function stream(path, { method = "GET", body, signal, id } = {}) {
   const more = body === undefined ? {} : { "Content-Type": "application/json" };
   if (id !== undefined) more["X-Request-Id"] = id;
-  const response = await checked(await fetch(path, {
+  const response = await checked(await fetch(MOUNT + path, {
     method, signal, cache: "no-store", headers: headers(more), body: body === undefined ? undefined : JSON.stringify(body),
   }));
   return [response.headers, readEvents(response.body)];

@@ -1,14 +1,13 @@
-// Storages side by side: one simulation on the server, stepped from here, drawn four times.
+// Storages side by side: one simulation in `quire compare`, stepped from here, drawn once for each storage.
 
 import { announce, bytes, colour, fillRows, make, number, percent } from "./format.js";
-import { keyDialog, send } from "./server.js";
+import { send } from "./server.js";
 import { errorWords } from "./words.js";
 
 const COLUMNS = 32;
 const NO_OWNER = -1;
 const CACHED = -2;
 const $ = (id) => document.getElementById(id);
-let session = null;
 let isRunning = true;
 let state = null;
 let chain = Promise.resolve(); // one call at a time, in order
@@ -43,25 +42,17 @@ const ROWS = [
   ["Simulated time", (s) => `${number(s.seconds, 1)} s`],
 ];
 
-// path: behind that of the session, which is read when the call's turn comes; null: makes a session.
-function call(method, path, body) {
+function call(path, body) {
   const next = chain.then(async () => {
-    if (path !== null && !session) return;
     try {
-      const answer = await send(method, `/window/storages${path === null ? "" : `/${session}${path}`}`, body);
-      if (answer) take(answer);
-      else session = null; // the answer to DELETE
+      take(await send("POST", `/comparison${path}`, body));
     } catch (error) {
       setStatus(errorWords(error), "lost");
-      if (error.status === 401 || error.status === 403) openKey();
-      if (error.status === 404) session = null;
     }
   });
   chain = next;
   return next;
 }
-
-const openKey = keyDialog(() => start());
 
 function setStatus(text, kind) {
   if ($("status").textContent !== text) $("status").textContent = text;
@@ -75,14 +66,13 @@ function start() {
 }
 
 async function begin() {
-  await call("DELETE", "");
   $("storages").replaceChildren(); // their descriptions depend on the settings
-  await call("POST", null, { block_size: Number($("block-size").value), reservation: $("reservation").value });
+  await call("", { block_size: Number($("block-size").value), reservation: $("reservation").value });
   for (const one of DEMO) await add(...one);
 }
 
 async function add(count, prompt, output, shared) {
-  await call("POST", "/requests", { count, prompt_tokens: prompt, output_tokens: output, shared_tokens: shared });
+  await call("/requests", { count, prompt_tokens: prompt, output_tokens: output, shared_tokens: shared });
 }
 
 const tellAll = () => state && announce(state.storages.filter((one) => one.missing === null)
@@ -90,7 +80,6 @@ const tellAll = () => state && announce(state.storages.filter((one) => one.missi
 
 function take(answer) {
   state = answer;
-  session = answer.id;
   setStatus(isRunning ? "running" : "paused", "live");
   $("steps").textContent = `${number(answer.steps)} steps, ${number(answer.open)} requests open`;
   draw();
@@ -183,20 +172,19 @@ $("own").addEventListener("submit", (event) => {
 $("own-prompt").addEventListener("input", () => { $("own-shared").max = $("own-prompt").value; });
 $("demo").addEventListener("click", async () => { for (const one of DEMO) await add(...one); tellAll(); });
 for (const name of ["block-size", "reservation"]) $(name).addEventListener("change", start);
-$("finish").addEventListener("click", () => call("POST", "/finish", {}));
+$("finish").addEventListener("click", () => call("/finish", {}));
 $("run").addEventListener("click", () => setRunning(!isRunning));
-$("one-step").addEventListener("click", () => { setRunning(false); call("POST", "/step", { steps: 1 }); });
+$("one-step").addEventListener("click", () => { setRunning(false); call("/step", { steps: 1 }); });
 $("reset").addEventListener("click", start);
 $("speed").addEventListener("input", () => { $("speed-value").textContent = $("speed").value; });
 addEventListener("resize", () => state && draw());
-addEventListener("pagehide", () => { if (session) send("DELETE", `/window/storages/${session}`).catch(() => {}); });
 
 async function tick() {
   for (;;) {
     const speed = Number($("speed").value);
     const steps = Math.max(1, Math.round(speed / 8));
     const began = performance.now();
-    if (isRunning && session && state.open && !document.hidden) await call("POST", "/step", { steps });
+    if (isRunning && state?.open && !document.hidden) await call("/step", { steps });
     await new Promise((resolve) => setTimeout(resolve, Math.max(30, (1000 * steps) / speed - (performance.now() - began))));
   }
 }
