@@ -286,7 +286,7 @@ def _with_argument_errors(config: Made) -> Made:
 @_with_argument_errors
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class EngineConfig:
-    """Options of an engine, see the module's text; `EngineConfig.options()` has the documentation of each.
+    """Options of an engine: keywords of `LLM`, flags and keys of a file. `EngineConfig.options()` documents each.
 
     One string may hold a storage and its option: storage="growing:together:256" is storage="growing",
     growth="together:256"; so are "paged:32", "contiguous:pow2" and "virtual:256KiB". `storage` is the name alone

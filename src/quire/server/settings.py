@@ -137,7 +137,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server, see the module's docstring. `setting_help` has the documentation of each.
+    """Settings of a server: the keys of [server] in its file. `setting_help` has the documentation of each.
 
     keys, tenants: of the file and of --api-key-file. warnings: lines to print at the start.
 
@@ -210,6 +210,7 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
+        """Whether `host` is reachable from this machine only."""
         return is_loopback(self.host)
 
 
