@@ -1,12 +1,15 @@
-"""docs/settings.md: `quire serve --config` takes each profile, and each figure is of the page that it names."""
+"""docs/settings.md: `quire serve --config` takes each profile, a model fits with it, and each figure is of its page."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
+import quire
 from quire.config import EngineConfig
 from quire.server.settings import load_config
 
@@ -27,6 +30,29 @@ def test_a_profile_is_a_file_that_a_server_takes(
     settings, table = load_config(str(path), {})
     assert table
     EngineConfig(**table, tenant_secret=settings.tenant_secret, remote_secret=settings.remote_secret)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model in the shape of Qwen3-0.6B; a plan reads no more."""
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 151936}
+    heads = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = AutoConfig.for_model("qwen3", **shape, **heads, max_position_embeddings=40960, dtype="bfloat16")
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("title", "text"), PROFILES, ids=[title for title, _ in PROFILES])
+def test_a_model_fits_with_a_profile(title: str, text: str, model: Path) -> None:
+    """One request of the longest length, in the memory of such a machine; the options go together."""
+    table = tomllib.loads(text)["model"]
+    context = table.get("max_model_len", 8192)
+    memory = "8GB" if "8 GB" in title else "64GiB"
+    plan = quire.plan(config=EngineConfig(str(model), **table), context=context, memory=memory)
+    assert plan.fits, plan.reason
+    assert (plan.storage, plan.max_concurrency > 0) == ("paged", True)
 
 
 def test_each_profile_has_a_file() -> None:
