@@ -22,8 +22,8 @@ ROWS = [
 
 
 @cache
-def texts() -> list[str]:
-    """Each string of the package, its docstrings left out; "\\0" stands for a value in it."""
+def texts() -> list[tuple[str, frozenset[str]]]:
+    """Each string of the package but docstrings, and the errors that are made of it; "\\0" is a value in it."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -37,16 +37,23 @@ def texts() -> list[str]:
             and node.body
             and isinstance(node.body[0], ast.Expr)
         }
+        made: dict[int, set[str]] = {}
+        for call in ast.walk(tree):
+            name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+            if name.endswith("Error"):
+                for part in ast.walk(call):
+                    made.setdefault(id(part), set()).add(name)
         for node in ast.walk(tree):
+            kinds = frozenset(made.get(id(node), ()))
             if isinstance(node, ast.JoinedStr):
                 parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
-                found.append("".join(map(str, parts)))
+                found.append(("".join(map(str, parts)), kinds))
             elif (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
                 and id(node) not in inner | docs
             ):
-                found.append(re.sub(r"%[dsrg]", "\0", node.value))
+                found.append((re.sub(r"%[dsrg]", "\0", node.value), kinds))
     return found
 
 
@@ -67,10 +74,23 @@ def test_it_has_the_messages_that_users_meet() -> None:
     assert all(len(row) in (3, 4) and all(row) for row in ROWS)
 
 
-@pytest.mark.parametrize("message", [message for message, _ in messages()])
-def test_the_source_has_a_message(message: str) -> None:
+@pytest.mark.parametrize(("message", "told"), messages(), ids=[message for message, _ in messages()])
+def test_the_source_has_a_message(message: str, told: str) -> None:
+    """And makes the named error of it, where the string stands in the error's own call."""
     wanted = pattern_of(message)
-    assert any(wanted.search(text) for text in texts()), f"no string of src/quire has: {message}"
+    kinds = [kinds for text, kinds in texts() if wanted.search(text)]
+    assert kinds, f"no string of src/quire has: {message}"
+    made = frozenset().union(*kinds) - {"ApiError"}
+    named = {error for name in re.findall(r"`(\w+Error)`", told) for error in subclasses(name)}
+    assert not named or not made or made & named, f"{message}: {made}"
+
+
+def subclasses(name: str) -> set[str]:
+    """The names of an error and of those derived from it."""
+    error = getattr(errors, name)
+    return {name}.union(
+        *(subclasses(kind.__name__) for kind in error.__subclasses__() if hasattr(errors, kind.__name__))
+    )
 
 
 def test_a_message_that_the_source_lacks_is_found() -> None:
@@ -79,7 +99,7 @@ def test_a_message_that_the_source_lacks_is_found() -> None:
         "cannot listen on ...: ...; give up",
         "... of your dreams",
     ):
-        assert not any(pattern_of(message).search(text) for text in texts())
+        assert not any(pattern_of(message).search(text) for text, _ in texts())
 
 
 def test_errors_and_codes_exist() -> None:
