@@ -10,11 +10,11 @@ import typer
 from quire.cli import options
 from quire.cli.opening import ask_hub, open_llm
 from quire.config import EngineConfig, with_flags
-from quire.server.settings import KEYS_AND_SECRETS, load_config, setting_help
+from quire.server import settings as server_settings
 
 __all__ = ["serve"]
 
-_HELP = setting_help()
+_HELP = server_settings.setting_help()
 
 
 @options.engine_flags(without=("profile",))
@@ -27,7 +27,7 @@ def serve(
         str | None, typer.Option(metavar="N", help=_HELP["served_model_name"])
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help=KEYS_AND_SECRETS["api_key_file"])
+        str | None, typer.Option(metavar="FILE", help=server_settings.KEYS_AND_SECRETS["api_key_file"])
     ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="TOML file with [model], [server] and [[tenants]].")
@@ -51,7 +51,7 @@ def serve(
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
         "log_requests": log_requests,
     }  # fmt: skip
-    settings, table = load_config(config, flags)
+    settings, table = server_settings.load_config(config, flags)
     engine_config = EngineConfig(
         **with_flags(table, engine),
         tenant_secret=settings.tenant_secret,
