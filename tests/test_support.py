@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from fastapi import APIRouter
 from support import gguf_case, quantized_checkpoints
+from support.load_script import load_script
 from transformers import AutoConfig
 
 import quire
@@ -30,11 +29,7 @@ SELECTED = {"default": "", "ci": "ci", "real": "real", "llamacpp": "llamacpp"}
 @pytest.fixture(scope="module")
 def script() -> Any:
     """scripts/support as a module."""
-    loader = SourceFileLoader("scripts_support", str(ROOT / "scripts" / "support"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
-    sys.modules[loader.name] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load_script("support")
 
 
 def items(script: Any, area: str) -> list[str]:

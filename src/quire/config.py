@@ -49,6 +49,7 @@ __all__ = [
     "REGISTERED_STORAGES",
     "STORAGES",
     "EngineConfig",
+    "IntegerRange",
     "Option",
     "check_secret",
     "secret_bytes",
@@ -115,15 +116,23 @@ def _checked(check: Callable[[str, Any], Any]) -> BeforeValidator:
     return BeforeValidator(run)
 
 
-def _integer(low: int, high: int) -> BeforeValidator:
-    def run(value: Any) -> Any:
+@plain_dataclass(frozen=True)
+class IntegerRange:
+    """The check of an integer option: a whole number of low to high."""
+
+    low: int
+    high: int
+
+    def __call__(self, value: Any) -> Any:
         if value is None:
             return None
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
-            raise ArgumentError(f"expected an integer of {low} to {high}, got {value!r}")
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not self.low <= value <= self.high:
+            raise ArgumentError(f"expected an integer of {self.low} to {self.high}, got {value!r}")
         return operator.index(value)
 
-    return BeforeValidator(run)
+
+def _integer(low: int, high: int) -> BeforeValidator:
+    return BeforeValidator(IntegerRange(low, high))
 
 
 def _seconds() -> BeforeValidator:
@@ -264,7 +273,7 @@ def _with_argument_errors(config: Made) -> Made:
 @_with_argument_errors
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class EngineConfig:
-    """Options of an engine, see the module's text; `EngineConfig.options()` has the documentation of each.
+    """Options of an engine: keywords of `LLM`, flags and keys of a file. `EngineConfig.options()` documents each.
 
     One string may hold a storage and its option: storage="paged:32" is storage="paged", block_size=32, and
     "virtual:256KiB" is storage="virtual", piece_size="256KiB". `storage` is the name alone afterwards. An option that
@@ -274,7 +283,7 @@ class EngineConfig:
     """
 
     model: Any = option(
-        None, "M", "A folder, a GGUF file or a Hub id. Default: the embedded model.", short="-m"
+        None, "M", "The model: a folder, a GGUF file or a Hub id. Default: the embedded model.", short="-m"
     )
     _: KW_ONLY
     kv_memory: Annotated[str | int, _checked(_kv_memory)] = option(
@@ -316,7 +325,7 @@ class EngineConfig:
     head: Annotated[str | None, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
         None,
         "W",
-        "Format of head and embeddings if `weights` is given. Default: int8, or bf16 if `weights` is bf16.",
+        "Format of the head and the embeddings if `weights` is given. Default: int8, or bf16 if `weights` is bf16.",
     )
     kv_dtype: _KVDType = option(
         "auto",
@@ -325,10 +334,13 @@ class EngineConfig:
         "int8,first:2=bf16,window=bf16 (docs/kv-formats.md). Default: auto, the model's dtype.",
     )
     max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(
-        2048, "N", "The most tokens of a step. Default: 2048."
+        2048,
+        "N",
+        "The most tokens that one step computes, of all sequences together; longer prompts take several steps. "
+        "Default: 2048.",
     )
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(
-        256, "N", "The most sequences that run at once. Default: 256."
+        256, "N", "The most sequences that run at once; others wait. Default: 256."
     )
     max_model_len: Annotated[int | None, _integer(2, 2**31 - 1)] = option(
         None, "N", "The longest sequence in tokens, prompt and answer together. Default: the model's own."
@@ -343,14 +355,14 @@ class EngineConfig:
         "or part. Default: 0.",
     )
     seed: Annotated[int, _integer(0, 2**63 - 1)] = option(
-        0, "N", "Seed of requests without a seed. Default: 0."
+        0, "N", "Random seed of requests that give none. Default: 0."
     )
     revision: str | None = option(None, "REV", "Revision of a model on the Hub. Default: its main branch.")
     generation_config: Literal["auto", "none"] = option(
         "auto",
         "G",
-        "Use of the model's generation config: auto for defaults of requests and rules for tokens, none for its end "
-        "tokens only (docs/generation-config.md). Default: auto.",
+        "Use of the model's generation config: auto takes its defaults of requests and its rules for tokens, none only "
+        "its end tokens (docs/generation-config.md). Default: auto.",
     )
     trust_remote_code: bool = option(False, None, "Run Python code from the model's folder. Default: off.")
     backend: str | None = option(
@@ -359,7 +371,10 @@ class EngineConfig:
         "The back end: native, python or a registered device. Default: native if the extension is built.",
     )
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
-        None, "N", "Threads of the kernels, and of torch in the engine's thread. Default: torch's number."
+        None,
+        "N",
+        "Threads of the kernels, and of torch in the engine's thread. Default: the processors that the process may "
+        "use, and torch's own number.",
     )
     packed_weights: Annotated[str | os.PathLike[str], BeforeValidator(_auto_off_or_folder)] = option(
         "auto",
@@ -370,10 +385,12 @@ class EngineConfig:
     packed_weights_size: _Size | None = option(
         None,
         "SIZE",
-        "The most bytes of the folder of packed weights; files unused for longest go first. Default: 32GiB.",
+        "The most bytes of the folder of packed weights; files unused for longest are deleted first. Default: 32GiB.",
     )
     host_cache: _Size | None = option(
-        None, "SIZE", "Host memory for blocks evicted from the KV memory. Default: none."
+        None,
+        "SIZE",
+        "Host memory, in addition to the KV memory, in which evicted prefixes are kept. Default: none.",
     )
     disk_cache: _Folder | None = option(
         None,
@@ -403,23 +420,26 @@ class EngineConfig:
     cache_write: Literal["eviction", "through"] = option(
         "eviction",
         "W",
-        "When the tiers are written: eviction, or through (at once; always with sliding windows). Default: eviction.",
+        "When the tiers (host, disk and remote cache) are written: eviction, as memory gives content up, or through, "
+        "as soon as it is computed (always with sliding windows). Default: eviction.",
     )
     preemption: Literal["auto", "swap", "recompute"] = option(
         "auto",
         "P",
-        "How a request without memory is preempted: auto, swap or recompute. Default: auto, the faster one.",
+        "How a request is preempted if memory runs out: swap copies its keys and values to host memory, recompute "
+        "computes them again, auto takes the way expected to be faster. Default: auto.",
     )
     swap_memory: Annotated[str | int, _checked(_size_or_auto)] = option(
         "auto",
         "SIZE",
-        "Host memory for swapped out requests. Default: auto, a quarter of the KV memory.",
+        "Host memory for requests that are swapped out, in addition to the KV memory. Default: auto, a quarter of "
+        "the KV memory.",
         storages=_SHARING,
     )
     pin_memory: Annotated[str | int, _checked(_share)] = option(
         "25%",
         "SIZE",
-        "The most of the KV memory that pins may take, a size or a share. Default: 25%.",
+        "The most of the KV memory that pinned content may take, a size or a share. Default: 25%.",
         storages=_SHARING,
     )
     idle_trim: Annotated[float, _seconds()] = option(

@@ -76,7 +76,11 @@ class PinnedCache(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Pin:
-    """One pin. expires_at: a time of `Pins.now`, None for never; num_hits: prompts that began with all of its tokens.
+    """One pin.
+
+    owner: the tenant, or the name that its maker gave. tokens: int32 [n], those pinned. ttl_s: seconds that it stays
+    after its last use; None for good. made_at: a time of `Pins.now`, in seconds. expires_at: another; None for never.
+    num_hits: prompts that began with all of its tokens.
 
     Its `repr` shows neither tokens nor namespace: it may stand in a log.
     """

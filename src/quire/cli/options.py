@@ -123,15 +123,14 @@ def _all_flags() -> dict[str, inspect.Parameter]:
         about = EngineConfig.options()[entry.name]
         if about.is_secret:
             continue
-        hint, default = hints[entry.name], entry.default
+        hint = hints[entry.name]
         kind = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
         positive, negative = flag(entry.name), flag(f"no_{entry.name}")
         names = [
             f"{positive}/{negative}" if kind is bool else positive,
             *([about.short] * bool(about.short)),
         ]
-        shown_default = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
-        about_flag: dict[str, Any] = {"metavar": about.metavar, "help": about.help + shown_default}
+        about_flag: dict[str, Any] = {"metavar": about.metavar, "help": about.help}
         if kind in (int, float):
             about_flag["parser"] = number(kind)
         annotation = Annotated[kind | None, typer.Option(*names, **about_flag)]

@@ -10,61 +10,48 @@ import typer
 from quire.cli import options
 from quire.cli.opening import ask_hub, open_llm
 from quire.config import EngineConfig, with_flags
+from quire.server import settings as server_settings
 
 __all__ = ["serve"]
+
+_HELP = server_settings.setting_help()
 
 
 @options.engine_flags(without=("profile",))
 def serve(
-    host: Annotated[str | None, typer.Option(metavar="H", help="Address to listen on; 127.0.0.1.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="H", help=_HELP["host"])] = None,
     port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", parser=options.number(int), help="Port to listen on; 8000. 0: any free one."
-        ),
+        int | None, typer.Option(metavar="N", parser=options.number(int), help=_HELP["port"])
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="N", help="Name of the model in the API; its folder's if not given.")
+        str | None, typer.Option(metavar="N", help=_HELP["served_model_name"])
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File of accepted API keys, one a line.")
+        str | None, typer.Option(metavar="FILE", help=server_settings.KEYS_AND_SECRETS["api_key_file"])
     ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="TOML file with [model], [server] and [[tenants]].")
     ] = None,
-    insecure: Annotated[
-        bool | None,
-        typer.Option("--insecure/--no-insecure", help="Accept other machines without keys."),
-    ] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure/--no-insecure", help=_HELP["insecure"])] = None,
     trust_loopback: Annotated[
-        bool | None,
-        typer.Option(
-            "--trust-loopback/--no-trust-loopback",
-            help="Without keys, clients on this machine are administrators; not behind a proxy.",
-        ),
+        bool | None, typer.Option("--trust-loopback/--no-trust-loopback", help=_HELP["trust_loopback"])
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Site whose pages may use the API; repeat for several."),
+        typer.Option(metavar="URL", help=_HELP["allowed_origins"] + " Repeat the flag for several."),
     ] = None,
     log_requests: Annotated[
-        bool | None,
-        typer.Option(
-            "--log-requests/--no-log-requests",
-            help="Write a line for each request to stderr, without its content.",
-        ),
+        bool | None, typer.Option("--log-requests/--no-log-requests", help=_HELP["log_requests"])
     ] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
-    from quire.server.settings import load_config
-
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
         "log_requests": log_requests,
     }  # fmt: skip
-    settings, table = load_config(config, flags)
+    settings, table = server_settings.load_config(config, flags)
     engine_config = EngineConfig(
         **with_flags(table, engine),
         tenant_secret=settings.tenant_secret,

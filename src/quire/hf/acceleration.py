@@ -243,8 +243,8 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
 
     Args:
         backend: name of the back end that computes, see `quire.devices.device_of`; by default the extension, if
-        built.
-            On another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
+            built. On another device than this machine caches are `QuireCache(model.config, storage="growing",
+            backend=...)`.
 
     Raises:
         ArgumentError: not a transformers model, a model that is not on the CPU, that an open LLM runs or that is

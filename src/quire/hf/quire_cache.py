@@ -455,13 +455,22 @@ class QuireCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times in succession. All layers or none."""
+        """Repeat every row `repeats` times in succession. All layers or none.
+
+        Raises:
+            ArgumentError: repeats below 1. CapacityError: no room for the rows.
+        """
         if repeats < 1:
             raise ArgumentError(f"expected each row to be repeated at least once, got {repeats}")
         self.batch_select_indices(torch.arange(self._num_rows()).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
+        """Keep the rows of `indices`, int [n] or bool [B], in that order. All layers or none.
+
+        Raises:
+            ArgumentError: states of the model's own layers, which offer no choice of rows. CapacityError: no room for
+                the rows.
+        """
         others = [layer for layer in self.layers if not isinstance(layer, RowLayer | BoundStates)]
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
             raise ArgumentError(

@@ -241,8 +241,10 @@ class Timings:
 
 @dataclass
 class CompletionOutput:
-    """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
+    """One continuation so far.
 
+    index: its number, 0 .. n - 1. text, token_ids: what is generated so far, the prompt left out. finish_reason: None
+    while it grows, then "stop", "length", "abort" or "error". error: the error that ended it; None without one.
     stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for an end token of the model.
     new_text: the text that this output adds to the previous output (streaming). logprobs: one dict per token, the
     chosen token first, then the likeliest. For a request with deltas, `token_ids` and `logprobs` contain only entries
@@ -263,8 +265,10 @@ class CompletionOutput:
 class RequestOutput:
     """The output of a request so far; `finished` marks its last output.
 
+    request_id: given or made. prompt: its text; None for a prompt of token ids. prompt_token_ids: its tokens.
     num_cached_tokens: tokens of the prompt found in memory or in a tier and not computed; num_tier_tokens: those
-    loaded, by tier.
+    loaded, by tier. outputs: the continuations, `n` of them. finished: whether all have ended. timings: seconds since
+    the request arrived: until its first step, its first token, its end; None before.
     """
 
     request_id: str

@@ -44,56 +44,89 @@ from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_
 from quire.server.http.client_address import TrustedProxies
 from quire.sizes import parse_size
 
-__all__ = ["ServerLimits", "ServerSettings", "StoredAs", "is_loopback", "load_config", "load_stored_as"]
+__all__ = [
+    "KEYS_AND_SECRETS",
+    "TENANT_HELP",
+    "ServerLimits",
+    "ServerSettings",
+    "StoredAs",
+    "is_loopback",
+    "load_config",
+    "load_stored_as",
+    "setting_help",
+]
+
+
+def setting(default: Any, text: str) -> Any:
+    """A field with its documentation. text: shown by `quire serve --help` and in docs/options.md."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of one request, and of all together.
+    """Limits of one request, and of all together. `setting_help` has the documentation of each."""
 
-    max_waiting: requests that wait for the engine; a further one gets 429. requests_per_minute_per_address: of one
-    client address without a tenant name; None for no limit. max_body_bytes: of a request. max_body_values: of its
-    JSON, see `bodies.weight_of`. max_bodies_bytes: of all large bodies in progress.
-
-    max_body_seconds, max_header_bytes, max_header_seconds: of a request's arrival. max_send_seconds: longest wait for
-    a client to read on. max_connections: open at once; max_connections_per_address: of one client address.
-
-    The others are counts within one request. max_prompts: a prompt counts `n` times if there are several.
-    max_template_seconds: time of the model's chat template. max_schema_depth: nested objects and arrays of a JSON
-    schema. max_kept: prompts of one tenant that `keep_for` pins at once. max_conversations, max_conversation_bytes:
-    of one tenant, and the memory of all its conversations. max_snapshots, max_snapshot_bytes: of one tenant, and the
-    disk of all its snapshots, keys and values included; None for half of the disk cache.
-    """
-
-    max_waiting: int = 512
-    requests_per_minute_per_address: int | None = None
-    max_body_bytes: int = 16 << 20
-    max_body_values: int = 1 << 19
-    max_bodies_bytes: int = 256 << 20
-    max_body_seconds: int = 60
-    max_header_bytes: int = 64 << 10
-    max_header_seconds: int = 10
-    max_send_seconds: int = 60
-    max_connections: int = 4096
-    max_connections_per_address: int = 1024
-    max_prompts: int = 64
-    max_n: int = 16
-    max_stop: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 256
-    max_logit_bias: int = 1024
-    max_regex_chars: int = 16 << 10
-    max_logprobs: int = 20
-    max_messages: int = 4096
-    max_template_seconds: int = 5
-    max_tools: int = 128
-    max_schema_depth: int = 32
-    max_schema_bytes: int = 256 << 10
-    max_kept: int = 256
-    max_conversations: int = 256
-    max_conversation_bytes: int = 64 << 20
-    max_snapshots: int = 256
-    max_snapshot_bytes: int | None = None
+    max_waiting: int = setting(512, "Requests that wait for the engine; one more gets 429.")
+    requests_per_minute_per_address: int | None = setting(
+        None,
+        "Requests of a minute from one client address without a tenant's key; more get 429. Default: no "
+        "limit.",
+    )
+    max_body_bytes: int = setting(
+        16 << 20,
+        "Bytes of a request's body, before and after it is unpacked; a larger one gets 413.",
+    )
+    max_body_values: int = setting(
+        1 << 19,
+        "Values of a body's JSON: an array or object counts as 8, a name in an object as 16; more get 400.",
+    )
+    max_bodies_bytes: int = setting(
+        256 << 20,
+        "Bytes of all bodies above 64 KiB that are read at the same time, together; one more gets 429.",
+    )
+    max_body_seconds: int = setting(60, "Seconds in which a body has to arrive; a later one gets 408.")
+    max_header_bytes: int = setting(
+        64 << 10,
+        "Bytes of a request's headers; larger ones get 431, or 414 if the address is too long.",
+    )
+    max_header_seconds: int = setting(10, "Seconds in which the headers have to arrive; later ones get 408.")
+    max_send_seconds: int = setting(
+        60,
+        "Seconds for which a client may read nothing of its answer; then its connection is closed.",
+    )
+    max_connections: int = setting(
+        4096,
+        "Connections that are open at the same time, up to the hard limit of open files.",
+    )
+    max_connections_per_address: int = setting(
+        1024,
+        "Connections of one client address; trusted proxies have no such limit.",
+    )
+    max_prompts: int = setting(64, "Prompts of one completion; if there are several, each counts `n` times.")
+    max_n: int = setting(16, "Answers to one prompt (`n`).")
+    max_stop: int = setting(16, "Stop strings of a request.")
+    max_stop_chars: int = setting(256, "Characters of a stop string.")
+    max_stop_token_ids: int = setting(256, "Stop tokens of a request.")
+    max_logit_bias: int = setting(1024, "Tokens with a `logit_bias` in a request.")
+    max_regex_chars: int = setting(16 << 10, "Characters of a regular expression.")
+    max_logprobs: int = setting(20, "Alternatives in `top_logprobs`.")
+    max_messages: int = setting(4096, "Messages of a chat.")
+    max_template_seconds: int = setting(
+        5,
+        "Seconds that the model's chat template may take; a longer one gets 400.",
+    )
+    max_tools: int = setting(128, "Tools of a chat.")
+    max_schema_depth: int = setting(32, "Nested objects and arrays of a JSON schema.")
+    max_schema_bytes: int = setting(256 << 10, "Bytes of a JSON schema.")
+    max_kept: int = setting(256, "Prompts of one tenant that `keep_for` pins at the same time.")
+    max_conversations: int = setting(256, "Conversations of one tenant.")
+    max_conversation_bytes: int = setting(64 << 20, "Memory of all conversations of one tenant, in bytes.")
+    max_snapshots: int = setting(256, "Snapshots of one tenant; one more gets 429.")
+    max_snapshot_bytes: int | None = setting(
+        None,
+        "Disk of all snapshots of one tenant, their keys and values included, in bytes. Default: half of the "
+        "disk cache.",
+    )
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -104,24 +137,45 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """See the module's docstring. host: an IPv6 address with or without brackets. insecure: accepts other machines
-    without keys.
+    """Settings of a server: the keys of [server] in its file. `setting_help` has the documentation of each.
 
-    keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, clients on this machine are
-    the administrator. allowed_origins: sites whose pages may use the API, such as "https://app.example".
-    trusted_proxies: addresses and networks of proxies whose X-Forwarded-For names the client. warnings: lines to
-    print at the start.
+    keys, tenants: of the file and of --api-key-file. warnings: lines to print at the start.
+
+    *raises:* ArgumentError: expected, got, and the setting's name.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    insecure: bool = False
-    trust_loopback: bool = True
-    allowed_origins: tuple[str, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
-    log_requests: bool = False
-    drain_seconds: float = 30.0
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on, IPv6 with or without brackets; any but this machine's own needs keys, or "
+        "`insecure`. Default: 127.0.0.1.",
+    )
+    port: int = setting(8000, "Port to listen on; 0 is any free one. Default: 8000.")
+    served_model_name: str | None = setting(
+        None,
+        "Name of the model in the API. Default: that of its folder or file.",
+    )
+    insecure: bool = setting(False, "Accept clients of other machines without keys. Default: off.")
+    trust_loopback: bool = setting(
+        True,
+        "Without any keys, clients on this machine are the administrator; turn it off behind a proxy. "
+        "Default: on.",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Sites whose pages may use the API, such as https://app.example. Default: none.",
+    )
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "Addresses and networks of proxies whose X-Forwarded-For names the client. Default: none.",
+    )
+    log_requests: bool = setting(
+        False,
+        "Write a line for each request to stderr, without its content. Default: off.",
+    )
+    drain_seconds: float = setting(
+        30.0,
+        "Seconds in which running requests may finish after SIGTERM. Default: 30.",
+    )
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[ApiTenant, ...] = (ANYBODY,)
@@ -156,6 +210,7 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
+        """Whether `host` is reachable from this machine only."""
         return is_loopback(self.host)
 
 
@@ -186,8 +241,15 @@ _SERVER_FIELDS = {
     "drain_seconds": (int, float),
 }
 _LISTS = ("allowed_origins", "trusted_proxies")
-# Read from the file (and --api-key-file) only; the settings hold the keys and secrets themselves.
-_KEYS_AND_SECRETS = ("api_key_file", "admin_key", "tenant_secret", "remote_secret")
+# Read from the file (and --api-key-file) only, with their documentation; the settings hold the keys and secrets.
+KEYS_AND_SECRETS = {
+    "api_key_file": "File of accepted API keys, one a line, all of one tenant. Default: none.",
+    "admin_key": "Key of the administrator: in the clear, env:NAME (a variable) or sha256:HEX. Default: none.",
+    "tenant_secret": "Secret, at least 16 bytes or env:NAME, from which tenants' namespaces are made; with the same "
+    "one a tenant finds its content in the tiers after a restart. Default: a new one in each process.",
+    "remote_secret": "Secret, at least 16 bytes or env:NAME, with which engines sign the values of `remote_cache`. "
+    "Default: none.",
+}
 _LIMITS = tuple(entry.name for entry in fields(ServerLimits))
 _TENANT_FIELDS = {
     "name": str,
@@ -198,6 +260,21 @@ _TENANT_FIELDS = {
     "max_requests": int,
     "requests_per_minute": int,
 }
+TENANT_HELP = {
+    "name": "Name of the tenant, in logs, metrics and for its namespace. Required.",
+    "keys": "API keys of the tenant: each in the clear, env:NAME (a variable) or sha256:HEX. Required.",
+    "priority": "Added to the priority of its requests; smaller is served first. Default: 0.",
+    "quota": "The most KV memory of its content, cached content included. Default: no limit.",
+    "floor": "KV memory that no other tenant can take. Default: 0.",
+    "max_requests": "Its requests that run or wait; one more gets 429. Default: a share of the places.",
+    "requests_per_minute": "Its requests of a minute; more get 429. Default: no limit.",
+}
+
+
+def setting_help() -> dict[str, str]:
+    """The documentation of each setting and limit of a server, by name, in their order."""
+    described = (entry for owner in (ServerSettings, ServerLimits) for entry in fields(owner))
+    return {entry.name: entry.metadata["help"] for entry in described if "help" in entry.metadata}
 
 
 def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSettings, dict[str, Any]]:
@@ -208,7 +285,7 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     document = _read_toml(path) if path is not None else {}
     _check_names(document, {"model", "server", "tenants"}, f"{path}")
     server = _table(document, "server", path)
-    _check_names(server, {*_SERVER_FIELDS, *_KEYS_AND_SECRETS, *_LIMITS}, f"[server] of {path}")
+    _check_names(server, {*_SERVER_FIELDS, *KEYS_AND_SECRETS, *_LIMITS}, f"[server] of {path}")
     for name, value in server.items():
         _check(name, value, f"{name} in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}

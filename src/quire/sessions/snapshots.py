@@ -65,6 +65,7 @@ class SnapshotLimits:
 class Snapshot:
     """A snapshot in lists.
 
+    name: given by its maker. num_tokens: all tokens of the conversation. model: the name of its model.
     num_stored_tokens: tokens whose KV is on the disk and need not be computed. is_usable: it is of this model, build
     and kind of machine. made_at: seconds since 1970.
     """

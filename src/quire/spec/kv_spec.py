@@ -338,6 +338,7 @@ class KVSpec:
 
     @property
     def dtype_bytes(self) -> int:
+        """Bytes of a number in the model's dtype."""
         return format_of(self.dtype).num_bytes
 
     @property

@@ -130,6 +130,7 @@ class LayerSpec:
 
     @property
     def stores_kv(self) -> bool:
+        """Whether it stores keys and values of its own."""
         return self.shares_kv_with is None and self.num_kv_heads > 0
 
     @property
