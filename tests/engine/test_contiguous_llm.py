@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
     """Of 100 tokens three ranges of 30 are taken, and the second given back: gaps of 30 and 10, none of 35."""
     with tiny_llm.llm(storage="contiguous") as llm:
-        token_bytes = llm.core.storage.block_bytes
+        token_bytes = llm._opened.storage.block_bytes
     with tiny_llm.llm(storage="contiguous", reservation="exact", kv_memory=100 * token_bytes) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
 

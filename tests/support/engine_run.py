@@ -85,7 +85,7 @@ class EngineRun:
             num_threads=num_threads,
             **storage_options,
         )
-        self.llm.core.storage.fill(float("nan"))
+        self.llm._opened.storage.fill(float("nan"))
         if storage == "paged":
             _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)

@@ -125,7 +125,7 @@ def recompute_payload(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     spec = cache.spec
     node_tokens = spec.tokens_per_node(cache.block_size)
     llm.driver.require_open()
-    storage = llm.core.storage
+    storage = llm._opened.storage
     assert isinstance(storage, BlockStorage)  # else there are no segments
     llm.engine.memory_limits.check_fits(0, len(tokens), 0, f"a segment that ends at token {len(tokens)}")
     payload = np.zeros(PayloadLayout.from_spec(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
