@@ -72,8 +72,18 @@ class ApiAdmission:
         if per_minute is not None:
             self._count_recent(client, num_requests, per_minute)
         admitted = Admitted(self, tenant, num_requests, n, address)
-        self._add(admitted, num_requests)
+        self._count_open(admitted, num_requests)
         return admitted
+
+    def release(self, admitted: Admitted, num_places: int) -> None:
+        """Gives back places that `admit` took."""
+        self._count_open(admitted, -num_places)
+
+    def withdraw_recent(self, admitted: Admitted, num_requests: int) -> None:
+        """Takes the newest requests of a client out of its rate limit."""
+        recent = self._recent.get(client_of(admitted.tenant, admitted.address), deque())
+        for _ in range(min(num_requests, len(recent))):
+            recent.pop()
 
     def require(self, tenant: ApiTenant, num_requests: int, address: str = "") -> None:
         """*raises:* ApiError 429: too few places are free."""
@@ -138,7 +148,7 @@ class ApiAdmission:
             self.refuse("rate_limit", f"at most {per_minute} requests a minute", wait_s)
         recent.extend([now] * num_requests)
 
-    def _add(self, admitted: Admitted, num_places: int) -> None:
+    def _count_open(self, admitted: Admitted, num_places: int) -> None:
         self.num_open += num_places
         tenant = admitted.tenant.name
         counters = [(self._num_open_of_tenant, tenant)]
@@ -176,9 +186,7 @@ class Admitted:
 
     def withdraw(self) -> None:
         """Releases all places and takes the requests out of the rate limit: they were invalid."""
-        recent = self._admission._recent.get(client_of(self.tenant, self.address), deque())
-        for _ in range(min(self._num_places, len(recent))):
-            recent.pop()
+        self._admission.withdraw_recent(self, self._num_places)
         self._release(self._num_places)
 
     def release(self) -> None:
@@ -188,4 +196,4 @@ class Admitted:
     def _release(self, num_places: int) -> None:
         num_places = min(num_places, self._num_places)  # a prompt may end after all places were released
         self._num_places -= num_places
-        self._admission._add(self, -num_places)
+        self._admission.release(self, num_places)
