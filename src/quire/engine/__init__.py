@@ -4,7 +4,8 @@ Others may use
     llm, async_engine           `LLM` and `AsyncEngine`
     async_conversation          a conversation for asyncio
     engine_view                 the state of an engine between two steps, to show it
-    driver, engine, engine_parts   the thread and the step loop of both, and its parts
+    driver, engine              the thread and the step loop of both
+    engine_parts                the parts of the step loop
     serving_plan                what fits, before anything is loaded
     open_storage                storage and cache by name
     profile, recompute          times of a step's parts; a disk cache computed again and compared

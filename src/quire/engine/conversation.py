@@ -58,8 +58,9 @@ class Conversation(ConversationCore):
         The answer so far is appended when the stream ends, or is closed.
         """
         request = self.turn_request(params, priority=priority, cache_priority=cache_priority)
-        self._opened.require_ready()
         driver = self._opened.driver
+        driver.require_open()
+        self._opened.changes.refuse_autocast()
         request_id, mailbox = driver.begin(lambda engine: engine.submit(*request))
         stream = ConversationStream(self, driver, request_id, mailbox)
         self._turn, self._stream = request_id, weakref.ref(stream)

@@ -32,6 +32,11 @@ class EngineHandle:
     def __init__(self, opened: OpenEngine) -> None:
         self._opened = opened
 
+    def _require_ready(self) -> None:
+        """*raises:* ArgumentError, OtherProcessError: the calling thread cannot have a request computed now."""
+        self._opened.driver.require_open()
+        self._opened.changes.refuse_autocast()
+
     # -- the model -------------------------------------------------------------------------------------
 
     @property

@@ -121,7 +121,7 @@ class LLM(EngineHandle):
         They share blocks; a partial one is copied. params: see `Engine.fork`. A conversation has its own `fork`.
         """
         parent = request if isinstance(request, str) else request.request_id
-        self._opened.require_ready()
+        self._require_ready()
         forked = self.driver.begin(lambda engine: engine.fork(parent, params, stream=True))
         return TextStream(self.driver, *forked)
 
@@ -132,7 +132,7 @@ class LLM(EngineHandle):
     def _requests(
         self, prompts: Any, params: Any, options: RequestKeywords, *, stream: bool = False
     ) -> list[tuple[Prompt, RequestOptions]]:
-        self._opened.require_ready()
+        self._require_ready()
         self.driver.refuse_to_wait_here()
         pairs = pair_params(prompts, params, self.tokenizer)
         return [(prompt, RequestOptions.of(own, stream=stream, **options)) for prompt, own in pairs]
