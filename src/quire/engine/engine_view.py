@@ -7,7 +7,7 @@ a time. Cost: O(1) a call, except `stats`, and `bytes_committed`: a millisecond 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cache.protocol import KVCache
 from quire.scheduler.request import RequestSequence
@@ -22,29 +22,20 @@ __all__ = ["EngineView"]
 
 
 class EngineView:
-    """See the module's text. history: None if prefixes are not shared."""
+    """See the module's text.
+
+    history: None if prefixes are not shared; known_blocks: those of the cache's mirror by node, empty then. stats,
+    phase_of: as of `Engine` and `Scheduler`. now: the time of the scheduler's clock, of which arrivals are.
+    """
 
     def __init__(self, opened: OpenEngine) -> None:
-        self._opened = opened
-        self._scheduler = opened.engine.scheduler
-        self._records = opened.engine.monitor
-
-    @property
-    def cache(self) -> KVCache:
-        return self._opened.cache
-
-    @property
-    def tenants(self) -> Tenants:
-        return self._opened.engine.tenants
-
-    @property
-    def history(self) -> History | None:
-        return None if self._records is None else self._records.history
-
-    @property
-    def known_blocks(self) -> Mapping[int, Block]:
-        """The blocks of the cache's mirror by node; empty if prefixes are not shared."""
-        return {} if self._records is None else self._records.mirror.by_id
+        engine, scheduler, records = opened.engine, opened.engine.scheduler, opened.engine.monitor
+        self.cache: KVCache = opened.cache
+        self.tenants: Tenants = engine.tenants
+        self.history: History | None = None if records is None else records.history
+        self.known_blocks: Mapping[int, Block] = {} if records is None else records.mirror.by_id
+        self.stats, self.phase_of, self.now = engine.stats, scheduler.phase_of, scheduler.clock
+        self._opened, self._scheduler, self._records = opened, scheduler, records
 
     def update_mirror(self) -> float:
         """Brings the mirror up to date; the time of its clock, 0 without one."""
@@ -52,11 +43,6 @@ class EngineView:
             return 0.0
         self._records.feed.collect()
         return self._records.mirror.clock()
-
-    @property
-    def now(self) -> float:
-        """The time of the scheduler's clock, of which arrivals are."""
-        return self._scheduler.clock()
 
     @property
     def running(self) -> list[RequestSequence]:
@@ -73,12 +59,7 @@ class EngineView:
         scheduler = self._scheduler
         return [*scheduler.waiting[:max_count], *scheduler.paused_waiting[:max_count]][:max_count]
 
-    def phase_of(self, sequence: RequestSequence) -> str:
-        return self._scheduler.phase_of(sequence)
-
-    def stats(self) -> dict[str, Any]:
-        return self._opened.engine.stats()
-
     @property
     def bytes_committed(self) -> int:
+        """Memory that the cache has taken from the system."""
         return self._opened.bytes_committed

@@ -155,9 +155,8 @@ class Tenants:
             )
         return Limits(name, floor_blocks, quota_blocks), quota_bytes, floor_bytes
 
-    def remove(self, name: str) -> int:
-        """Removes a tenant, its pins and its content in memory; returns the blocks made free. Its content in lower
-        tiers becomes unreachable.
+    def remove(self, name: str) -> None:
+        """Removes a tenant, its pins and its content in memory. Its content in lower tiers becomes unreachable.
 
         *raises:* ArgumentError: it has requests.
         """
@@ -170,13 +169,11 @@ class Tenants:
         for pin in self._cache.pins:
             if pin.owner_id == tenant.owner_id:
                 self._cache.pins.remove(pin)
-        num_free = 0
         for namespace in self.namespaces_of(name):
-            num_free += self._cache.drop([], namespace=namespace).num_freed
+            self._cache.drop([], namespace=namespace)
             del self._owners[namespace]
         self._memory_limits.set(tenant.owner_id, None)
         del self._by_name[name]
-        return num_free
 
     # -- places of content ---------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ def collect(
     num_known_losses: with the tree, the latest losses are copied if their number differs from this one.
     """
     began = time.thread_time()
-    now = view.now
+    now = view.now()
     open_sequences = (*view.running, *view.loading) if with_sequences else ()
     waiting = view.waiting(_MAX_SEQUENCES) if with_sequences else ()
     cache_sequences = [_sequence_row(view, sequence, now) for sequence in open_sequences]
