@@ -29,6 +29,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Sto
 from quire import LLM, Cache, KVSpec, SamplingParams
 from quire.backends import extension
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
+from quire.scheduler.request_validator import ServedModel
 from quire.spec import LayerSpec, Span
 
 VOCAB_SIZE = 32_000
@@ -118,12 +120,9 @@ def step_us(backend: str | None, num_sequences: int = 256, num_steps: int = 400)
     spec = KVSpec((LayerSpec(Span(), 1, 8, 8),))
     cache = Cache(spec, num_blocks=num_sequences * (num_steps // 16 + 4), backend=backend)
     engine = Engine(
-        _NoModel(num_sequences),
-        cache,
-        vocab_size=8,
-        max_model_len=num_steps + 64,
-        max_num_seqs=num_sequences,
-        native=extension(backend),
+        EngineParts(_NoModel(num_sequences), cache, native=extension(backend)),
+        ServedModel(8, num_steps + 64),
+        limits=StepLimits(max_num_seqs=num_sequences),
     )
     params = SamplingParams(max_tokens=num_steps + 10, temperature=0.0, ignore_eos=True)
     prompts = np.random.default_rng(0).integers(0, 8, (num_sequences, 16)).tolist()

@@ -76,7 +76,7 @@ with LLM(folder, **options) as llm:
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, llm.vocab_size, context - 4).tolist() for _ in range(concurrency)]
     llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
-    embedding = llm.core.prepared._model.get_input_embeddings().weight
+    embedding = llm._opened.prepared._model.get_input_embeddings().weight
     held = getattr(embedding, "lazy_weight", None)
     dense = embedding if held is None else held.dense
     if dense is not None:

@@ -146,7 +146,7 @@ def prefill(model: Any, length: int, n: int, repetitions: int) -> None:
 
 def partial(model: Any, repetitions: int) -> None:
     llm = LLM((model, None), max_num_seqs=1, max_model_len=256, prefix_caching=False)
-    storage: Any = llm.core.storage
+    storage: Any = llm._opened.storage
     storage.fill(1.0) if llm.num_blocks < 4096 else None
     copies = []
     for index in range(20 * repetitions):

@@ -142,7 +142,7 @@ def test_weights_are_held_as_codes(kind: str, tmp_path: Path) -> None:
     with LLM(source, packed_weights=tmp_path / "kept", kv_dtype="int8", **options) as llm:
         assert llm.generate([[5, 7, 9]], GREEDY)[0].outputs[0].token_ids
         assert said.num_bytes("weights") == sum(
-            row.num_bytes for row in measured_weights(llm.core.prepared._model)
+            row.num_bytes for row in measured_weights(llm._opened.prepared._model)
         )
 
 

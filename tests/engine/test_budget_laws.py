@@ -25,12 +25,14 @@ from support.run_laws import run_laws
 from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.engine.kv_budget import KVBudget
 from quire.engine.open_storage import open_storage
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.memory.state_slots import StateSlots
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_validator import ServedModel
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
 from quire.step import Batch
@@ -118,13 +120,9 @@ class Served:
         assert isinstance(opened.cache, StateCache)
         self.cache = opened.cache
         self.engine = Engine(
-            Runner(self.states),
-            self.cache,
-            vocab_size=VOCAB,
-            max_model_len=MAX_LEN,
-            sampling_defaults={"temperature": 0.0},
-            max_batch_tokens=32,
-            max_num_seqs=max_num_seqs,
+            EngineParts(Runner(self.states), self.cache),
+            ServedModel(VOCAB, MAX_LEN, sampling_defaults={"temperature": 0.0}),
+            limits=StepLimits(32, max_num_seqs),
         )
         self.budget = KVBudget(opened, self.engine, config, max_model_len=MAX_LEN)
         assert self.cache.exchange is not None
@@ -418,7 +416,9 @@ class BudgetLaws(RuleBasedStateMachine):
         tokens, _ = one.decoded()
         tenants = self.all.engine.tenants
         owners = [each.owner_id for each in tenants if one.namespace in tenants.namespaces_of(each.name)]
-        owner_id = owners[0] if owners else 0  # as `LLMPins` pins content: a tenant's pins go with the tenant
+        owner_id = (
+            owners[0] if owners else 0
+        )  # as `PromptPins` pins content: a tenant's pins go with the tenant
         self.asked(lambda: self.all.cache.pins.add(tokens, namespace=one.namespace, owner_id=owner_id))
 
     @precondition(lambda self: len(self.all.cache.pins))

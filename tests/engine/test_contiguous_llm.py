@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
     """Of 100 tokens three ranges of 30 are taken, and the second given back: gaps of 30 and 10, none of 35."""
     with tiny_llm.llm(storage="contiguous") as llm:
-        token_bytes = llm.core.storage.block_bytes
+        token_bytes = llm._opened.storage.block_bytes
     options = {"kv_memory": 100 * token_bytes, "max_batch_tokens": 64, "max_num_seqs": 8}
     with (
         ComparedStorage.parse("contiguous:exact", options).registered() as config,

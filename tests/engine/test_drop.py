@@ -202,7 +202,7 @@ def test_tiers_are_not_handed_what_was_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trim_leaves_no_block_and_no_byte(backend: str, options: dict[str, Any], window: int) -> None:
     with tiny_llm.llm(backend=backend, window=window, **options) as llm:
-        llm.core.storage.fill(1.0)
+        llm._opened.storage.fill(1.0)
         [one] = llm.generate([PROMPT], GREEDY)
         llm.resize("1111KiB")
         llm.generate([PROMPT], GREEDY)

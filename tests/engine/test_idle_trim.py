@@ -30,7 +30,7 @@ class System:
         self.rooms = PLENTY
         self.num_readings = 0
         llm.driver.clock = lambda: self.now
-        llm.core.idle_trim.shortage.read = self.read
+        llm._opened.idle_trim.shortage.read = self.read
 
     def read(self) -> list[tuple[int, int]]:
         self.num_readings += 1
@@ -207,7 +207,7 @@ def test_states_stay_and_go_with_the_blocks() -> None:
         assert (after["checkpoints"], after["cached"]) == (before["checkpoints"], before["cached"])
         assert before["checkpoints"] > 2
         assert hit(llm, draw[0]) == 39
-        system.is_short_of(llm.core.budget.cached_bytes // 2)
+        system.is_short_of(llm._opened.budget.cached_bytes // 2)
         system.passes(11)
         after, half = llm.stats(), before["checkpoints"] // 2
         assert 0 < after["checkpoints"] <= half + 1

@@ -53,8 +53,8 @@ def test_it_serves_on_every_storage(storage: str, kv_dtype: str) -> None:
     with _llm(model, storage=storage) as llm:
         [exact] = llm.generate([PROMPT], PARAMS)
     with _llm(model, storage=storage, kv_dtype=kv_dtype) as llm:
-        assert llm.core.storage is not None
-        llm.core.storage.fill(float("nan"))
+        assert llm._opened.storage is not None
+        llm._opened.storage.fill(float("nan"))
         [got] = llm.generate([PROMPT], PARAMS)
         assert f" in {TOLD[kv_dtype]}, " in llm.capacity
         assert llm.monitor.stats()["kv_dtype"] == TOLD[kv_dtype]
@@ -166,14 +166,14 @@ def test_what_all_keys_have_in_common_is_taken_off_them() -> None:
     with _llm(model) as llm:
         [exact] = llm.generate([PROMPT], PARAMS)
     with _llm(model, kv_dtype="int8") as llm:
-        assert [*llm.core.prepared.key_offsets] == [0]
+        assert [*llm._opened.prepared.key_offsets] == [0]
         [got] = llm.generate([PROMPT], PARAMS)
     assert got.outputs[0].token_ids == exact.outputs[0].token_ids
 
 
 def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pytest.LogCaptureFixture) -> None:
     with _llm(_with_far_keys("gpt_oss"), kv_dtype="int8") as llm:
-        assert not llm.core.prepared.key_offsets
+        assert not llm._opened.prepared.key_offsets
         assert llm.spec.kv_dtype == "float32 and int8"
         assert "in float32 (layer 0) and int8 (layer 1)" in llm.capacity
         assert "layers 0 keep K and V in float32" in caplog.text

@@ -75,7 +75,7 @@ def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> Non
         draw = np.random.default_rng(0)
         prompts = [draw.integers(3, llm.vocab_size, context - 2).tolist() for _ in range(concurrency)]
         llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
-        prepared = llm.core.prepared
+        prepared = llm._opened.prepared
         held = sum(row.num_bytes for row in measured_weights(prepared._model, prepared._latents.values()))
         assert said.num_bytes("weights") == pytest.approx(held, rel=0.02)
         if llm.spec.stores_kv:

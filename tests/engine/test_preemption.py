@@ -56,7 +56,7 @@ def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
     memory = {} if preemption == "recompute" else {"swap_memory": "1MiB"}
     with tiny_llm.llm(backend=backend, preemption=preemption, max_num_seqs=12, **memory, **storage) as llm:
         tokens = max(load // 10, 120)
-        llm.resize(-(-tokens // llm.block_size) * llm.core.storage.block_bytes)
+        llm.resize(-(-tokens // llm.block_size) * llm._opened.storage.block_bytes)
         assert answers(llm) == alone[backend]
         stats = llm.stats()
         llm.cache.check()
@@ -78,16 +78,16 @@ def test_what_windows_have_left_is_swapped_bit_for_bit(backend: str, storage: di
     options: dict[str, Any] = {"window": 16, "backend": backend, "preemption": "swap", "max_num_seqs": 12}
     with tiny_llm.llm(swap_memory="1MiB", **options, **storage) as llm:
         size = llm.block_size
-        llm.resize(2 * -(-160 // size) * llm.core.storage.block_bytes)
+        llm.resize(2 * -(-160 // size) * llm._opened.storage.block_bytes)
         copied = []
-        read_blocks = llm.core.storage.read_blocks
+        read_blocks = llm._opened.storage.read_blocks
 
         def noted_read(block_ids: np.ndarray, num_tokens: int, **where: Any) -> np.ndarray:
             payload = read_blocks(block_ids, num_tokens, **where)
             copied.append((bool((block_ids < 0).any()), len(payload) < num_tokens * llm.spec.bytes_per_token))
             return payload
 
-        llm.core.storage.read_blocks = noted_read
+        llm._opened.storage.read_blocks = noted_read
         assert answers(llm) == alone
         stats = llm.stats()
         llm.cache.check()

@@ -93,7 +93,7 @@ def test_without_a_profile_nothing_is_recorded() -> None:
         assert llm.profile is None
         if native is not None:
             assert native.take_records() == b""
-        for module in llm.core.prepared._model.modules():
+        for module in llm._opened.prepared._model.modules():
             assert not module._forward_hooks
 
 

@@ -43,7 +43,7 @@ def test_tokens_stay_while_the_pool_breathes(backend: str, storage: dict[str, st
         ids = [llm.engine.submit(prompt, GREEDY) for prompt in PROMPTS]
         found = {}
         while llm.engine.has_work:
-            llm.resize(next(sizes) * llm.core.storage.block_bytes)
+            llm.resize(next(sizes) * llm._opened.storage.block_bytes)
             llm.engine._cache.check()
             for output in llm.engine.step():
                 found[output.request_id] = output.outputs[0].token_ids
@@ -65,19 +65,19 @@ def test_a_resize_that_the_system_refuses_leaves_the_numbers(
         before = llm.kv_memory_bytes, llm.stats()["num_blocks"]
         for name, size in (("give_back", 20), ("resize", 4 * before[1])):
             with monkeypatch.context() as patch:
-                patch.setattr(llm.core.storage, name, refuses)
+                patch.setattr(llm._opened.storage, name, refuses)
                 with pytest.raises(CapacityError, match="the system refuses"):
-                    llm.resize(size * llm.core.storage.block_bytes)
+                    llm.resize(size * llm._opened.storage.block_bytes)
             assert (llm.kv_memory_bytes, llm.stats()["num_blocks"]) == before
             llm.cache.check()
-            llm.core.budget.check()
+            llm._opened.budget.check()
         assert tokens_of(llm) == expected
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
 def test_what_is_given_up_goes_back_to_the_system(storage: dict[str, str]) -> None:
     with tiny_llm.llm(kv_memory="192MiB", **storage) as llm:
-        kept = llm.core.storage
+        kept = llm._opened.storage
         tokens_of(llm)
         kept.fill(1.0)  # every page of the pool is in memory
         full, before = kept.bytes_committed, pss_bytes()
@@ -109,14 +109,14 @@ def test_memory_that_is_to_stay_stays(options: dict[str, Any]) -> None:
 def test_prefault_takes_all_memory_at_the_start() -> None:
     with tiny_llm.llm(kv_memory="64MiB") as llm:
         expected = tokens_of(llm)
-        assert llm.core.storage.bytes_committed < 32 << 20
+        assert llm._opened.storage.bytes_committed < 32 << 20
         assert llm.prefault()
-        assert llm.core.storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
+        assert llm._opened.storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
         assert tokens_of(llm) == expected
         llm.trim()
         assert not llm.prefault(), "somebody wanted less of it"
     with tiny_llm.llm(kv_memory="64MiB", prefault=True) as llm:
-        assert llm.core.storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
+        assert llm._opened.storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
         assert tokens_of(llm) == expected
     with pytest.raises(ArgumentError, match="prefault"):
         tiny_llm.llm(storage="growing", prefault=True)
@@ -131,7 +131,7 @@ def test_a_trim_that_the_system_refuses_keeps_budget_and_answers(
     monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(calls))
     with tiny_llm.llm(**storage) as llm:
         expected = tokens_of(llm)
-        before, committed = llm.stats(), llm.core.storage.bytes_committed
+        before, committed = llm.stats(), llm._opened.storage.bytes_committed
         with monkeypatch.context() as refusing:
             refusing.setattr(heap.Heap, "release", refuse)
             calls.arm(1)
@@ -141,11 +141,11 @@ def test_a_trim_that_the_system_refuses_keeps_budget_and_answers(
         after = llm.stats()
         assert after["num_blocks"] == before["num_blocks"] == llm.num_blocks
         assert after["free"] + after["cached"] == llm.num_blocks
-        assert llm.core.storage.bytes_committed == committed
+        assert llm._opened.storage.bytes_committed == committed
         llm.engine._cache.check()
         assert tokens_of(llm) == expected
         llm.trim()
-        assert llm.core.storage.bytes_committed <= 0.2 * committed
+        assert llm._opened.storage.bytes_committed <= 0.2 * committed
         assert tokens_of(llm) == expected
 
 
@@ -169,7 +169,7 @@ def test_a_request_that_fits_no_more_ends_with_the_numbers() -> None:
     with tiny_llm.llm() as llm:
         request = llm.engine.submit(list(range(5, 69)), GREEDY)
         llm.engine.step()
-        llm.resize(2 * llm.core.storage.block_bytes)
+        llm.resize(2 * llm._opened.storage.block_bytes)
         outputs = []
         while llm.engine.has_work:
             outputs += llm.engine.step()

@@ -432,7 +432,7 @@ def test_an_owner_has_so_many_and_so_much_of_them_whatever_others_have(tmp_path:
 
         def save(name: str, limits: SnapshotLimits, *, overwrite: bool = False, **key: Any) -> Snapshot:
             conversation = llm.conversation(START, **key)
-            save_it, transcript = llm.core.save_snapshot, conversation._transcript
+            save_it, transcript = llm._opened.save_snapshot, conversation._transcript
             return save_it(name, transcript, lambda function: function(), overwrite=overwrite, limits=limits)
 
         two = SnapshotLimits(2)

@@ -427,7 +427,7 @@ def test_loads_make_room_for_those_who_came_before(slow: tuple[LLM, SlowTier]) -
     llm, _ = slow
     old = llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
     llm.engine.step()
-    llm.resize(9 * llm.core.storage.block_bytes)
+    llm.resize(9 * llm._opened.storage.block_bytes)
     young = llm.engine.submit(PROMPTS[0], GREEDY)
     outputs = {}
     while old not in outputs:

@@ -39,7 +39,7 @@ def test_answers_are_those_of_the_paged_storage(backend: str, piece_size: str) -
         assert f"virtual, {llm.num_blocks} blocks of {llm.block_size} tokens" in llm.capacity
         assert llm.stats()["hit_tokens"] > 0
         assert llm.stats()["kv_committed_bytes"] <= llm.kv_memory_bytes
-        llm.core.storage.check()
+        llm._opened.storage.check()
     assert got == again == want
 
 
@@ -61,13 +61,13 @@ def test_windows_in_rings_answer_bit_for_bit_as_pages_do(name: str) -> None:
     def answers(**more: Any) -> list[Any]:
         with LLM((model, None), **options, **more) as llm:
             if more["storage"] == "virtual":
-                kinds = [places.group.span.kind for places in llm.core.storage._places]
-                rings = [isinstance(places, WindowRing) for places in llm.core.storage._places]
+                kinds = [places.group.span.kind for places in llm._opened.storage._places]
+                rings = [isinstance(places, WindowRing) for places in llm._opened.storage._places]
                 assert any(rings)
                 assert rings == [kind == "window" for kind in kinds]
             outputs = llm.generate(prompts, params)
             if more["storage"] == "virtual":
-                llm.core.storage.check()
+                llm._opened.storage.check()
             return [(one.token_ids, one.logprobs) for output in outputs for one in output.outputs]
 
     assert answers(storage="virtual", piece_size="4KiB") == answers(storage="paged")
@@ -119,7 +119,7 @@ def test_a_call_that_fails_lets_requests_wait_or_ends_one_that_is_alone(
         calls.arm(every)
         while llm.engine.has_work:
             outputs.update({output.request_id: output for output in llm.engine.step()})
-            llm.core.storage.check()
+            llm._opened.storage.check()
             llm.engine._cache.check()
         calls.every = 0
         assert calls.num_failed > 0

@@ -61,7 +61,7 @@ def serve(model: PreTrainedModel, **options: Any) -> LLM:
             **options,
         },
     )
-    storage: Any = llm.core.storage
+    storage: Any = llm._opened.storage
     storage.fill(float("nan"))
     if storage.states is not None:
         storage.states.fill(float("nan"))
@@ -86,7 +86,7 @@ def test_tokens_are_generates_and_bits_the_same_however_a_request_comes(name: st
                 )
             if is_second:
                 assert [output.num_cached_tokens for output in outputs] == [len(p) - 1 for p in PROMPTS]
-        llm.core.cache.check()
+        llm._opened.cache.check()
 
 
 @pytest.mark.ci

@@ -38,7 +38,7 @@ def check(llm: LLM, prompt: list[int], num_cached: int, wanted: Any) -> None:
     [one] = output.outputs
     assert output.num_cached_tokens == num_cached
     assert (one.token_ids, one.logprobs) == wanted
-    llm.core.cache.check()
+    llm._opened.cache.check()
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", pytest.param("qwen3_next", marks=pytest.mark.ci)])
@@ -102,7 +102,7 @@ def test_states_evicted_from_slots_come_back_from_the_host() -> None:
         assert stats["evicted_checkpoints"] > 0
         assert stats["hit_tokens_by_tier"]["host"] > 0
         assert num_cached >= BOUNDARY
-        llm.core.cache.check()
+        llm._opened.cache.check()
 
 
 @pytest.mark.ci

@@ -83,7 +83,7 @@ def serve(model: PreTrainedModel, **options: Any) -> LLM:
             **options,
         },
     )
-    storage: Any = llm.core.storage
+    storage: Any = llm._opened.storage
     storage.fill(float("nan"))
     storage.states.fill(float("nan"))
     return llm
@@ -104,7 +104,7 @@ def _check(name: str, backend: str, storage: str) -> None:
         output = llm.generate([turn], GREEDY)[0]
         # The last token of an answer is drawn and never computed.
         assert output.num_cached_tokens == len(PROMPTS[4]) + MAX_TOKENS - 1
-        llm.core.cache.check()
+        llm._opened.cache.check()
 
 
 @pytest.mark.parametrize("backend", ["python", "native"])
@@ -158,7 +158,7 @@ def test_preempted_requests_go_on_from_checkpoints_or_their_own_state(preemption
     with serve(model, kv_memory=kv_memory, backend="python", **options) as llm:
         for _ in range(2):
             assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
-            llm.core.cache.check()
+            llm._opened.cache.check()
         stats = llm.stats()
         assert stats["num_preemptions"] > 0
         assert (stats["num_restored_tokens"] > 0) == (preemption == "swap")
@@ -176,7 +176,7 @@ def test_bits_do_not_depend_on_being_swapped_out(name: str) -> None:
         got = [output.outputs[0] for output in generate_preempted(llm, PROMPTS, GREEDY)]
         assert [(one.token_ids, one.logprobs) for one in got] == wanted
         assert llm.stats()["num_restored_tokens"] > 0
-        llm.core.cache.check()
+        llm._opened.cache.check()
 
 
 def test_samples_of_one_prompt_fork_its_state() -> None:
@@ -210,7 +210,7 @@ def test_a_model_of_states_alone_has_nothing_to_map() -> None:
 def test_slots_are_given_back_with_the_engine() -> None:
     model, _ = expected("lfm2")
     with serve(model, backend="python") as llm:
-        storage: Any = llm.core.storage
+        storage: Any = llm._opened.storage
         layer = storage.spec.states[0].layer
         assert storage.states.layer_fields(layer)
     with pytest.raises(ArgumentError, match="a layer that keeps a state"):
@@ -231,8 +231,10 @@ def test_states_are_counted() -> None:
         stats = llm.stats()
         assert stats["state_slots"] == 2 * 4 + 2
         assert stats["checkpoints"] > 0
-        assert stats["kv_memory_bytes"] == llm.core.budget.num_blocks * llm.cache.block_bytes + 10 * num_bytes
-        assert f"10 states of {format_size(num_bytes)}" in str(llm.core.budget)
+        assert (
+            stats["kv_memory_bytes"] == llm._opened.budget.num_blocks * llm.cache.block_bytes + 10 * num_bytes
+        )
+        assert f"10 states of {format_size(num_bytes)}" in str(llm._opened.budget)
         page = Metrics("m").render(stats).decode()
         assert 'quire:state_slots{model_name="m"} 10.0' in page
         assert f'quire:checkpoints{{model_name="m"}} {stats["checkpoints"]}.0' in page
@@ -259,7 +261,7 @@ def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
             wanted += answers(llm, ten, one_token)
     kv_memory = 20 * KVSpec.from_config(model.config).bytes_per_state
     with serve(model, kv_memory=kv_memory, backend=backend, max_model_len=None) as llm:
-        cache: Any = llm.core.cache
+        cache: Any = llm._opened.cache
         num_slots, num_blocks = cache.num_state_slots, cache.num_blocks
         assert (num_slots, num_blocks) == (10, 17)  # half of it each; the long prompt needs 28 blocks
         got = answers(llm, [long], GREEDY)
@@ -294,7 +296,7 @@ def test_states_and_blocks_of_virtual_storage_exchange_memory() -> None:
     draw = random.Random(6)
     short = [[draw.randrange(2, 60) for _ in range(6)] for _ in range(8)]
     with serve(model, storage="virtual", kv_memory="1MiB", backend="python") as llm:
-        cache: Any = llm.core.cache
+        cache: Any = llm._opened.cache
         first = answers_of(llm, short)
         stats = llm.stats()
         assert stats["slots_from_blocks"] > 0
@@ -306,7 +308,7 @@ def test_states_and_blocks_of_virtual_storage_exchange_memory() -> None:
 def test_memory_of_states_goes_back_to_the_system() -> None:
     model, answers = expected("qwen3_next")
     with serve(model, backend="python") as llm:
-        states: Any = llm.core.storage.states  # type: ignore[union-attr]
+        states: Any = llm._opened.storage.states  # type: ignore[union-attr]
         states.give_back(range(states.num_slots))  # those that were poisoned
         before = states.bytes_committed
         llm.generate(PROMPTS, GREEDY)

@@ -67,7 +67,7 @@ def test_a_layer_that_attends_to_an_image_alone_keeps_nothing() -> None:
     prompts = [PROMPTS[1], PROMPTS[3]]
     want = [generate(model, prompt, GREEDY.max_tokens or 0)[0] for prompt in prompts]
     with LLM((model, None), block_size=8, max_batch_tokens=24, kv_memory="4MiB", max_model_len=128) as llm:
-        assert [layer.stores_kv for layer in llm.core.spec.layers] == [True, False]
+        assert [layer.stores_kv for layer in llm.spec.layers] == [True, False]
         for _ in range(2):  # cold, and from the cache
             got = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
             assert got == want

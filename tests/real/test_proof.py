@@ -18,7 +18,7 @@ from quire.weights import load
 def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None:
     """As a user opens it: bfloat16 for a quantized GGUF file, widened, since layers of codes are not fused."""
     with LLM(checkpoint, weights="bf16", kv_memory="256MiB") as llm:
-        fused = llm.core.prepared.fused
+        fused = llm._opened.prepared.fused
         assert fused is not None
         assert sum(fused.counts.values()) > 0, "no module runs fused"
         params = SamplingParams(max_tokens=24, temperature=0)

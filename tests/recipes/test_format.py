@@ -57,7 +57,7 @@ def test_it_serves_the_tokens_of_the_original_and_is_kept_by_a_tier(
             (model, None), dtype=dtype, storage=storage, backend=backend, kv_memory="8MiB", **options
         ) as llm:
             [answer] = llm.generate([PROMPT], PARAMS)
-            assert llm.core.storage.dtype is torch.bfloat16
+            assert llm._opened.storage.dtype is torch.bfloat16
             answers.append((answer.outputs[0].token_ids, answer.num_cached_tokens))
     original, first, from_disk = answers
     assert original[0] == first[0] == from_disk[0]

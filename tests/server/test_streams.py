@@ -187,7 +187,7 @@ def test_the_openai_package_skips_comments_and_raises_the_error(
             )
             steps.go(3)
             engine: AsyncEngine = app.state.service.engine
-            closing = engine._driver.submit(engine._drop_all)
+            closing = engine.driver.submit(engine._drop_all)
             steps.go_on()
             closing.result()
             with pytest.raises(openai.APIError, match="the engine was closed while the request ran"):

@@ -84,7 +84,7 @@ class EngineRun:
         }
         with ComparedStorage.parse(storage, options).registered() as config:
             self.llm = LLM((model, None), config=config)
-        self.llm.core.storage.fill(float("nan"))
+        self.llm._opened.storage.fill(float("nan"))
         if storage == "paged":
             _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from quire.cache.cache import Cache
 from quire.cache.states.memory_split import MemorySplit
 from quire.cache.states.state_cache import StateCache
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.offload.store import Policy, TierStores
 from quire.offload.swap import Mode, Swap
 from quire.offload.throughputs import Throughputs
@@ -20,10 +21,17 @@ from quire.offload.tier_load import TierLoads
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_validator import ServedModel
 from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import Tier
+
+
+def _pop_fields(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a dataclass."""
+    return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+
 
 STATE_BLOCKS = 2  # whose bytes a state has
 
@@ -67,23 +75,15 @@ class FakeEngine:
             shared = (self.cache, self.runner, self.stack, b"a model", segment_blocks * block_size)
             options["loads"] = TierLoads(*shared, speeds)
             self.stores = options["stores"] = TierStores(*shared, policy=policy)
+        swap = Swap(
+            self.cache, self.runner, mode=preemption, max_bytes=swap_bytes, speeds=speeds, clock=self._tick
+        )
+        model = {"sampling_defaults": {"temperature": 0.0}} | _pop_fields(ServedModel, options)
         self.engine = Engine(
-            self.runner,
-            self.cache,
-            vocab_size=VOCAB,
-            max_model_len=max_model_len,
-            tokenizer=FakeTokenizer(),
-            sampling_defaults={"temperature": 0.0},
+            EngineParts(self.runner, self.cache, swap, speeds, **_pop_fields(EngineParts, options)),
+            ServedModel(VOCAB, max_model_len, FakeTokenizer(), **model),
+            limits=StepLimits(**_pop_fields(StepLimits, options)),
             clock=self._tick,
-            speeds=speeds,
-            swap=Swap(
-                self.cache,
-                self.runner,
-                mode=preemption,
-                max_bytes=swap_bytes,
-                speeds=speeds,
-                clock=self._tick,
-            ),
             **options,
         )
         if isinstance(self.cache, StateCache):

@@ -43,7 +43,7 @@ def main(model: str, weights: str | None) -> None:
     with LLM(model, max_model_len=NUM_TOKENS, **options) as llm:
         prompt = llm.tokenizer(_TEXT * 64)["input_ids"][: NUM_TOKENS - 4]
         llm.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
-        embedding: Any = llm.core.prepared._model.get_input_embeddings().weight
+        embedding: Any = llm._opened.model.prepared._model.get_input_embeddings().weight
         dense = embedding.lazy_weight.dense if isinstance(embedding, PackedParameter) else embedding
         if dense is not None:
             dense.detach().view(-1)[::1024].float().sum()  # one that is read from its file counts whole

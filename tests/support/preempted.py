@@ -18,11 +18,11 @@ def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParam
     engine, found, num_steps = llm.engine, {}, 0
     ids = [engine.submit(prompt, params) for prompt in prompts]
     num_prefills = -(-sum(len(prompt) for prompt in prompts) // engine.scheduler.max_batch_tokens)
-    cache: Any = llm.core.cache
+    cache: Any = llm._opened.cache
     has_kv, is_short = llm.spec.stores_kv, False
     while engine.has_work:
         if not is_short and num_steps >= num_prefills * has_kv + _DECODES_BEFORE:
-            states = llm.core.storage.states
+            states = llm._opened.storage.states
             num_states = 0 if states is None else cache.num_state_slots_needed
             is_short = has_kv or num_states > 2
             if is_short:

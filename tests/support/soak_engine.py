@@ -15,12 +15,14 @@ import torch
 from quire.cache.event_dispatcher import EventDispatcher
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.engine.monitor import CacheMonitor
 from quire.engine.open_storage import open_storage
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
 from quire.offload.tier_load import TierLoads
+from quire.scheduler.request_validator import ServedModel
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock
 from quire.spec import KVSpec
@@ -139,27 +141,26 @@ class SoakEngine:
         shared = (self.cache, self.storage, self.stack, b"the soak's model", 2 * BLOCK)
         self.stores = TierStores(*shared, dispatcher=feed)
         self.engine = Engine(
-            self.runner,
-            self.cache,
-            vocab_size=VOCAB,
-            max_model_len=MAX_TOKENS,
-            max_batch_tokens=192,
-            max_num_seqs=24,
-            sampling_defaults={"temperature": 0.0},
-            clock=self.clock,
-            speeds=speeds,
-            swap=Swap(
+            EngineParts(
+                self.runner,
                 self.cache,
-                self.storage,
-                mode="auto",
-                max_bytes=NUM_BLOCKS * self.cache.block_bytes // 4,
-                speeds=speeds,
-                clock=self.clock,
+                Swap(
+                    self.cache,
+                    self.storage,
+                    mode="auto",
+                    max_bytes=NUM_BLOCKS * self.cache.block_bytes // 4,
+                    speeds=speeds,
+                    clock=self.clock,
+                ),
+                speeds,
+                loads=TierLoads(*shared, speeds),
+                stores=self.stores,
+                monitor=CacheMonitor(self.cache, feed, clock=self.clock, wall_clock=self.clock),
             ),
-            loads=TierLoads(*shared, speeds),
-            stores=self.stores,
+            ServedModel(VOCAB, MAX_TOKENS, sampling_defaults={"temperature": 0.0}),
+            limits=StepLimits(192, 24),
             tenant_secret=b"a secret of the soak's own",
-            monitor=CacheMonitor(self.cache, feed, clock=self.clock, wall_clock=self.clock),
+            clock=self.clock,
         )
         self.cache.pins.max_blocks = NUM_BLOCKS // 4
 

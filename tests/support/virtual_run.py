@@ -9,10 +9,12 @@ from transformers import PreTrainedModel
 
 from quire import Cache
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.engine.runner import Runner
 from quire.memory import VirtualStorage
 from quire.memory.virtual.virtual_storage import virtual_block_size
 from quire.model.sequential_model import prepare
+from quire.scheduler.request_validator import ServedModel
 from quire.weights.load import load
 
 
@@ -56,13 +58,9 @@ class VirtualRun(EngineRun):
         _shuffle(cache, num_blocks)
         self._recording = _Recording(Runner(self.prepared, self.storage))
         engine = Engine(
-            self._recording,
-            cache,
-            vocab_size=loaded.vocab_size,
-            max_model_len=max_model_len,
-            max_batch_tokens=max_batch_tokens,
-            max_num_seqs=max_num_seqs,
-            sampling_defaults=loaded.sampling_defaults,
+            EngineParts(self._recording, cache),
+            ServedModel(loaded.vocab_size, max_model_len, sampling_defaults=loaded.sampling_defaults),
+            limits=StepLimits(max_batch_tokens, max_num_seqs),
         )
         self.llm = SimpleNamespace(engine=engine)  # type: ignore[assignment]
 

@@ -216,8 +216,8 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, kept: Path, damage: str) -> 
     (kept / name).write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     if damage == "panels":  # found behind the start
         with LLM(model, kv_memory="1MiB", weights="int4", packed_weights=kept) as llm:
-            assert llm.core.prepared.packed_check is not None
-            assert not llm.core.prepared.packed_check.is_right(60)
+            assert llm._opened.prepared.packed_check is not None
+            assert not llm._opened.prepared.packed_check.is_right(60)
             with pytest.raises(LoadError, match="packed weights that were written"):
                 llm.generate([[1, 2, 3]])
         assert _files(kept) == []

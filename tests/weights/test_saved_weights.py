@@ -256,7 +256,7 @@ def test_other_bytes_among_the_weights_are_found_behind_the_start_and_end_the_se
     content[5000 if where == "weights" else -1] ^= 64
     (kept / name).write_bytes(content)
     with LLM(model, kv_memory="1MiB", packed_weights=kept, disk_cache=tmp_path / "disk") as llm:
-        check = llm.core.prepared.packed_check
+        check = llm._opened.prepared.packed_check
         assert check is not None
         assert llm.tiers is not None
         assert not llm.tiers.stores.is_trusted(60)

@@ -3,8 +3,9 @@
 Others may use
     llm, async_engine           `LLM` and `AsyncEngine`
     async_conversation          a conversation for asyncio
-    llm_tenants                 the tenants of an `LLM`
-    core, driver, engine        the parts, the thread and the step loop of both
+    engine_view                 the state of an engine between two steps, to show it
+    driver, engine              the thread and the step loop of both
+    engine_parts                the parts of the step loop
     serving_plan                what fits, before anything is loaded
     open_storage                storage and cache by name
     profile                     times of a step's parts

@@ -1,4 +1,4 @@
-"""A conversation of an `AsyncEngine`, for one event loop: `conversation.Conversation` with awaited calls."""
+"""A conversation of an `AsyncEngine`, for one event loop: the calls of a `ConversationCore`, awaited."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from quire.engine.conversation_core import ConversationCore
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import CachePriority, RequestOptions
-from quire.sessions.conversation_core import ConversationCore, num_found
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.engine.core import EngineCore
+    from quire.engine.open_engine import OpenEngine
     from quire.sessions.snapshots import Snapshot, SnapshotLimits
 
 __all__ = ["AsyncConversation", "AsyncOutputs"]
@@ -27,9 +27,6 @@ Result = TypeVar("Result")
 class RequestSource(Protocol):
     """The part of `AsyncEngine` that a conversation needs; see there."""
 
-    core: EngineCore
-
-    def new_id(self) -> str: ...
     def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]: ...
     def abort(self, request_id: str) -> None: ...
     async def between_steps(self, function: Callable[[], Result]) -> Result: ...
@@ -46,8 +43,8 @@ class AsyncOutputs(Protocol):
 class AsyncConversation(ConversationCore):
     """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`."""
 
-    def __init__(self, engine: RequestSource, transcript: Transcript) -> None:
-        super().__init__(transcript)
+    def __init__(self, opened: OpenEngine, engine: RequestSource, transcript: Transcript) -> None:
+        super().__init__(opened, transcript)
         self._engine = engine
         self._answer: list[int] = []  # of the turn under way
 
@@ -72,27 +69,12 @@ class AsyncConversation(ConversationCore):
             async for output in outputs:
                 yield output
 
-    def turn_request(
-        self,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        request_id: str | None = None,
-        cache_priority: CachePriority = "normal",
-        deltas: bool = False,
-    ) -> tuple[Prompt, RequestOptions]:
-        """The request of a turn, for `AsyncEngine.begin`; pass its outputs to `turn_outputs`."""
-        params, transcript = self._params_of_turn(params), self._transcript
-        name = request_id or self._engine.new_id()
-        options = RequestOptions(
-            params, transcript.key, priority, cache_priority, stream=True, deltas=deltas, request_id=name
-        )
-        return Prompt(None, transcript.token_ids), options
-
     async def turn_outputs(
         self, options: RequestOptions, outputs: AsyncOutputs
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a `turn_request`, appended at their end. *raises:* ArgumentError: a turn is under way."""
+        """The outputs of a `turn_request`, appended at their end. A turn's request is for `AsyncEngine.begin`.
+
+        *raises:* ArgumentError: a turn is under way."""
         self._require_idle()
         self._turn, self._answer = options.request_id, []
         try:
@@ -108,23 +90,17 @@ class AsyncConversation(ConversationCore):
             self._answer = []
             raise
         finally:
-            self._transcript = self._transcript_so_far()
-            self._turn, self._answer = None, []
+            self._end_turn(self._answer)
+            self._answer = []
 
     def fork(self) -> AsyncConversation:
         """A copy that continues separately; during a turn, with the answer shown so far."""
         self._require_open()
-        return AsyncConversation(self._engine, self._transcript_so_far())
+        return AsyncConversation(self._opened, self._engine, self._with_answer(self._answer))
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
-        self._require_idle()
-        transcript, core = self._transcript.rewound(position), self._engine.core
-        found = await self._engine.between_steps(
-            lambda: num_found(transcript, core.engine.tenants, core.cache)
-        )
-        self._transcript = transcript
-        return found
+        return await self._engine.between_steps(lambda: self._rewind(position))
 
     async def snapshot(
         self, name: str, *, overwrite: bool = False, limits: SnapshotLimits | None = None
@@ -133,22 +109,14 @@ class AsyncConversation(ConversationCore):
 
         *raises:* SnapshotsFullError: beyond the limits.
         """
-        self._require_idle()
-        save, engine = self._engine.core.save_snapshot, self._engine
-        return await asyncio.to_thread(
-            save,
-            name,
-            self._transcript,
-            lambda function: engine.submit_between_steps(function).result(),
-            overwrite=overwrite,
-            limits=limits,
-        )
+
+        def in_engine(function: Callable[[], Result]) -> Result:
+            return self._engine.submit_between_steps(function).result()
+
+        return await asyncio.to_thread(self._save, in_engine, name, overwrite=overwrite, limits=limits)
 
     def close(self) -> None:
         """Ends a turn under way, and the conversation. A second call does nothing."""
         if not self._closed and self._turn is not None:
             self._engine.abort(self._turn)
         self._closed = True
-
-    def _transcript_so_far(self) -> Transcript:
-        return self._transcript.continued(self._answer) if self._answer else self._transcript

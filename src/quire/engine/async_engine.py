@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey, PrefixKeywords
 from quire.config import EngineConfig, shows_options, takes_options
 from quire.engine.async_conversation import AsyncConversation
 from quire.engine.driver import Answer, FlowControl
+from quire.engine.engine_handle import EngineHandle
+from quire.engine.engine_monitor import EngineMonitor
 from quire.engine.llm import LLM
-from quire.engine.llm_pins import COMPUTE_PROMPT
+from quire.engine.prompt_pins import COMPUTE_PROMPT
 from quire.errors import ArgumentError, CancelledError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt, encode
@@ -34,12 +37,9 @@ from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
 
-if TYPE_CHECKING:
-    from quire.engine.prompt_explanation import PromptExplanation
-    from quire.sessions.snapshots import Snapshot
-
 __all__ = ["AsyncEngine", "RequestStream"]
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 _ids = itertools.count()
 _MAX_UNREAD = 1024
@@ -122,7 +122,24 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self.close()  # without a reader it would pause for ever
 
 
-class AsyncEngine:
+def _awaited(
+    method: Callable[Concatenate[Any, Arguments], Result], of: str = "llm"
+) -> Callable[Concatenate[AsyncEngine, Arguments], Coroutine[Any, Any, Result]]:
+    """A blocking call of the `LLM`, or of the attribute `of`, in a thread of its own: the event loop does not wait.
+
+    *raises:* as the call; CancelledError once the engine is closed.
+    """
+
+    @wraps(method)
+    async def call(self: AsyncEngine, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        self._require_open()
+        blocking = getattr(getattr(self, of), method.__name__)
+        return await asyncio.to_thread(blocking, *arguments, **options)
+
+    return call
+
+
+class AsyncEngine(EngineHandle):
     """Streams outputs of many concurrent requests; for servers and other asyncio programs.
 
     Made from the arguments of `quire.LLM`, or from an `LLM`:
@@ -142,25 +159,16 @@ class AsyncEngine:
         if isinstance(model, LLM) and options:
             raise ArgumentError(f"expected no options with an LLM, got {sorted(options)}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        super().__init__(self.llm._opened)
         self._owns_llm = not isinstance(model, LLM)
-        self._driver, self._engine = self.llm.driver, self.llm.engine
-        self.core = self.llm.core
-        self.name, self.tokenizer = self.llm.name, self.llm.tokenizer
-        self.vocab_size, self.max_model_len = self.llm.vocab_size, self.llm.max_model_len
-        self.max_num_seqs, self.cache = self.llm.max_num_seqs, self.llm.cache
-        self.tenants, self.pins, self.monitor = self.llm.tenants, self.llm.pins, self.llm.monitor
         self._requests: dict[Queue, tuple[str, _LoopSink]] = {}  # this object's requests under way
         self._closing = False
-        if self.llm.tiers is not None and (monitor := self._engine.monitor) is not None:
+        if self.tiers is not None and (records := self.engine.monitor) is not None:
             # Tiers store after the last step: their events need a `collect` then.
-            self.llm.tiers.stack.changes.on_first = lambda: self._driver.post(monitor.collect)
+            driver = self.driver
+            self.tiers.stack.changes.on_first = lambda: driver.post(records.collect)
         # One thread: new grammars then take one core, and no thread that other calls need.
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error of the last step; None after a successful one."""
-        return self._driver.failure
 
     def generate(
         self,
@@ -206,7 +214,7 @@ class AsyncEngine:
             for (_, asked), ended in zip(named, when_ended or [None] * len(named), strict=True)
         ]
         return await self._begin(
-            streams, [asked.params for _, asked in named], lambda: self._engine.submit_all(named)
+            streams, [asked.params for _, asked in named], lambda: self.engine.submit_all(named)
         )
 
     def fork(
@@ -216,7 +224,7 @@ class AsyncEngine:
         name = self.new_id() if new_request_id is None else new_request_id
 
         def submit() -> None:
-            self._engine.fork(request_id, params, new_request_id=name, stream=True)
+            self.engine.fork(request_id, params, new_request_id=name, stream=True)
 
         return self._outputs(lambda: self._begin([RequestStream(self, name)], [params], submit))
 
@@ -224,10 +232,10 @@ class AsyncEngine:
         """Builds the grammar of `params`, if it is new, in a thread of its own: neither the steps nor the event loop
         wait for it. *raises:* ArgumentError: it cannot be used.
         """
-        if not isinstance(params, SamplingParams) or self._engine.has_grammar(params) or self._closing:
+        if not isinstance(params, SamplingParams) or self.engine.has_grammar(params) or self._closing:
             return
         run = asyncio.get_running_loop().run_in_executor
-        await run(self._grammar_thread, self._engine.compile_grammar, params)
+        await run(self._grammar_thread, self.engine.compile_grammar, params)
 
     def new_id(self) -> str:
         """A new request id."""
@@ -249,9 +257,9 @@ class AsyncEngine:
         submit: Callable[[], object],
     ) -> list[RequestStream]:
         """The streams of requests, which `submit` queues in the driver's thread, all or none."""
-        driver = self._driver
+        driver = self.driver
         driver.process.check()
-        self.llm.refuse_autocast()
+        self._opened.changes.refuse_autocast()
         for request_params in params:
             await self.compile_grammar(request_params)
         self._require_open()
@@ -280,12 +288,12 @@ class AsyncEngine:
 
     def _resume(self, stream: RequestStream) -> None:
         """Goes on with a paused request of which enough has been read."""
-        if self._driver.process.is_here:
-            self._driver.resume(stream.request_id, stream.queue)
+        if self.driver.process.is_here:
+            self.driver.resume(stream.request_id, stream.queue)
 
     def _drop(self, stream: RequestStream) -> None:
         """Ends the request of a stream, if it has not ended."""
-        driver, name = self._driver, stream.request_id
+        driver, name = self.driver, stream.request_id
 
         def drop() -> None:
             if driver.ticket(name) is stream.queue:  # not a later request with the same id
@@ -297,18 +305,8 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iteration gets a last output with finish_reason "abort". Unknown ids are ignored."""
-        if self._driver.process.is_here:
-            self._driver.post(lambda: self._driver.abort(request_id))
-
-    async def stats(self) -> dict[str, Any]:
-        """`LLM.stats()`, without blocking the event loop."""
-        self._require_open()
-        return await asyncio.to_thread(self.monitor.stats)
-
-    async def report(self) -> str:
-        """`llm.monitor.report()`, without blocking the event loop."""
-        self._require_open()
-        return await asyncio.to_thread(self.monitor.report)
+        if self.driver.process.is_here:
+            self.driver.post(lambda: self.driver.abort(request_id))
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
         """Calls `function` in the engine's thread between two steps, where it may use the engine; its result."""
@@ -316,21 +314,26 @@ class AsyncEngine:
 
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
         """`between_steps` from any thread; `.result()` waits."""
-        self._driver.process.check()
+        self.driver.process.check()
         self._require_open()
-        return self._driver.submit(function)
+        return self.driver.submit(function)
 
     def _require_open(self) -> None:
         if self._closing:
             raise CancelledError("the engine is closed")
 
-    async def explain(
-        self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
-    ) -> PromptExplanation:
-        """`llm.monitor.explain()`, without blocking the event loop."""
-        self._require_open()
-        explain = self.monitor.explain
-        return await asyncio.to_thread(explain, prompt, as_administrator=as_administrator, **key)
+    # -- the calls of `LLM` that do not generate, awaited -------------------------------------------------
+
+    stats = _awaited(LLM.stats)
+    resize = _awaited(LLM.resize)
+    drop = _awaited(LLM.drop)
+    trim = _awaited(LLM.trim)
+    flush = _awaited(LLM.flush)
+    prefault = _awaited(LLM.prefault)
+    snapshots = _awaited(LLM.snapshots)
+    remove_snapshot = _awaited(LLM.remove_snapshot)
+    explain = _awaited(EngineMonitor.explain, "monitor")
+    report = _awaited(EngineMonitor.report, "monitor")
 
     # -- pins ------------------------------------------------------------------------------------------
 
@@ -374,24 +377,17 @@ class AsyncEngine:
 
     def conversation(self, prompt: Any = None, **key: Unpack[PrefixKeywords]) -> AsyncConversation:
         """See `LLM.conversation`."""
-        return AsyncConversation(self, Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt))
+        first = Transcript.with_prompt(self._opened.reader, PrefixKey.of(**key), prompt)
+        return AsyncConversation(self._opened, self, first)
 
     async def resume(
         self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]
     ) -> AsyncConversation:
         """See `LLM.resume`."""
         self._require_open()
-        load = self.core.load_snapshot
-        found = await asyncio.to_thread(load, name, PrefixKey.of_namespace(**key), recompute=recompute)
-        return AsyncConversation(self, found)
-
-    async def snapshots(self, **key: Unpack[NamespaceKeywords]) -> list[Snapshot]:
-        """See `LLM.snapshots`."""
-        return await asyncio.to_thread(self.llm.snapshots, **key)
-
-    async def remove_snapshot(self, name: str, **key: Unpack[NamespaceKeywords]) -> None:
-        """See `LLM.remove_snapshot`."""
-        await asyncio.to_thread(self.llm.remove_snapshot, name, **key)
+        load, prefix_key = self._opened.load_snapshot, PrefixKey.of_namespace(**key)
+        saved = await asyncio.to_thread(load, name, prefix_key, recompute=recompute)
+        return AsyncConversation(self._opened, self, saved)
 
     # -- closing ---------------------------------------------------------------------------------------
 
@@ -400,10 +396,10 @@ class AsyncEngine:
 
         In a child of `os.fork` it does nothing.
         """
-        if not self._driver.process.is_here:
+        if not self.driver.process.is_here:
             return
         self._closing = True
-        self._driver.call(self._drop_all)
+        self.driver.call(self._drop_all)
         self._grammar_thread.shutdown(wait=False)
         if self._owns_llm:
             self.llm.close()
@@ -411,8 +407,8 @@ class AsyncEngine:
     def _drop_all(self) -> None:
         error = CancelledError("the engine was closed while the request ran")
         for queue, (name, sink) in self._requests.copy().items():
-            if self._driver.ticket(name) is queue:
-                self._driver.drop(name)
+            if self.driver.ticket(name) is queue:
+                self.driver.drop(name)
                 sink([(queue, error)])
 
     async def __aenter__(self) -> AsyncEngine:

@@ -20,13 +20,13 @@ Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import ArgumentError, CancelledError
@@ -35,8 +35,11 @@ from quire.scheduler.request import RequestOutput
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.engine.progress import ProgressBar
+    from quire.scheduler.prompts import Prompt
+    from quire.scheduler.request_options import RequestOptions
 
-__all__ = ["Answer", "Driver", "FlowControl", "Mailbox", "Sink", "in_driver"]
+__all__ = ["Answer", "Driver", "FlowControl", "Mailbox", "Sink"]
 
 _log = logging.getLogger("quire")
 
@@ -47,14 +50,10 @@ Sink = Callable[[list[tuple[Any, Answer]]], object]
 """Called in the driver's thread with [(ticket, answer)]; must not block. `ticket` is the argument of `expect`."""
 
 
-def in_driver(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Runs a method of an object with a `driver` in the driver's thread; an ArgumentError once that has ended."""
+def _progress_bar(total: int) -> ProgressBar:
+    from quire.engine.progress import ProgressBar
 
-    @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **options: Any) -> Result:
-        return self.driver.call_open(functools.partial(method, self, *arguments, **options))
-
-    return call
+    return ProgressBar(total)
 
 
 def _closed() -> ArgumentError:
@@ -85,6 +84,21 @@ class Mailbox:
             self._has_answers.clear()
             answers, self._answers = self._answers, {}
             return answers
+
+    def pop_last(self, num_requests: int, on_end: Callable[[], object]) -> dict[str, RequestOutput | None]:
+        """Waits until requests have ended: {request id: its last output}. on_end: called at each end.
+
+        *raises:* the first error that ended one.
+        """
+        last: dict[str, RequestOutput | None] = {}
+        while len(last) < num_requests:
+            for request_id, answer in self.pop_all().items():
+                if isinstance(answer, BaseException):
+                    raise answer
+                if answer is None or answer.finished:
+                    last[request_id] = answer
+                    on_end()
+        return last
 
 
 class FlowControl:
@@ -214,6 +228,51 @@ class Driver:
                 self._wake.notify()
                 command = self._engine.wake
         command()
+
+    def run(
+        self, requests: Sequence[tuple[Prompt, RequestOptions]], *, progress: bool = False
+    ) -> list[RequestOutput | None]:
+        """Runs requests; their outputs once all have ended, None for one that was ended elsewhere. progress: a bar on
+        stderr.
+
+        An error, or an interruption, ends all of the requests. *raises:* as `Engine.submit`; ArgumentError: the driver
+        has ended, or this is its thread.
+        """
+        self.refuse_to_wait_here()
+        mailbox = Mailbox()
+        ids: list[str] = []
+
+        def submit() -> None:
+            ids.extend(self._engine.submit_all(requests))
+            for request_id in ids:
+                self.expect(request_id, mailbox.put)
+
+        def drop() -> None:
+            for request_id in ids:
+                self.drop(request_id)
+
+        try:
+            self.call_open(submit)
+            with _progress_bar(len(ids)) if progress else nullcontext() as bar:
+                results = mailbox.pop_last(len(ids), lambda: None if bar is None else bar.advance(1))
+            return [results[request_id] for request_id in ids]
+        except BaseException:
+            self.post(drop)  # runs after `submit`, and so has all ids
+            raise
+
+    def begin(self, submit: Callable[[Engine], str]) -> tuple[str, Mailbox]:
+        """Submits a request in the driver's thread; its id, and the mailbox for its outputs, which are pulled (`want`).
+
+        *raises:* as `submit`; ArgumentError: the driver has ended.
+        """
+        mailbox = Mailbox()
+
+        def call() -> str:
+            request_id = submit(self._engine)
+            self.expect(request_id, mailbox.put, pulled=True)
+            return request_id
+
+        return self.call_open(call), mailbox
 
     def want(self, request_id: str) -> None:
         """Has steps computed until a pulled request has a new output."""

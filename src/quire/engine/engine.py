@@ -16,137 +16,110 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from quire.cache.event_dispatcher import Forgotten
 from quire.cache.pins import Pins
-from quire.cache.prefix_key import NOBODYS, ResolvedKey
-from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
+from quire.cache.prefix_key import NOBODYS, PrefixKey, ResolvedKey
+from quire.cache.protocol import PrefixKVCache, shares_prefixes
 from quire.cache.results import Dropped
-from quire.engine.monitor import CacheMonitor
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.engine.outputs import Outputs
-from quire.engine.profile import Profile
 from quire.errors import ArgumentError, QuireError
-from quire.offload.store import TierStores
 from quire.offload.swap import Swap
-from quire.offload.throughputs import Throughputs
-from quire.offload.tier_load import TierLoads
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
-from quire.scheduler.request_validator import RequestValidator
+from quire.scheduler.request_validator import RequestValidator, ServedModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
 from quire.step import Batch, StepRefusedError
 
-__all__ = ["Engine", "StepRunner"]
+__all__ = ["Engine"]
 
 _WAIT_S = 0.05  # longest time that a step without other work waits for tiers
-
-
-class StepRunner(Protocol):
-    """Computes a step: `quire.engine.runner.Runner`, or a fake."""
-
-    def run(self, step: Batch[RequestSequence], /) -> Any: ...
 
 
 class Engine:
     """Requests over one cache and one runner.
 
-    cache: a `quire.Cache` for this engine only. tokenizer: None if prompts and answers are token ids.
-    max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: for requests without one; the same submissions in the same order then give the same tokens.
-    profile: records the times of every step. swap, loads, stores: see `LLM` and the classes; speeds: their
-    measurements, updated here. tenant_secret: see `Tenants`.
-    monitor: records the cache's events and ended requests (`monitor.py`).
+    tenant_secret: see `Tenants`. clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        runner: StepRunner,
-        cache: KVCache,
+        parts: EngineParts,
+        model: ServedModel,
         *,
-        vocab_size: int,
-        max_model_len: int,
-        tokenizer: Any = None,
-        eos_token_ids: Sequence[int] = (),
-        sampling_defaults: Mapping[str, Any] | None = None,
-        max_batch_tokens: int = 2048,
-        max_num_seqs: int = 256,
-        watermark: float = 0.01,
+        limits: StepLimits | None = None,
         seed: int = 0,
-        profile: Profile | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        speeds: Throughputs | None = None,
-        swap: Swap | None = None,
-        loads: TierLoads | None = None,
-        stores: TierStores | None = None,
         tenant_secret: bytes | None = None,
-        monitor: CacheMonitor | None = None,
-        native: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         """Called before an idle engine checks a request; its errors go to the request's caller."""
-        self._runner = runner
-        self._speeds = speeds or Throughputs()
-        self.swap = swap or Swap(cache)
-        self._loads = loads
-        self._stores = stores
-        self._cache = cache
-        self._profile = profile
-        self._native = native
+        self._runner, self._cache, self._native = parts.runner, parts.cache, parts.native
+        self._speeds, self._profile = parts.speeds, parts.profile
+        self._loads, self._stores = parts.loads, parts.stores
+        self.swap = parts.swap or Swap(parts.cache)
+        self.monitor = parts.monitor
         self._clock = clock
-        self.memory_limits = MemoryLimits(cache)
-        self.tenants = Tenants(cache, self.memory_limits, tenant_secret)
-        self.pins: Pins = cache.pins
+        self.memory_limits = MemoryLimits(parts.cache)
+        self.tenants = Tenants(parts.cache, self.memory_limits, tenant_secret)
+        self.pins: Pins = parts.cache.pins
         self.pins.use_clock(clock)
         self._validator = RequestValidator(
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            sampling_defaults=sampling_defaults,
+            model,
             seed=seed,
             clock=clock,
             memory_limits=self.memory_limits,
             tenants=self.tenants,
             pins=self.pins,
         )
-        self._outputs = Outputs(tokenizer)
-        self.monitor = monitor
-        if monitor is not None:
-            self.pins.on_expired = monitor.pin_expired
-            if monitor.tier_events is not None:
-                monitor.tier_events.namespaces = lambda: [
-                    *self.tenants.namespaces_of(None),
-                    self.tenants.public,
-                ]
+        self._outputs = Outputs(model.tokenizer)
         # Called after each reservation and each step; None without monitor and tiers.
-        self._on_reserved = None if monitor is None and stores is None else self.collect
-        self.scheduler = Scheduler(
-            cache,
-            max_batch_tokens=max_batch_tokens,
-            max_num_seqs=max_num_seqs,
-            watermark=watermark,
-            clock=clock,
-            swap=self.swap,
-            loads=loads,
-            on_reserved=self._on_reserved,
-            memory_limits=self.memory_limits,
-        )
-        if self._on_reserved is not None:
-            self.swap.on_reserved = self._on_reserved
+        self._on_reserved = None if self.monitor is None and self._stores is None else self.collect
+        self.scheduler = self._make_scheduler(limits or StepLimits())
+        self._connect()
         self._num_generated_tokens = 0
         self._busy_s = 0.0
         self._prefill, self._decode = _TokenRate(), _TokenRate()
+
+    def _make_scheduler(self, limits: StepLimits) -> Scheduler:
+        return Scheduler(
+            self._cache,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            watermark=limits.watermark,
+            clock=self._clock,
+            swap=self.swap,
+            loads=self._loads,
+            on_reserved=self._on_reserved,
+            memory_limits=self.memory_limits,
+        )
+
+    def _connect(self) -> None:
+        """Sets the callbacks of the parts."""
+        self.tenants.requests = self.scheduler.requests
+        self.tenants.check_requests = self.check_requests
+        if self._on_reserved is not None:
+            self.swap.on_reserved = self._on_reserved
+        if self.monitor is not None:
+            self.pins.on_expired = self.monitor.pin_expired
+            if self.monitor.tier_events is not None:
+                self.monitor.tier_events.namespaces = lambda: [
+                    *self.tenants.namespaces_of(None),
+                    self.tenants.public,
+                ]
 
     @property
     def has_work(self) -> bool:
@@ -426,6 +399,11 @@ class Engine:
         elif self._stores is not None:
             self._stores.collect(forgotten)
         return block_ids
+
+    def drop_prompt(self, prompt_token_ids: Any, key: PrefixKey) -> Dropped:
+        """`drop` of a request's prompt. *raises:* PromptError too."""
+        tokens = self.check_tokens(prompt_token_ids)
+        return self.drop(tokens, self.tenants.resolve(key, tokens))
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
         """Drops all content that begins with these tokens from memory, with events; tiers keep theirs.

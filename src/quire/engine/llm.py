@@ -13,24 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey, PrefixKeywords
+from quire.cache.results import Dropped
 from quire.config import EngineConfig, shows_options, takes_options
-from quire.engine.blocking import begin, run
 from quire.engine.conversation import Conversation
-from quire.engine.core import EngineCore
-from quire.engine.driver import Driver, in_driver
-from quire.engine.llm_monitor import LLMMonitor
-from quire.engine.llm_pins import LLMPins
-from quire.engine.llm_tenants import LLMTenants
+from quire.engine.engine_handle import EngineHandle
+from quire.engine.open_engine import open_engine
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.prompts import Prompt, pair_params
+from quire.scheduler.prompts import Prompt, encode, pair_params
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.offload.open_tiers import OpenTiers
     from quire.sessions.snapshots import Snapshot
 
 __all__ = ["LLM", "TextStream"]
@@ -39,7 +35,7 @@ Result = TypeVar("Result")
 _log = logging.getLogger("quire")
 
 
-class LLM:
+class LLM(EngineHandle):
     """Generates text with any decoder model of transformers, with a bounded KV cache that shares prefixes if it can.
 
     model: None (the embedded one), a folder, a GGUF file, a Hub id, or a loaded (PreTrainedModel, tokenizer or None).
@@ -59,23 +55,7 @@ class LLM:
     @shows_options
     def __init__(self, model: Any = None, **options: Any) -> None:
         config = EngineConfig.from_arguments(model, options)
-        self.core = core = EngineCore(config)
-        self.name, self.tokenizer, self.spec = core.name, core.tokenizer, core.spec
-        self.vocab_size, self.max_model_len = core.vocab_size, core.max_model_len
-        self.max_num_seqs = config.max_num_seqs
-        self.storage, self.block_size = core.storage_name, core.budget.block_size
-        self.cache, self.engine, self.runner = core.cache, core.engine, core.runner
-        self.profile = core.profile
-        self.driver = Driver(
-            core.engine,
-            core.close,
-            num_threads=core.num_threads,
-            on_idle=core.idle_trim if core.budget.idle_trim_s else None,
-            idle_s=core.budget.idle_trim_s,
-        )
-        self.tenants = LLMTenants(core, self.driver)
-        self.pins = LLMPins(core, self.driver)
-        self.monitor = LLMMonitor(core, self.driver)
+        super().__init__(open_engine(config))
         self._finalizer = weakref.finalize(  # dropped without `close`, or at exit
             self, self.driver.close
         )
@@ -88,38 +68,6 @@ class LLM:
             self.close()
             raise
         _log.info("%s: %s", self.name, self.capacity)
-
-    # -- capacity ------------------------------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the cache has now."""
-        return self.core.budget.num_blocks
-
-    @property
-    def kv_memory_bytes(self) -> int:
-        """Bytes that the blocks take at most."""
-        return self.core.budget.num_bytes
-
-    @property
-    def max_num_full_sequences(self) -> int:
-        """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.core.budget.max_num_full_sequences
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        return self.core.budget.max_num_tokens
-
-    @property
-    def tiers(self) -> OpenTiers | None:
-        """The tiers below the cache; None if there are none, or once closed."""
-        return self.core.tiers
-
-    @property
-    def capacity(self) -> str:
-        """The cache's capacity, and the sizes of quantized weights, in one line."""
-        return "; ".join(filter(None, (str(self.core.budget), self.core.weights)))
 
     # -- generating ------------------------------------------------------------------------------------
 
@@ -142,7 +90,7 @@ class LLM:
         requests of the call and frees their blocks.
         """
         requests = self._requests(prompts, sampling_params, options)
-        finished = [output for output in run(self.driver, self.engine, requests, progress=progress) if output]
+        finished = [output for output in self.driver.run(requests, progress=progress) if output]
         errors = [output.error for output in finished if output.error is not None]
         if errors and len(errors) == len(finished):
             raise errors[0]
@@ -165,9 +113,7 @@ class LLM:
         if len(requests) != 1 or requests[0][1].params.n != 1:
             n = requests[0][1].params.n if requests else 1
             raise ArgumentError(f"expected one prompt with n=1 to stream, got {len(requests)} with n={n}")
-        return TextStream(
-            self.driver, *begin(self.driver, self.core, lambda engine: engine.submit(*requests[0]))
-        )
+        return TextStream(self.driver, *self.driver.begin(lambda engine: engine.submit(*requests[0])))
 
     def fork(self, request: TextStream | str, params: SamplingParams | None = None) -> TextStream:
         """Forks a request under way, given as a stream or an id: a stream that continues from its newest token.
@@ -175,12 +121,9 @@ class LLM:
         They share blocks; a partial one is copied. params: see `Engine.fork`. A conversation has its own `fork`.
         """
         parent = request if isinstance(request, str) else request.request_id
-        forked = begin(self.driver, self.core, lambda engine: engine.fork(parent, params, stream=True))
+        self._require_ready()
+        forked = self.driver.begin(lambda engine: engine.fork(parent, params, stream=True))
         return TextStream(self.driver, *forked)
-
-    def refuse_autocast(self) -> None:
-        """*raises:* ArgumentError: the calling thread is inside of `torch.autocast`."""
-        self.core.changes.refuse_autocast()
 
     def between_steps(self, function: Callable[[], Result]) -> Result:
         """Calls `function` in the engine's thread between two steps, where it may use the engine; its result."""
@@ -189,8 +132,7 @@ class LLM:
     def _requests(
         self, prompts: Any, params: Any, options: RequestKeywords, *, stream: bool = False
     ) -> list[tuple[Prompt, RequestOptions]]:
-        self.driver.require_open()
-        self.refuse_autocast()
+        self._require_ready()
         self.driver.refuse_to_wait_here()
         pairs = pair_params(prompts, params, self.tokenizer)
         return [(prompt, RequestOptions.of(own, stream=stream, **options)) for prompt, own in pairs]
@@ -203,8 +145,8 @@ class LLM:
         key: of its content, see `PrefixKey`. *raises:* PromptError.
         """
         self.driver.require_open()
-        first = Transcript.with_prompt(self.core.reader, PrefixKey.of(**key), prompt)
-        return Conversation(self.core, self.driver, first)
+        first = Transcript.with_prompt(self._opened.reader, PrefixKey.of(**key), prompt)
+        return Conversation(self._opened, first)
 
     def resume(self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]) -> Conversation:
         """The conversation that `Conversation.snapshot` has saved under a name in the disk cache.
@@ -213,22 +155,21 @@ class LLM:
         *raises:* ArgumentError: no such snapshot, or another model's; LoadError: its file is damaged.
         """
         self.driver.require_open()
-        found = self.core.load_snapshot(name, PrefixKey.of_namespace(**key), recompute=recompute)
-        return Conversation(self.core, self.driver, found)
+        saved = self._opened.load_snapshot(name, PrefixKey.of_namespace(**key), recompute=recompute)
+        return Conversation(self._opened, saved)
 
     def snapshots(self, **key: Unpack[NamespaceKeywords]) -> list[Snapshot]:
         """The snapshots of a key in the disk cache, by name."""
         self.driver.require_open()
-        return self.core.snapshots().list(self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
+        return self._opened.snapshots().list(self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 
     def remove_snapshot(self, name: str, **key: Unpack[NamespaceKeywords]) -> None:
         """*raises:* ArgumentError: no snapshot of that name."""
         self.driver.require_open()
-        self.core.snapshots().remove(name, self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
+        self._opened.snapshots().remove(name, self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 
     # -- memory ----------------------------------------------------------------------------------------
 
-    @in_driver
     def resize(self, kv_memory: str | int) -> None:
         """Changes the KV cache's budget, also while requests run; freed memory goes back to the system at once.
 
@@ -236,7 +177,16 @@ class LLM:
         preempted and computed again when there is room.
         *raises:* ArgumentError, CapacityError: nothing was changed.
         """
-        self.core.budget.resize(kv_memory)
+        self.between_steps(lambda: self._opened.budget.resize(kv_memory))
+
+    def drop(self, prompt: Any, **key: Unpack[PrefixKeywords]) -> Dropped:
+        """Drops all content that begins with a prompt from memory; tiers keep theirs. prompt, key: as for `generate`.
+
+        Blocks that requests hold are no longer findable, and free when the requests end. *raises:* PromptError;
+        ArgumentError: some of it is pinned (`pins.find`); nothing changes.
+        """
+        tokens, prefix_key = encode(prompt, self.tokenizer).token_ids, PrefixKey.of(**key)
+        return self.between_steps(lambda: self.engine.drop_prompt(tokens, prefix_key))
 
     def flush(self) -> None:
         """Stores all content of the cache in the tiers, durably, and waits for that. Does nothing without tiers.
@@ -248,15 +198,13 @@ class LLM:
             tiers.flush(self.between_steps)
             self.between_steps(self.engine.collect)
 
-    @in_driver
     def trim(self) -> None:
         """Gives the memory of all blocks that no request holds back to the system; cached prefixes are lost.
 
         The budget stays; memory is taken again as needed. An idle engine keeps cached prefixes (`idle_trim`).
         """
-        self.core.budget.trim()
+        self.between_steps(self._opened.budget.trim)
 
-    @in_driver
     def prefault(self) -> bool:
         """Takes the memory of all blocks from the system now, so that no step waits for page faults.
 
@@ -265,7 +213,7 @@ class LLM:
         in a virtual machine whose host has to find the memory first.
         *raises:* ArgumentError: another storage than "paged".
         """
-        return self.core.prefault()
+        return self.between_steps(self._opened.prefault)
 
     # -- other -----------------------------------------------------------------------------------------
 
@@ -273,23 +221,12 @@ class LLM:
         """Counts of the cache and of the engine since the start, see `docs/contracts.md`."""
         return self.monitor.stats()
 
-    @property
-    def kv_committed_bytes(self) -> int:
-        """Memory that the cache has taken from the system; 0 once closed."""
-        self.driver.process.check()
-        return self.core.bytes_committed
-
     def close(self) -> None:
         """Ends all requests, stores missing content in the tiers, frees the cache's memory, restores the model.
 
         A second call does nothing, nor does a call in a child of `os.fork`.
         """
-        if not self.driver.process.is_here:
-            return
-        try:
-            self.driver.close()
-        finally:
-            self.monitor.stop_publishing()
+        self.driver.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -9,6 +9,7 @@ Cost: O(prompt), plus the compilation of a grammar at its first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,39 +28,50 @@ from quire.scheduler.request_options import RequestOptions
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
 
-__all__ = ["RequestValidator"]
+__all__ = ["RequestValidator", "ServedModel"]
 
 _DEFAULT_MAX_TOKENS = 256
 _MAX_ID = 2**31 - 1
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The facts of a model that its requests are checked against.
+
+    max_model_len: longest sequence, prompt and output. tokenizer: None if prompts and answers are token ids.
+    eos_token_ids: tokens that end every request. sampling_defaults: see `SamplingParams.resolved`.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    tokenizer: Any = None
+    eos_token_ids: Sequence[int] = ()
+    sampling_defaults: Mapping[str, Any] | None = None
+
+
 class RequestValidator:
-    """Requests for one model over one cache: arguments as in `Engine`. eos_token_ids: tokens that end every request."""
+    """Requests for one model over one cache: arguments as in `Engine`."""
 
     def __init__(
         self,
+        model: ServedModel,
         *,
-        vocab_size: int,
-        max_model_len: int,
-        tokenizer: Any,
-        eos_token_ids: Sequence[int],
-        sampling_defaults: Mapping[str, Any] | None,
         seed: int,
         clock: Callable[[], float],
         memory_limits: MemoryLimits,
         tenants: Tenants,
         pins: Pins,
     ) -> None:
-        self._vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self._tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self._grammars = Grammars(tokenizer, vocab_size, sorted(self.eos_token_ids))
-        self._bad_words = BadWords(tokenizer, vocab_size)
-        self._sampling_defaults = sampling_defaults
-        self._rules = ModelRules(sampling_defaults or {}, vocab_size, self.eos_token_ids)
+        self._vocab_size = vocab_size = model.vocab_size
+        self.max_model_len = model.max_model_len
+        self._tokenizer = model.tokenizer
+        self.eos_token_ids = frozenset(model.eos_token_ids)
+        self._grammars = Grammars(model.tokenizer, vocab_size, sorted(self.eos_token_ids))
+        self._bad_words = BadWords(model.tokenizer, vocab_size)
+        self._sampling_defaults = model.sampling_defaults
+        self._rules = ModelRules(model.sampling_defaults or {}, vocab_size, self.eos_token_ids)
         try:
-            SamplingParams().resolved(sampling_defaults)
+            SamplingParams().resolved(model.sampling_defaults)
         except ArgumentError as error:
             raise ConfigError(
                 f"{error} of the model's generation config; correct it, or start with generation_config='none'"

@@ -11,7 +11,7 @@ Cost: O(owners) per call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,15 +40,27 @@ class MemoryLimits:
         self._cache = cache
         self._limits: dict[int, Limits] = {}
 
-    def set(self, owner_id: int, limits: Limits | None) -> None:
-        """Sets an owner's limits; None removes them. *raises:* ArgumentError: not in this cache; nothing changes."""
+    def set(
+        self, owner_id: int, limits: Limits | None, check_requests: Callable[[], None] = lambda: None
+    ) -> None:
+        """Sets an owner's limits; None removes them. check_requests: raises if a floor leaves a request no room.
+
+        *raises:* ArgumentError: not in this cache; the error of `check_requests`. Nothing changes then.
+        """
         if limits is None:
             self._limits.pop(owner_id, None)
             self._cache.set_limits(owner_id)
             return
-        if limits.floor or limits.quota >= 0 or owner_id in self._limits:
-            self._cache.set_limits(owner_id, limits.floor, limits.quota)
+        before = self._limits.copy()
         self._limits[owner_id] = limits
+        try:
+            if limits.floor:
+                check_requests()
+            if limits.floor or limits.quota >= 0 or owner_id in before:
+                self._cache.set_limits(owner_id, limits.floor, limits.quota)
+        except BaseException:
+            self._limits = before
+            raise
 
     def sum_of_floors(self) -> int:
         return sum(limits.floor for limits in self._limits.values())

@@ -10,16 +10,15 @@ always there, so that a hit on it tells nothing about earlier requests. A prompt
 served in the tenant's own namespace.
 
 Not here: enforcement (`quire.cache.manager.owners`, `tenant_quotas`).
-Cost: `resolve` O(published prefixes) comparisons.
+Cost: `resolve` O(published prefixes) comparisons; `remove` O(blocks of the tenant).
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from quire.cache.prefix_key import PrefixKey, ResolvedKey
 from quire.cache.protocol import MAX_OWNER, KVCache
 from quire.config import check_secret
 from quire.errors import ArgumentError, CapacityError
+from quire.scheduler.request import Request
 from quire.scheduler.tenant_quotas import Limits, MemoryLimits
 from quire.sizes import format_size, parse_size
 
@@ -59,10 +59,14 @@ class Tenants:
         self._published: list[Pin] = []  # the longest first
         self._owners: dict[bytes, str] = {}  # by namespace
         self._max_owners = _MAX_OWNERS
+        self.requests: Mapping[str, Request] = {}
+        """The engine's requests; a tenant that has some cannot be removed."""
+        self.check_requests: Callable[[], None] = lambda: None
+        """Raises CapacityError if a queued request no longer fits, after a change of limits."""
         self.public = self._derive_key(b"public")
         self._owners[self.public] = "(public)"
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Tenant]:
         return iter(tuple(self._by_name.values()))
 
     def __len__(self) -> int:
@@ -85,7 +89,12 @@ class Tenants:
         floor: str | int | None = None,
         priority: int = 0,
     ) -> Tenant:
-        """Adds a tenant. *raises:* ArgumentError, with the numbers: limits that do not fit; nothing changes."""
+        """Adds a tenant for `generate(..., tenant=name)`.
+
+        quota: the most bytes of KV memory that it may take; floor: bytes of its content that are never evicted for
+        others; both in whole blocks. priority: added to that of its requests, smaller is served first.
+        *raises:* ArgumentError, CapacityError: impossible limits, with the numbers; nothing was changed.
+        """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"expected a tenant's name, got {name!r}")
         if name in self._by_name:
@@ -104,7 +113,7 @@ class Tenants:
         owner_id = next(free, None)
         if owner_id is None:
             raise ArgumentError(f"expected at most {MAX_OWNER} tenants, got one more: {name!r}")
-        self._memory_limits.set(owner_id, limits)
+        self._memory_limits.set(owner_id, limits, self.check_requests)
         tenant = Tenant(name, owner_id, quota_bytes, floor_bytes, priority)
         self._by_name[name] = tenant
         self._owners[self.namespace(name)] = name
@@ -146,19 +155,25 @@ class Tenants:
             )
         return Limits(name, floor_blocks, quota_blocks), quota_bytes, floor_bytes
 
-    def remove(self, name: str) -> int:
-        """Removes a tenant and its cached content; returns the blocks made free. Its requests have ended before."""
+    def remove(self, name: str) -> None:
+        """Removes a tenant, its pins and its content in memory. Its content in lower tiers becomes unreachable.
+
+        *raises:* ArgumentError: it has requests.
+        """
         tenant = self[name]
+        open_ids = [request.request_id for request in self.requests.values() if request.tenant == name]
+        if open_ids:
+            raise ArgumentError(
+                f"expected a tenant without requests, got {name!r} with {len(open_ids)} ({open_ids[0]!r} is one)"
+            )
         for pin in self._cache.pins:
             if pin.owner_id == tenant.owner_id:
                 self._cache.pins.remove(pin)
-        num_free = 0
         for namespace in self.namespaces_of(name):
-            num_free += self._cache.drop([], namespace=namespace).num_freed
+            self._cache.drop([], namespace=namespace)
             del self._owners[namespace]
         self._memory_limits.set(tenant.owner_id, None)
         del self._by_name[name]
-        return num_free
 
     # -- places of content ---------------------------------------------------------------------------
 

@@ -7,15 +7,13 @@ like any other. Tiers are flushed in another thread.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import weakref
 
-import numpy as np
 from fastapi import APIRouter, Depends, Response
 
 from quire.cache.pins import Pin
-from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
+from quire.cache.prefix_key import NamespaceKeywords
 from quire.errors import ArgumentError, CapacityError
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant, name_of_owner
@@ -58,15 +56,15 @@ def _id(pin: Pin) -> str:
 
 def _card(service: Service, pin: Pin) -> PinCard:
     """Runs in the engine's thread."""
-    core = service.engine.core
+    engine = service.engine
     return PinCard(
         id=_id(pin),
         owner=name_of_owner(pin.owner),
-        is_published=core.engine.tenants.is_published(pin),
+        is_published=engine.tenants.is_published(pin),
         num_tokens=len(pin.tokens),
-        bytes=len(pin.block_ids) * core.cache.block_bytes,
+        bytes=len(pin.block_ids) * engine.cache.block_bytes,
         num_hits=pin.num_hits,
-        expires_in=None if pin.expires_at is None else max(0.0, pin.expires_at - core.engine.pins.now()),
+        expires_in=engine.pins.seconds_left(pin),
     )
 
 
@@ -125,36 +123,38 @@ async def unpin(pin_id: str, service: TheService) -> None:
 async def drop(body: AdminPrompt, service: TheService) -> ApiDropped:
     """Removes a prefix and its continuations from memory; tiers keep theirs. Blocks that requests hold are not found
     any more and are freed when those end. 400 where a pin has some of them."""
-    tokens, core = np.asarray(await _tokens(service, body), np.int64), service.engine.core
+    tokens, engine, namespace = await _tokens(service, body), service.engine, _namespace(body)
 
     def forget() -> ApiDropped:
-        checked = core.engine.check_tokens(tokens)
-        key = core.engine.tenants.resolve(PrefixKey.of(**_namespace(body)), checked)
-        for pin in core.cache.pins.in_what_begins_with(checked, **key.content):
+        for pin in engine.pins.find(tokens, **namespace):
             raise ArgumentError(
                 f"expected a prefix without pins, got one of which {_id(pin)} has blocks; unpin that first"
             )
-        dropped = core.engine.drop(checked, key)
+        dropped = engine.llm.drop(tokens, **namespace)
         return ApiDropped(num_freed=dropped.num_freed, num_held=dropped.num_held)
 
-    return await service.engine.between_steps(forget)
+    return await engine.between_steps(forget)
 
 
 @router.post("/resize")
 async def resize(body: Resize, service: TheService) -> Memory:
     """Changes the cache's budget while requests run. 400 where floors, pins or the machine do not allow it."""
-    budget = service.engine.core.budget
+    engine = service.engine
 
     def change() -> Memory:
         try:
-            budget.resize(body.kv_memory)
+            engine.llm.resize(body.kv_memory)
         except (OSError, MemoryError, OverflowError) as error:
             raise ArgumentError(f"the system refuses a kv_memory of {body.kv_memory}: {error}") from error
         except CapacityError as error:  # without the code of a prompt that is too long
             raise ArgumentError(str(error)) from error
-        return Memory(kv_memory_bytes=budget.num_bytes, num_blocks=budget.num_blocks, capacity=str(budget))
+        return Memory(
+            kv_memory_bytes=engine.kv_memory_bytes,
+            num_blocks=engine.num_blocks,
+            capacity=engine.cache_capacity,
+        )
 
-    return await service.engine.between_steps(change)
+    return await engine.between_steps(change)
 
 
 @router.post("/explain")
@@ -177,15 +177,15 @@ async def report(service: TheService) -> Response:
 async def flush(service: TheService, body: Flush | None = None) -> Flushed:
     """Writes memory's content to the tiers; then, if asked, evicts all unreferenced blocks."""
     body = body or Flush()  # type: ignore[call-arg]
-    core = service.engine.core
+    engine = service.engine
     if body.tiers:
-        await asyncio.to_thread(service.engine.llm.flush)
+        await engine.flush()
 
     def forget() -> int:
-        if not core.cache.can_fork:
+        if not engine.cache.can_fork:
             return 0  # this storage caches nothing
-        before = core.cache.stats()["cached"]
-        core.budget.trim()
-        return before - core.cache.stats()["cached"]
+        before = engine.cache.stats()["cached"]
+        engine.llm.trim()
+        return before - engine.cache.stats()["cached"]
 
-    return Flushed(num_freed=await service.engine.between_steps(forget) if body.memory else 0)
+    return Flushed(num_freed=await engine.between_steps(forget) if body.memory else 0)

@@ -20,7 +20,7 @@ from quire.cache.prefix_key import NamespaceKeywords
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from quire.engine.llm_tenants import LLMTenants
+    from quire.scheduler.tenants import Tenants
 
 __all__ = ["ADMIN", "ANYBODY", "ApiTenant", "KeyRing", "digest_of_key", "install", "name_of_owner"]
 
@@ -61,7 +61,7 @@ def name_of_owner(owner: str | None) -> str:
     return owner or ANYBODY.name
 
 
-def install(engine_tenants: LLMTenants, tenants: Sequence[ApiTenant]) -> None:
+def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant]) -> None:
     """Makes these the engine's tenants. Unchanged tenants keep their content.
 
     Runs in the engine's thread. *raises:* ArgumentError, CapacityError: impossible limits, or open requests of a

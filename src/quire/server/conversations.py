@@ -82,7 +82,7 @@ async def make(
     if given == "messages":  # held as messages: the first turn renders them together with its own
         text = await service.render(body.messages or [])
         tokens = await service.encode(text, add_special_tokens=False)
-        await engine.between_steps(lambda: engine.core.engine.check_tokens(tokens))
+        engine.conversation(tokens)  # refuses what no turn could begin with
     elif given is not None:
         state.append(await _plain_tokens(service, body, is_first=True))
     return _card(service.conversations.add(tenant, ConversationEntry(state, salt, body.messages or ())))

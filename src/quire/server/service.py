@@ -133,7 +133,7 @@ class Service:
 
     def _prepare(self, tenants: Sequence[ApiTenant]) -> None:
         """Runs in the engine's thread."""
-        self.engine.core.engine.use_default_max_tokens(self.engine.max_model_len)
+        self.engine.use_default_max_tokens(self.engine.max_model_len)
         install(self.engine.tenants, tenants)
 
     @property
@@ -274,9 +274,7 @@ class Service:
         failed `begin` and the end of the request release it."""
         name = first = current_request().id
         number = 1
-        # The library's own requests are looked up, not iterated over: another thread changes them.
-        others = self.engine.core.engine.scheduler.requests
-        while name in self._names or name in others:
+        while name in self._names or self.engine.has_request(name):
             number += 1
             name = f"{first}-{number}"
         self._names.add(name)

@@ -1,6 +1,6 @@
 """Conversations and snapshots.
 
 Others may use
-    conversation_core, transcript   a conversation between turns, and its tokens
+    transcript                      the tokens of a conversation between turns
     snapshots, snapshot_files       conversations saved in the disk cache, and their files
 """

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.errors import CapacityError
 from quire.sampling.params import SamplingParams
+from quire.scheduler.request_validator import ServedModel
 from quire.simulate.compared_storage import ComparedStorage
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
@@ -71,12 +73,9 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
         clock = SimulatedClock()
         runner = SimulatedRunner(opened.storage, cost, clock)
         engine = Engine(
-            runner,
-            opened.cache,
-            vocab_size=_VOCAB_SIZE,
-            max_model_len=comparison.max_model_len,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_seqs=config.max_num_seqs,
+            EngineParts(runner, opened.cache),
+            ServedModel(_VOCAB_SIZE, comparison.max_model_len),
+            limits=StepLimits(config.max_batch_tokens, config.max_num_seqs),
             clock=clock,
         )
         meter = Meter(opened.cache, runner)

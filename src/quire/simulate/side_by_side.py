@@ -20,9 +20,11 @@ from quire.baselines.row_cache import RowCache
 from quire.cache.block_map import CACHED, IN_FLIGHT
 from quire.config import STORAGES, EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_validator import ServedModel
 from quire.simulate.compared_storage import ComparedStorage
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock, SimulatedRunner
@@ -78,12 +80,9 @@ class _Side:
         self.storage, self.cache = opened.storage, opened.cache
         self.clock = SimulatedClock()
         self.engine = Engine(
-            SimulatedRunner(self.storage, CostLine(), self.clock),
-            self.cache,
-            vocab_size=_VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            max_batch_tokens=_MAX_BATCH_TOKENS,
-            max_num_seqs=_MAX_NUM_SEQS,
+            EngineParts(SimulatedRunner(self.storage, CostLine(), self.clock), self.cache),
+            ServedModel(_VOCAB_SIZE, MAX_MODEL_LEN),
+            limits=StepLimits(_MAX_BATCH_TOKENS, _MAX_NUM_SEQS),
             clock=self.clock,
         )
         self.num_refused = self.num_done = 0

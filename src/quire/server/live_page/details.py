@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from quire.baselines.row_cache import RowCache
-from quire.engine.core import EngineCore
+from quire.engine.engine_view import EngineView
 from quire.scheduler.request import RequestSequence
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import name_of_owner
@@ -28,10 +28,10 @@ _MAX_WORD = 16  # characters of the word within which a branch begins
 _NUM_WORD_TOKENS = 8  # searched for that word
 
 
-def block_details(core: EngineCore, block_id: int, last: int | None = None) -> dict[str, Any]:
+def block_details(view: EngineView, block_id: int, last: int | None = None) -> dict[str, Any]:
     """State, holders and tokens of a block; of all blocks up to `last`, if the storage has rows. *raises:* ApiError:
     no block has that number."""
-    cache = core.cache
+    cache = view.cache
     blocks = cache.block_map()
     last = block_id if last is None else last
     if not 0 <= block_id <= last < len(blocks.states):
@@ -43,11 +43,10 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
             code="no_such_block",
         )
     if isinstance(cache, RowCache):
-        return _row_details(core, cache, block_id, last)
+        return _row_details(view, cache, block_id, last)
     if last != block_id:
         raise ApiError(400, f"expected one {cache.block_name}, got {block_id} to {last}", param="last")
-    running = [sequence for sequence in core.engine.scheduler.running if sequence.cache_sequence is not None]
-    holders = [sequence for sequence in running if (table_of(core, sequence) == block_id).any()]
+    holders = [sequence for sequence in view.running if (table_of(view, sequence) == block_id).any()]
     details: dict[str, Any] = {
         "block": block_id,
         "last": block_id,
@@ -64,9 +63,9 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
     content = cache.content_of(block_id)
     if content is not None:
         tokens, num_own = content.tokens, content.num_own
-        details["tenant"] = name_of_owner(core.engine.tenants.owner_of(content.namespace))
+        details["tenant"] = name_of_owner(view.tenants.owner_of(content.namespace))
     elif holders:  # just computed, or about to be
-        tokens, num_own = _tokens_at(core, holders[0], block_id)
+        tokens, num_own = _tokens_at(view, holders[0], block_id)
         details["tenant"] = name_of_owner(holders[0].request.tenant)
     else:
         return details
@@ -77,10 +76,10 @@ def block_details(core: EngineCore, block_id: int, last: int | None = None) -> d
     return details
 
 
-def _row_details(core: EngineCore, cache: RowCache, block_id: int, last: int) -> dict[str, Any]:
+def _row_details(view: EngineView, cache: RowCache, block_id: int, last: int) -> dict[str, Any]:
     """Likewise for a range of tokens or pages, with the tokens of the first sequence in it. A page has one layer's
     part of many tokens, so all tokens of its sequence are given."""
-    running = {s.cache_sequence.id: s for s in core.engine.scheduler.running if s.cache_sequence is not None}
+    running = {sequence.cache_sequence.id: sequence for sequence in view.running}
     spans = [
         (row, first, count)
         for row, first, count in cache.spans()
@@ -117,11 +116,11 @@ def _row_details(core: EngineCore, cache: RowCache, block_id: int, last: int) ->
     return details
 
 
-def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tuple[Any, int]:
+def _tokens_at(view: EngineView, sequence: RequestSequence, block_id: int) -> tuple[Any, int]:
     """The sequence's tokens up to the block's last, and the number of those in the block."""
-    groups = core.cache.spec.groups
-    for group in range(core.cache.num_groups):
-        size = groups[group].tokens_per_block(core.cache.block_size)
+    groups = view.cache.spec.groups
+    for group in range(view.cache.num_groups):
+        size = groups[group].tokens_per_block(view.cache.block_size)
         places = (sequence.cache_sequence.block_table(group) == block_id).nonzero()[0]
         if len(places):
             first = int(places[0]) * size
@@ -130,19 +129,14 @@ def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tu
     return sequence.cache_sequence.tokens[:0], 0
 
 
-def sequence_details(core: EngineCore, request_id: str, index: int) -> dict[str, Any]:
+def sequence_details(view: EngineView, request_id: str, index: int) -> dict[str, Any]:
     """A sequence with blocks: its whole block table and its tokens. *raises:* ApiError: it has ended."""
-    scheduler = core.engine.scheduler
-    for sequence in (*scheduler.running, *scheduler.loading):
-        if (
-            sequence.request.request_id == request_id
-            and sequence.index == index
-            and sequence.cache_sequence is not None
-        ):
+    for sequence in (*view.running, *view.loading):
+        if sequence.request.request_id == request_id and sequence.index == index:
             tokens = sequence.cache_sequence.tokens
             return {
                 **_holder(sequence),
-                "runs": runs_of(table_of(core, sequence)),
+                "runs": runs_of(table_of(view, sequence)),
                 "num_tokens": len(tokens),
                 "tokens": tokens[-_MAX_TOKENS:].tolist(),
             }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,8 +29,9 @@ from quire.baselines.row_cache import RowCache
 from quire.cache.block_map import CACHED, HELD, IN_FLIGHT, PINNED, BlockMap
 from quire.cache.protocol import shares_prefixes
 from quire.cache.tree_view import STATES, TreeView
-from quire.engine.core import EngineCore
+from quire.engine.engine_view import EngineView
 from quire.observe.history import Loss
+from quire.observe.tree_mirror import Block
 from quire.scheduler.request import RequestSequence
 from quire.server.api_keys import name_of_owner
 from quire.tiers.tier_worker import TierCounts
@@ -86,8 +87,8 @@ class PageSnapshot:
     """Copies that do not change any more. owners: the tenants of the namespaces.
 
     committed_bytes: memory that the cache has taken from the system; None if not measured. mirror_now: time of the
-    clock of the cache's mirror. beginnings: by node id, the tokens of some nodes that the mirror lacks (partial
-    blocks).
+    clock of the cache's mirror. known_blocks: the mirror's, by node; they change, so look up one at a time.
+    beginnings: by node id, the tokens of some nodes that the mirror lacks (partial blocks).
 
     evictions_by_reason: numbers of blocks evicted since the start. num_losses: length of the log of losses since the
     start. losses: the latest, newest first, if there are new ones; tenants: by number, the name and the quota in
@@ -109,6 +110,7 @@ class PageSnapshot:
     tree: TreeView | None
     beginnings: dict[int, NDArray[np.int32]]
     mirror_now: float
+    known_blocks: Mapping[int, Block]
     evictions_by_reason: dict[str, int]
     num_losses: int
     losses: list[Loss] | None
@@ -117,10 +119,10 @@ class PageSnapshot:
     slow_cpu_s: float
 
 
-def table_of(core: EngineCore, sequence: RequestSequence) -> NDArray[np.int32]:
+def table_of(view: EngineView, sequence: RequestSequence) -> NDArray[np.int32]:
     """All blocks of a running sequence by its block tables, without those behind a window; for a storage that keeps a
     sequence in one piece, the blocks of its range."""
-    cache = core.cache
+    cache = view.cache
     if isinstance(cache, RowCache):
         spans = cache.spans()
         ranges = [
@@ -135,7 +137,7 @@ def table_of(core: EngineCore, sequence: RequestSequence) -> NDArray[np.int32]:
 
 
 def collect(
-    core: EngineCore,
+    view: EngineView,
     tiers: Sequence[TierCounts],
     *,
     with_sequences: bool,
@@ -149,28 +151,17 @@ def collect(
     num_known_losses: with the tree, the latest losses are copied if their number differs from this one.
     """
     began = time.thread_time()
-    scheduler, now = core.engine.scheduler, core.engine.scheduler.clock()
-    open_sequences = (*scheduler.running, *scheduler.loading) if with_sequences else ()
-    waiting = (
-        (*scheduler.waiting[:_MAX_SEQUENCES], *scheduler.paused_waiting[:_MAX_SEQUENCES])
-        if with_sequences
-        else ()
-    )
-    cache_sequences = [
-        _sequence_row(core, sequence, now)
-        for sequence in open_sequences
-        if sequence.cache_sequence is not None
-    ]
-    waiting_rows = [_sequence_row(core, sequence, now) for sequence in waiting[:_MAX_SEQUENCES]]
-    cache, history = core.cache, None if core.monitor is None else core.monitor.history
+    now = view.now()
+    open_sequences = (*view.running, *view.loading) if with_sequences else ()
+    waiting = view.waiting(_MAX_SEQUENCES) if with_sequences else ()
+    cache_sequences = [_sequence_row(view, sequence, now) for sequence in open_sequences]
+    waiting_rows = [_sequence_row(view, sequence, now) for sequence in waiting]
+    cache, history = view.cache, view.history
     slow_began = time.thread_time()
-    mirror_now = 0.0
-    if with_tree and core.monitor is not None:
-        core.monitor.feed.collect()
-        mirror_now = core.monitor.mirror.clock()
-    committed_bytes = core.bytes_committed if with_committed else None
+    mirror_now = view.update_mirror() if with_tree else 0.0
+    committed_bytes = view.bytes_committed if with_committed else None
     tree = cache.tree() if with_tree and shares_prefixes(cache) else None
-    beginnings = {} if tree is None else _beginnings(core, tree)
+    beginnings = {} if tree is None else _beginnings(view, tree)
     num_losses = 0 if history is None else history.losses.num_added
     losses = None
     if history is not None and with_tree and num_losses != num_known_losses:
@@ -179,9 +170,9 @@ def collect(
     blocks = cache.block_map()
     return PageSnapshot(
         at=time.time(),
-        stats=core.engine.stats(),
+        stats=view.stats(),
         blocks=blocks,
-        owners={namespace: core.engine.tenants.owner_of(namespace) for namespace in blocks.namespaces},
+        owners={namespace: view.tenants.owner_of(namespace) for namespace in blocks.namespaces},
         block_bytes=cache.block_bytes,
         block_size=cache.block_size,
         block_name=cache.block_name,
@@ -192,6 +183,7 @@ def collect(
         tree=tree,
         beginnings=beginnings,
         mirror_now=mirror_now,
+        known_blocks=view.known_blocks,
         evictions_by_reason=(
             {} if history is None else {reason: spans.count for reason, spans in history.evictions.items()}
         ),
@@ -199,20 +191,20 @@ def collect(
         losses=losses,
         tenants={
             tenant.owner_id: (tenant.name, _blocks(tenant.quota_bytes, cache.block_bytes))
-            for tenant in (core.engine.tenants if losses else ())
+            for tenant in (view.tenants if losses else ())
         },
         cpu_s=time.thread_time() - began - slow_cpu_s,
         slow_cpu_s=slow_cpu_s,
     )
 
 
-def _sequence_row(core: EngineCore, sequence: RequestSequence, now: float) -> SequenceRow:
+def _sequence_row(view: EngineView, sequence: RequestSequence, now: float) -> SequenceRow:
     is_open = sequence.cache_sequence is not None
     return SequenceRow(
         id=sequence.request.request_id,
         index=sequence.index,
         tenant=name_of_owner(sequence.request.tenant),
-        phase=core.engine.scheduler.phase_of(sequence),
+        phase=view.phase_of(sequence),
         is_preempted=sequence.is_preempted,
         is_swapped=sequence.swapped is not None,
         num_prompt_tokens=len(sequence.request.prompt_token_ids),
@@ -220,7 +212,7 @@ def _sequence_row(core: EngineCore, sequence: RequestSequence, now: float) -> Se
         num_computed=sequence.num_computed,
         num_cached=sequence.request.num_cached_tokens,
         age_s=now - sequence.request.arrival_s,
-        table=table_of(core, sequence) if is_open else np.empty(0, np.int32),
+        table=table_of(view, sequence) if is_open else np.empty(0, np.int32),
     )
 
 
@@ -228,9 +220,9 @@ def _blocks(num_bytes: int | None, block_bytes: int) -> int | None:
     return None if num_bytes is None else num_bytes // block_bytes
 
 
-def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]]:
+def _beginnings(view: EngineView, tree: TreeView) -> dict[int, NDArray[np.int32]]:
     """Tokens of the newest partial blocks. O(tokens before each)."""
-    node_tokens = core.cache.spec.tokens_per_node(core.cache.block_size)
+    node_tokens = view.cache.spec.tokens_per_node(view.cache.block_size)
     partial = np.flatnonzero(tree.num_tokens < node_tokens)
     newest = partial[np.argsort(tree.node_ids[partial])[-_MAX_PARTIAL:]]
     tokens_of_node = {}
@@ -239,7 +231,7 @@ def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]
         tree.node_ids[newest].tolist(), starts.tolist(), tree.block_ids[newest], strict=True
     ):
         present = block_ids[block_ids >= 0]
-        content = core.cache.content_of(int(present[0])) if len(present) else None
+        content = view.cache.content_of(int(present[0])) if len(present) else None
         if content is not None:
             tokens_of_node[node] = content.tokens[start:]
     return tokens_of_node

@@ -71,7 +71,7 @@ async def block(
     service: TheService, block_id: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
 ) -> Response:
     """A block of the cache: state, holders and tokens. last: describes a range of tokens or pages."""
-    details = await service.engine.between_steps(lambda: block_details(service.engine.core, block_id, last))
+    details = await service.engine.between_steps(lambda: block_details(service.engine.view, block_id, last))
     return _shown(details, service)
 
 
@@ -79,7 +79,7 @@ async def block(
 async def sequence(service: TheService, request_id: str, index: int = Path(ge=0, lt=2**31)) -> Response:
     """A running sequence: its whole block table and its newest tokens."""
     details = await service.engine.between_steps(
-        lambda: sequence_details(service.engine.core, request_id, index)
+        lambda: sequence_details(service.engine.view, request_id, index)
     )
     return _shown(details, service)
 

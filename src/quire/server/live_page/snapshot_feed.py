@@ -137,7 +137,7 @@ class SnapshotFeed:
 
         def snapshot_now() -> PageSnapshot:
             return collect(
-                self._service.engine.core,
+                self._service.engine.view,
                 tiers,
                 with_sequences=is_private,
                 with_tree=is_private and is_due,
@@ -155,13 +155,12 @@ class SnapshotFeed:
         self.number += 1
         await self._notify()
 
-    def _known(self, snapshot: PageSnapshot) -> Known:
+    @staticmethod
+    def _known(snapshot: PageSnapshot) -> Known:
         """Ages of nodes by the mirror; its blocks are looked up one by one, as it changes meanwhile."""
-        monitor = self._service.engine.core.monitor
-        blocks = {} if monitor is None else monitor.mirror.by_id
 
         def known(node: int) -> tuple[float, float] | None:
-            block = blocks.get(node)
+            block = snapshot.known_blocks.get(node)
             if block is None:
                 return None
             now = snapshot.mirror_now
@@ -169,12 +168,10 @@ class SnapshotFeed:
 
         return known
 
-    def _tokens(self, snapshot: PageSnapshot) -> Tokens:
-        monitor = self._service.engine.core.monitor
-        blocks = {} if monitor is None else monitor.mirror.by_id
-
+    @staticmethod
+    def _tokens(snapshot: PageSnapshot) -> Tokens:
         def tokens(node: int) -> list[int] | None:
-            block = blocks.get(node)
+            block = snapshot.known_blocks.get(node)
             node_tokens = snapshot.beginnings.get(node) if block is None else block.tokens
             return None if node_tokens is None else node_tokens.tolist()
 

@@ -1,4 +1,4 @@
-"""`ConversationCore`: the part of a conversation that blocking and awaited conversations share.
+"""`ConversationCore`: a conversation without its waiting: tokens that grow turn by turn, fork, rewind, and snapshots.
 
 Between turns it is only its tokens and holds no block, so that an idle conversation takes no KV memory. A turn is a
 request over all tokens so far, which finds their keys and values in memory (blocks shared, at most a partial one
@@ -16,23 +16,33 @@ Cost: O(tokens) host memory, 4 bytes each; a turn is one request.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.cache.protocol import KVCache
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.tenants import Tenants
+from quire.scheduler.prompts import Prompt
+from quire.scheduler.request_options import CachePriority, RequestOptions
 from quire.sessions.transcript import Transcript
 
-__all__ = ["ConversationCore", "num_found"]
+if TYPE_CHECKING:
+    from quire.engine.open_engine import OpenEngine
+    from quire.offload.offloaded_sequence import InEngine
+    from quire.sessions.snapshots import Snapshot, SnapshotLimits
+
+__all__ = ["ConversationCore"]
+
+_ids = itertools.count()
 
 
 class ConversationCore:
     """See the module's text. For one thread, or one event loop, at a time."""
 
-    def __init__(self, transcript: Transcript) -> None:
+    def __init__(self, opened: OpenEngine, transcript: Transcript) -> None:
+        self._opened = opened
         self._transcript = transcript
         self._turn: str | None = None  # request under way
         self._closed = False
@@ -60,15 +70,52 @@ class ConversationCore:
         self._transcript = self._transcript.appended(content, extra_keys or {})
         return len(self)
 
-    def _params_of_turn(self, params: SamplingParams | None) -> SamplingParams:
-        """*raises:* ArgumentError: no turn can begin now, or not with these parameters."""
+    def turn_request(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_priority: CachePriority = "normal",
+        deltas: bool = False,
+    ) -> tuple[Prompt, RequestOptions]:
+        """The request of a turn. *raises:* ArgumentError: no turn can begin now, or not with these parameters."""
         self._require_idle()
-        params = params or SamplingParams()
+        params, transcript = params or SamplingParams(), self._transcript
         if params.n != 1:
             raise ArgumentError(
                 f"expected n=1 for a conversation's turn, got n={params.n}; fork it for several answers"
             )
-        return params
+        name = request_id or f"turn-{next(_ids)}"
+        options = RequestOptions(
+            params, transcript.key, priority, cache_priority, stream=True, deltas=deltas, request_id=name
+        )
+        return Prompt(None, transcript.token_ids), options
+
+    def _end_turn(self, answer: Sequence[int]) -> None:
+        self._turn = None
+        self._transcript = self._with_answer(answer)
+
+    def _with_answer(self, answer: Sequence[int]) -> Transcript:
+        return self._transcript.continued(answer) if answer else self._transcript
+
+    def _rewind(self, position: int) -> int:
+        """See `Conversation.rewind`. For the engine's thread."""
+        self._require_idle()
+        transcript = self._transcript.rewound(position)
+        key = self._opened.engine.tenants.resolve(transcript.key, transcript.token_ids)
+        found = self._opened.cache.match(transcript.token_ids, **key.content)
+        self._transcript = transcript
+        return found.num_tokens
+
+    def _save(
+        self, in_engine: InEngine, name: str, *, overwrite: bool, limits: SnapshotLimits | None = None
+    ) -> Snapshot:
+        """See `Conversation.snapshot`. in_engine: runs the calls that touch the engine."""
+        self._require_idle()
+        return self._opened.save_snapshot(
+            name, self._transcript, in_engine, overwrite=overwrite, limits=limits
+        )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -81,9 +128,3 @@ class ConversationCore:
                 "expected a conversation whose last turn has ended, got one that is being answered; read the answer "
                 "to its end, close it, or fork the conversation"
             )
-
-
-def num_found(transcript: Transcript, tenants: Tenants, cache: KVCache) -> int:
-    """Leading tokens of a transcript that memory has now. For the engine's thread."""
-    key = tenants.resolve(transcript.key, transcript.token_ids)
-    return cache.match(transcript.token_ids, **key.content).num_tokens

@@ -1,4 +1,4 @@
-"""`LLMMonitor`: explanations, events and reports of an LLM's cache, for any thread.
+"""`EngineMonitor`: explanations, events and reports of an engine's cache: `llm.monitor.report()`.
 
 Not here: the records of the cache (`quire.engine.monitor.CacheMonitor`), which this class reads.
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
 from quire.cache.prefix_key import PrefixKey, PrefixKeywords
+from quire.cache.protocol import KVCache
 from quire.cache.report import aligned, report
-from quire.engine.core import EngineCore
-from quire.engine.driver import Driver, in_driver
+from quire.engine.driver_proxy import in_caller
+from quire.engine.engine import Engine
 from quire.engine.prompt_explanation import OnDisk, PromptExplanation, Question, explain
 from quire.errors import ArgumentError
 from quire.observe.kv_events import EventBatch
 from quire.observe.prefixes import prefix_table
 from quire.observe.publisher import KVEventPublisher
-from quire.offload.open_tiers import fingerprint_tag
+from quire.offload.open_tiers import OpenTiers, fingerprint_tag
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import encode
 from quire.scheduler.request_options import RequestOptions
@@ -30,18 +31,31 @@ if TYPE_CHECKING:
     from quire.engine.monitor import CacheMonitor
     from quire.tiers.tier_worker import TierCounts
 
-__all__ = ["LLMMonitor"]
+__all__ = ["EngineMonitor"]
+
+Result = TypeVar("Result")
 
 
-class LLMMonitor:
-    """See the module's text."""
+class EngineMonitor:
+    """See the module's text.
 
-    def __init__(self, core: EngineCore, driver: Driver) -> None:
-        self._core = core
-        self._engine, self._cache = core.engine, core.cache
+    open_tiers: the tiers; None if there are none, or once closed. memory_stats: the counts of memory and weights.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache,
+        tokenizer: Any,
+        open_tiers: Callable[[], OpenTiers | None],
+        memory_stats: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._engine, self._cache, self._tokenizer = engine, cache, tokenizer
+        self._open_tiers = open_tiers
+        self._memory_stats = memory_stats
         self._publishers: list[tuple[KVEventPublisher, Callable[[], None]]] = []
-        self.driver = driver
 
+    @in_caller
     def explain(
         self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
     ) -> PromptExplanation:
@@ -51,10 +65,9 @@ class LLMMonitor:
         named. Waits for tiers, 5 s at most; steps of other threads go on meanwhile.
         *raises:* PromptError, ArgumentError.
         """
-        prefix_key = PrefixKey.of(**key)
-        self.driver.require_open()
-        monitor, tiers = self._require_monitor(), self._core.tiers
-        tokens = encode(prompt, self._core.tokenizer).token_ids
+        prefix_key, tiers = PrefixKey.of(**key), self._open_tiers()
+        monitor = self._require_monitor()
+        tokens = encode(prompt, self._tokenizer).token_ids
         is_administrator = prefix_key.tenant is None if as_administrator is None else as_administrator
 
         def ask() -> Question:
@@ -66,14 +79,19 @@ class LLMMonitor:
             monitor,
             self._engine.tenants,
             ask,
-            self.driver.call_open,
+            self._in_engine,
             loads=None if tiers is None else tiers.loads,
             on_disk=self._on_disk,
         )
 
+    def _in_engine(self, function: Callable[[], Result]) -> Result:
+        """Calls a function; through a proxy, in the driver's thread."""
+        return function()
+
+    @in_caller
     def _on_disk(self, question: Question, reached: int) -> OnDisk:
         """The disk cache's content under the key's root, and a longer prefix under another root, if visible."""
-        tiers, tokens, key, tenant = self._core.tiers, question.tokens, question.key, question.tenant
+        tiers, tokens, key, tenant = self._open_tiers(), question.tokens, question.key, question.tenant
         if tiers is None or tiers.disk is None or key.num_published:
             return OnDisk()
         from quire.cache.block_hash import root_key
@@ -98,7 +116,6 @@ class LLMMonitor:
                 elsewhere = "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
         return OnDisk(elsewhere, differs_at, behind)
 
-    @in_driver
     def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
         """Calls `callback(batch)` with KV events: first all blocks of memory and tiers, then each change.
 
@@ -109,7 +126,6 @@ class LLMMonitor:
         monitor.collect()
         return monitor.subscribers.add(callback)
 
-    @in_driver
     def publish_events(
         self,
         endpoint: str = "tcp://127.0.0.1:5557",
@@ -131,17 +147,17 @@ class LLMMonitor:
             publisher.close()
         self._publishers.clear()
 
+    @in_caller
     def tier_counts(self) -> tuple[TierCounts, ...]:
         """The counts of each tier, top down. May wait for a disk, without delaying steps of other threads."""
-        self.driver.process.check()
-        tiers = self._core.tiers
+        tiers = self._open_tiers()
         return () if tiers is None else tiers.stack.stats().tiers
 
+    @in_caller
     def report(self) -> str:
         """The cache as tables: states and owners of its blocks, the largest prefixes, pins, tenants, tiers."""
         return self._report(self.tier_counts())
 
-    @in_driver
     def _report(self, tiers: Sequence[TierCounts]) -> str:
         tenants, monitor = self._engine.tenants, self._engine.monitor
         names = {0: "nobody", **{tenant.owner_id: tenant.name for tenant in tenants}}
@@ -180,11 +196,11 @@ class LLMMonitor:
             rows.append((pin.owner or "-", len(pin.tokens), size, pin.num_hits, left))
         return aligned(rows) if len(rows) > 1 else ""
 
+    @in_caller
     def stats(self) -> dict[str, Any]:
         """See `LLM.stats`."""
         return self._stats(self.tier_counts())
 
-    @in_driver
     def _stats(self, tiers: Sequence[TierCounts]) -> dict[str, Any]:
         stats, use, monitor = self._engine.stats(), self._cache.memory_use(), self._engine.monitor
         found, size = stats["hit_tokens_by_tier"], self._cache.block_bytes
@@ -202,16 +218,13 @@ class LLMMonitor:
             "pinned_bytes": stats["pinned"] * size,
             "num_tenants": len(self._engine.tenants),
             **({} if monitor is None else monitor.stats()),
-            "kv_memory_bytes": self._core.budget.num_bytes,
-            "kv_committed_bytes": self._core.bytes_committed,
             "kv_reserved_bytes": use.reserved,
             "kv_used_bytes": use.used,
             "kv_peak_bytes": use.peak,
-            "weight_bytes": dict(self._core.weight_bytes),
-            "kv_dtype": self._core.spec.kv_dtype_by_layers,
-            "by_own_forward": self._core.prepared.by_own_forward,
+            **self._memory_stats(),
         }
 
+    @in_caller
     def _require_monitor(self) -> CacheMonitor:
         if self._engine.monitor is None:
             raise ArgumentError(

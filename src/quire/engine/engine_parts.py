@@ -1,0 +1,53 @@
+"""`EngineParts` and `StepLimits`: the parts that an `Engine` runs, and how much one step may compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.cache.protocol import KVCache
+from quire.engine.monitor import CacheMonitor
+from quire.engine.profile import Profile
+from quire.offload.store import TierStores
+from quire.offload.swap import Swap
+from quire.offload.throughputs import Throughputs
+from quire.offload.tier_load import TierLoads
+from quire.scheduler.request import RequestSequence
+from quire.step import Batch
+
+__all__ = ["EngineParts", "StepLimits", "StepRunner"]
+
+
+class StepRunner(Protocol):
+    """Computes a step: `quire.engine.runner.Runner`, or a fake."""
+
+    def run(self, step: Batch[RequestSequence], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """watermark: share of the blocks that stays free when a request is admitted."""
+
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 256
+    watermark: float = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """cache: a `quire.Cache` for this engine only. swap: None recomputes preempted requests.
+
+    speeds: measurements of swap, loads and steps; the engine updates them. loads, stores: None without tiers.
+    monitor: records the cache's events and ended requests (`monitor.py`); None if prefixes are not shared.
+    profile: records the times of every step. native: the extension, None without it.
+    """
+
+    runner: StepRunner
+    cache: KVCache
+    swap: Swap | None = None
+    speeds: Throughputs = field(default_factory=Throughputs)
+    loads: TierLoads | None = None
+    stores: TierStores | None = None
+    monitor: CacheMonitor | None = None
+    profile: Profile | None = None
+    native: Any = None
