@@ -1,7 +1,7 @@
 """Rows in torch tensors, or in buffers of a device: `growing` and `contiguous`.
 
-    growing     room for 128 + layer % 64 tokens more than are needed; when it is full, a larger buffer replaces it and
-                the past is copied. The room differs by layer, so that layers seldom copy in the same step.
+    growing     room for `spare_tokens` of the layer more than are needed; when it is full, a larger buffer replaces it
+                and the past is copied.
     contiguous  room for `max_length` tokens from the start, and never more.
 
 Neither can share: a fork copies. The limit counts whole buffers, written or not; during a replacement the old `growing`
@@ -25,13 +25,11 @@ from quire.errors import CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
 from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.memory.device_memory import DeviceMemory
+from quire.memory.spare_tokens import spare_tokens
 from quire.process import ForkSafeLock
 from quire.sizes import format_size
 
 __all__ = ["DenseMemory", "DenseRows"]
-
-_MORE_TOKENS = 128
-_SPREAD = 64
 
 
 class DenseMemory:
@@ -76,7 +74,7 @@ class DenseMemory:
                     "cache with a larger max_length"
                 )
             if need.stop - rows.origin > rows.capacity:
-                tokens = need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD
+                tokens = need.stop - need.first + spare_tokens(rows.layer)
                 growing.append((need, tokens))
                 more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
         if growing:
@@ -101,13 +99,9 @@ class DenseMemory:
         for need in needs:
             rows = need.rows
             assert isinstance(rows, DenseRows)
-            new = DenseRows(self, len(order), rows.token_bytes, rows.spread)
-            if self.set_aside:
-                selected.append((new, rows.origin, rows.capacity))
-            else:
-                selected.append(
-                    (new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD)
-                )
+            new = DenseRows(self, len(order), rows.token_bytes, rows.layer)
+            capacity = rows.capacity if self.set_aside else need.stop - need.first + spare_tokens(rows.layer)
+            selected.append((new, rows.origin if self.set_aside else need.first, capacity))
         with self._lock:
             if selected:
                 more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
@@ -145,8 +139,8 @@ class DenseMemory:
 class DenseRows:
     """Rows in one buffer of `num_rows + 1` times `capacity` tokens; the last part is never touched."""
 
-    def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, spread: int) -> None:
-        self.num_rows, self.token_bytes, self.spread = num_rows, token_bytes, spread
+    def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, layer: int) -> None:
+        self.num_rows, self.token_bytes, self.layer = num_rows, token_bytes, layer
         self.capacity = self.origin = 0
         self.device = memory.device
         self._buffer = DeviceBuffer(self.device, 0)

@@ -54,7 +54,7 @@ from quire.sizes import format_size
 
 __all__ = ["load", "save"]
 
-_PIECE_BYTES = 1 << 20  # of a row, digested and written, or read, at a time: it stays in a core's cache
+_PIECE_BYTES = 1 << 20  # of a row, digested and written, or read, at a time
 
 
 def save(cache: FileCache, path: Path, model: PreTrainedModel) -> None:
