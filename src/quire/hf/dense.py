@@ -22,7 +22,7 @@ import torch
 
 from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
-from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, check_length, check_room
 from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.memory.device_memory import DeviceMemory
 from quire.memory.spare_tokens import spare_tokens
@@ -66,13 +66,8 @@ class DenseMemory:
         growing: list[tuple[Need, int]] = []
         more = 0
         for need in needs:
-            rows = need.rows
-            assert isinstance(rows, DenseRows)
-            if self.max_length is not None and need.stop > self.max_length:
-                raise CapacityError(
-                    f"expected at most max_length={self.max_length} tokens in a row, got {need.stop}; make the "
-                    "cache with a larger max_length"
-                )
+            rows = _dense(need)
+            check_length(need.stop, self.max_length)
             if need.stop - rows.origin > rows.capacity:
                 tokens = need.stop - need.first + spare_tokens(rows.layer)
                 growing.append((need, tokens))
@@ -81,15 +76,13 @@ class DenseMemory:
             with self._lock:
                 self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
                 for need, tokens in growing:
-                    assert isinstance(need.rows, DenseRows)
-                    need.rows.replace(need.first, need.start, tokens)
+                    _dense(need).replace(need.first, need.start, tokens)
 
     def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
         moved = [row for row, source in enumerate(order) if row != source]
         for need in needs:
             if moved and need.first < need.stop:
-                assert isinstance(need.rows, DenseRows)
-                tokens = need.rows.tokens(need.first, need.stop)
+                tokens = _dense(need).tokens(need.first, need.stop)
                 sources = read(self.device, tokens)[[order[row] for row in moved]]  # a copy
                 for row, source in zip(moved, sources, strict=True):
                     write(self.device, tokens[row], source)
@@ -97,8 +90,7 @@ class DenseMemory:
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         selected: list[tuple[DenseRows, int, int]] = []
         for need in needs:
-            rows = need.rows
-            assert isinstance(rows, DenseRows)
+            rows = _dense(need)
             new = DenseRows(self, len(order), rows.token_bytes, rows.layer)
             capacity = rows.capacity if self.set_aside else need.stop - need.first + spare_tokens(rows.layer)
             selected.append((new, rows.origin if self.set_aside else need.first, capacity))
@@ -108,8 +100,7 @@ class DenseMemory:
                 self._check(more, needs[0].stop, len(order))
             for (new, origin, capacity), need in zip(selected, needs, strict=True):
                 new.replace(origin, origin, capacity)
-                assert isinstance(need.rows, DenseRows)
-                source = read(self.device, need.rows.tokens(need.first, need.stop))
+                source = read(self.device, _dense(need).tokens(need.first, need.stop))
                 target = new.tokens(need.first, need.stop)
                 for row, chosen in enumerate(order):
                     write(self.device, target[row], source[chosen])
@@ -118,7 +109,7 @@ class DenseMemory:
 
     def take_state(self, num_bytes: int, purpose: str) -> None:
         with self._lock:
-            refuse_state(purpose, num_bytes, self.used_bytes, self.limit_bytes)
+            check_room(purpose, num_bytes, self.used_bytes, self.limit_bytes)
             self.used.add(num_bytes)
 
     def give_state(self, num_bytes: int) -> None:
@@ -126,14 +117,11 @@ class DenseMemory:
 
     def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""
-        used = self.used_bytes
-        if used + more_bytes > self.limit_bytes:
-            raise CapacityError(
-                f"expected {num_tokens} tokens in {num_rows} rows to fit into kv_memory of "
-                f"{format_size(self.limit_bytes)}, with {format_size(used)} in use they need "
-                f"{format_size(more_bytes)} more; raise kv_memory"
-                + (", or lower max_length, which is reserved in full" if self.set_aside else "")
-            )
+        advice = (
+            "or lower max_length, which is reserved in full" if self.set_aside else "or drop unneeded forks"
+        )
+        purpose = f"{num_tokens} tokens in {num_rows} rows"
+        check_room(purpose, more_bytes, self.used_bytes, self.limit_bytes, advice)
 
 
 class DenseRows:
@@ -188,3 +176,8 @@ class DenseRows:
         """Positions [first, stop) of all rows, uint8 [num_rows, stop - first, token_bytes]."""
         whole = self.buffer.view(self.num_rows + 1, self.capacity, self.token_bytes)
         return whole[: self.num_rows, first - self.origin : stop - self.origin]
+
+
+def _dense(need: Need) -> DenseRows:
+    assert isinstance(need.rows, DenseRows)
+    return need.rows
