@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import errno
 import gc
-import hashlib
 import io
+import json
 import os
 import random
 import signal
@@ -20,14 +20,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.architectures import tiny
 from support.faulty_calls import FaultyCalls
 from support.hf_case import STORAGES, model_of, quire_cache
 
 from quire.atomic_file import FileCalls
+from quire.attention.codecs import codec_of
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, restore, virtual
+from quire.hf.state_layers import BoundStates
 from quire.memory.placement import MappingBudget, MemfdBackend, PlacementHeap
+from quire.model.fingerprint import fingerprint
 
 OPTIONS = {"kv_memory": "64MiB", "piece_size": 4096, "max_length": 256}
 
@@ -67,63 +72,134 @@ def test_every_storage_reads_what_another_wrote(tmp_path: Path) -> None:
             assert torch.equal(mine[1], theirs[1])
 
 
-def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
+def test_tools_for_safetensors_read_keys_values_and_states(name: str, tmp_path: Path) -> None:
+    cache = _filled(name)
+    cache.save(tmp_path / "cache")
+    tensors = load_file(tmp_path / "cache")
+    for layer in cache.layers:
+        for kind, kept in (("k", layer.keys), ("v", layer.values)):
+            assert torch.equal(tensors.pop(f"layers.{layer.index}.{kind}").transpose(1, 2), kept)
+        for state, number, kept in layer.tensors() if isinstance(layer, BoundStates) else ():
+            assert torch.equal(tensors.pop(f"layers.{layer.index}.{state}.{number}"), kept)
+    assert not tensors
+    with safe_open(tmp_path / "cache", "pt") as file:
+        description = json.loads(file.metadata()["quire_cache"])
+    assert (description["kv_dtype"], description["num_tokens"]) == ("auto", 40)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
+def test_tools_for_safetensors_read_codes_with_their_scales(kv_dtype: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = quire_cache(model, kv_dtype=kv_dtype)
+    for layer in (0, 1):
+        cache.update(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16), layer)
+    cache.save(tmp_path / "cache", model)
+    tensors = load_file(tmp_path / "cache")
+    for layer in cache.row_layers:
+        codes, scales = (tensors.pop(f"layers.{layer.index}.v{part}") for part in ("", "_scale"))
+        values = codec_of(layer.shape.formats[1]).decode(codes.transpose(1, 2), scales.transpose(1, 2))
+        assert torch.equal(values, layer.values)
+        assert tensors.pop(f"layers.{layer.index}.k").shape == (2, 9, 2, 16)
+        assert tensors.pop(f"layers.{layer.index}.k_scale").dtype is torch.bfloat16
+    assert not tensors
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
+)
+def test_any_bits_come_back_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.register_buffer("other", torch.zeros(1))
+    model.register_parameter("of_dtype", torch.nn.Parameter(torch.zeros(1).to(dtype), requires_grad=False))
+    cache = quire_cache(model)
+    bits = torch.randint(0, 256, (2, 2, 7, 16 * dtype.itemsize), dtype=torch.uint8)
+    bits[..., : dtype.itemsize] = 255  # a NaN
+    for layer in (0, 1):
+        cache.update(bits.view(dtype), bits.flip(0).view(dtype), layer)
+    cache.save(tmp_path / "cache", model)
+    loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
+    for layer in loaded.layers:
+        assert torch.equal(layer.keys.contiguous().view(torch.uint8), bits)
+        assert torch.equal(layer.values.contiguous().view(torch.uint8), bits.flip(0))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_memory_for_saving_and_loading_is_a_piece(
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    cache = quire_cache(model, kv_dtype=kv_dtype)
+    for layer in (0, 1):
+        cache.update(torch.randn(2, 2, 201, 16), torch.randn(2, 2, 201, 16), layer)
+    monkeypatch.setattr("quire.hf.file._PIECE_BYTES", 4096)
+    written: list[int] = []
+    write = FileCalls.write
+
+    def recorded(calls: FileCalls, descriptor: int, parts: Any, offset: int) -> int:
+        written.extend(part.nbytes for part in parts)
+        return write(calls, descriptor, parts, offset)
+
+    monkeypatch.setattr(FileCalls, "write", recorded)
+    cache.save(tmp_path / "cache", model)
+    assert max(written) <= 4096
+    empty = torch.empty
+    made: list[int] = []
     monkeypatch.setattr(
-        "quire.hf.file.fingerprint",
-        lambda model: {"config": "cc" * 32, "weights": "dd" * 32, "behaviour": "bb" * 32},
+        "quire.hf.file.torch.empty", lambda *sizes, **how: _recorded(empty(*sizes, **how), made)
     )
-    heads, width = 2, 16  # of the model
-    keys, values = (torch.arange(128.0).reshape(1, heads, 4, width)[:, :, :2] + one for one in (0, 1))
-    payload = [part.transpose(1, 2).contiguous().numpy().tobytes() for part in (keys, values)]
-    digests = [hashlib.sha256(part).hexdigest() for part in payload]
-    layer = (
-        f'{{"rows": {{"dtype": "float32", "first": 0, "length": 2, "num_heads": [{heads}, {heads}], "num_rows": 1, '
-        f'"sha256": ["{digests[0]}", "{digests[1]}"], "widths": [{width}, {width}]}}, "states": null}}'
-    )
-    front = (
-        f'{{"fingerprint": {{"behaviour": "{"bb" * 32}", "config": "{"cc" * 32}", "weights": "{"dd" * 32}"}}, '
-        f'"layers": [{layer}, {layer}]}}'
-    ).encode()
-    length = len(front).to_bytes(8, "little")
-    stored = b"QUIREKV1" + length + hashlib.sha256(front).digest() + front + 2 * b"".join(payload)
-    path, model = tmp_path / "cache", model_of("llama")
-    path.write_bytes(stored)
-    loaded = QuireCache.load(path, model, **OPTIONS)
-    for one in loaded:
-        assert torch.equal(one[0], keys)
-        assert torch.equal(one[1], values)
-    loaded.save(path)
-    assert path.read_bytes() == stored
+    loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
+    monkeypatch.undo()
+    assert max(made, default=0) <= 4096
+    for mine, theirs in zip(cache, loaded, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
 
 
-def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+def _recorded(tensor: torch.Tensor, made: list[int]) -> torch.Tensor:
+    made.append(tensor.nbytes)
+    return tensor
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, model = _filled("llama"), model_of("llama")
     path = tmp_path / "cache"
     cache.save(path)
-    good = path.read_bytes()
-    random_ = random.Random(4)
-    places = [0, 7, 8, 15, 16, 47, 48, len(good) - 1, *(random_.randrange(len(good)) for _ in range(60))]
-    for place in places:
-        bad = bytearray(good)
-        bad[place] ^= 1 << random_.randrange(8)
-        path.write_bytes(bad)
-        with pytest.raises(LoadError, match="the file is not used"):
-            QuireCache.load(path, model, **OPTIONS)
+    good, random_ = path.read_bytes(), random.Random(4)
+    own = fingerprint(model)
+    monkeypatch.setattr("quire.hf.file.fingerprint", lambda model: own)  # which takes a pass over the model
+    data = 8 + int.from_bytes(good[:8], "little")
+    digest = good.index(b'"header_sha256":"') + 17
+    assert good[data - 1 : data] == b" "  # the header is padded
+    for begin, end, told in (
+        (0, digest, "expected"),  # the header's length, and the name of its digest
+        (
+            digest,
+            data,
+            "expected the header's SHA-256",
+        ),  # both digests, description, dtypes, shapes, offsets, padding
+        (data, len(good), "expected the tensors' SHA-256"),
+    ):
+        for place in range(begin, end) if end <= data else random_.sample(range(begin, end), 60):
+            bad = bytearray(good)
+            bad[place] ^= 1 << random_.randrange(8)
+            path.write_bytes(bad)
+            with pytest.raises(LoadError, match=told):
+                QuireCache.load(path, model, **OPTIONS)
     path.write_bytes(good)
     QuireCache.load(path, model, **OPTIONS)
 
 
-def test_a_file_cut_short_or_added_to_is_refused(tmp_path: Path) -> None:
-    cache, model = _filled("llama"), model_of("llama")
+def test_a_file_that_is_no_saved_cache_is_refused_as_such(tmp_path: Path) -> None:
     path = tmp_path / "cache"
-    cache.save(path)
-    good = path.read_bytes()
-    for content in (b"", good[:7], good[:47], good[:100], good[:-1], good[: len(good) // 2], good + b"\0"):
+    save_file({"layers.0.k": torch.zeros(2, 3)}, path, {"format": "pt"})
+    for content in (path.read_bytes(), b"QUIREKV1" + bytes(200), b"GGUF", b""):
         path.write_bytes(content)
-        with pytest.raises(LoadError):
-            QuireCache.load(path, model, **OPTIONS)
+        with pytest.raises(LoadError, match="expected a cache file of Quire, a safetensors file"):
+            QuireCache.load(path, model_of("llama"), **OPTIONS)
     with pytest.raises(LoadError, match="cannot read"):
-        QuireCache.load(tmp_path / "none", model, **OPTIONS)
+        QuireCache.load(tmp_path / "none", model_of("llama"), **OPTIONS)
 
 
 def test_another_models_cache_is_refused(tmp_path: Path) -> None:
@@ -256,13 +332,13 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_old_file(
         return write(*given)
 
     monkeypatch.setattr(FileCalls, "write", full)
-    for at in range(13):  # the header, and 3 layers' keys and values, each of 2 rows
+    for at in range(14):  # the header twice, and 3 layers' keys and values, each of 2 rows
         room = at
         with pytest.raises(OSError, match="No space left"):
             cache.save(path)
         assert path.read_bytes() == good
         assert os.listdir(tmp_path) == ["cache"]
-    room = 13
+    room = 14
     cache.save(path)
     monkeypatch.undo()
     assert QuireCache.load(path, model_of("gemma3_text"), **OPTIONS).get_seq_length() == 55

@@ -1,8 +1,7 @@
 """The space of the growing storage: a buffer for every sequence and table (layer), replaced by a larger one when full.
 
 `growth` sets the spare room of a buffer:
-    spread     128 + table % 64 tokens: each table has its own period, so the layers outgrow their buffers in different
-               steps, and few old and new buffers exist at the same time
+    spread     `spare_tokens` of the table
     together   up to the next multiple of `step` tokens, in all tables at once
 
 A table's buffers are ranges of its *layer buffer*, whose address space is many times the memory; memory is the limit,
@@ -27,12 +26,12 @@ from quire.baselines.ranges import Ranges
 from quire.baselines.row_space import Row, RowRanges
 from quire.cache.protocol import Int64Array
 from quire.errors import ArgumentError, InvariantError
+from quire.memory.spare_tokens import spare_tokens
 
 __all__ = ["GROWTHS", "STEP_TOKENS", "Buffers", "LayerBuffer", "parse_growth"]
 
 GROWTHS = ("spread", "together")
 STEP_TOKENS = 4096
-_AHEAD, _PERIODS = 128, 64
 
 
 def parse_growth(growth: str) -> tuple[str, int]:
@@ -90,7 +89,7 @@ class Buffers:
         self._ranges = [
             Ranges(layer_buffer.num_tokens // layer_buffer.granule_tokens) for layer_buffer in layer_buffers
         ]
-        self._ahead = _AHEAD + np.arange(self.num_tables, dtype=np.int64) % _PERIODS
+        self._ahead = np.array([spare_tokens(table) for table in range(self.num_tables)], np.int64)
         self._max_coinciding = np.zeros(1, np.int64)  # see _coinciding
 
     @property

@@ -1,7 +1,7 @@
 """Rows in torch tensors, or in buffers of a device: `growing` and `contiguous`.
 
-    growing     room for 128 + layer % 64 tokens more than are needed; when it is full, a larger buffer replaces it and
-                the past is copied. The room differs by layer, so that layers seldom copy in the same step.
+    growing     room for `spare_tokens` of the layer more than are needed; when it is full, a larger buffer replaces it
+                and the past is copied.
     contiguous  room for `max_length` tokens from the start, and never more.
 
 Neither can share: a fork copies. The limit counts whole buffers, written or not; during a replacement the old `growing`
@@ -22,16 +22,14 @@ import torch
 
 from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
-from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, check_length, check_room
 from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.memory.device_memory import DeviceMemory
+from quire.memory.spare_tokens import spare_tokens
 from quire.process import ForkSafeLock
 from quire.sizes import format_size
 
 __all__ = ["DenseMemory", "DenseRows"]
-
-_MORE_TOKENS = 128
-_SPREAD = 64
 
 
 class DenseMemory:
@@ -68,30 +66,23 @@ class DenseMemory:
         growing: list[tuple[Need, int]] = []
         more = 0
         for need in needs:
-            rows = need.rows
-            assert isinstance(rows, DenseRows)
-            if self.max_length is not None and need.stop > self.max_length:
-                raise CapacityError(
-                    f"expected at most max_length={self.max_length} tokens in a row, got {need.stop}; make the "
-                    "cache with a larger max_length"
-                )
+            rows = _dense(need)
+            check_length(need.stop, self.max_length)
             if need.stop - rows.origin > rows.capacity:
-                tokens = need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD
+                tokens = need.stop - need.first + spare_tokens(rows.layer)
                 growing.append((need, tokens))
                 more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
         if growing:
             with self._lock:
                 self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
                 for need, tokens in growing:
-                    assert isinstance(need.rows, DenseRows)
-                    need.rows.replace(need.first, need.start, tokens)
+                    _dense(need).replace(need.first, need.start, tokens)
 
     def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
         moved = [row for row, source in enumerate(order) if row != source]
         for need in needs:
             if moved and need.first < need.stop:
-                assert isinstance(need.rows, DenseRows)
-                tokens = need.rows.tokens(need.first, need.stop)
+                tokens = _dense(need).tokens(need.first, need.stop)
                 sources = read(self.device, tokens)[[order[row] for row in moved]]  # a copy
                 for row, source in zip(moved, sources, strict=True):
                     write(self.device, tokens[row], source)
@@ -99,23 +90,17 @@ class DenseMemory:
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         selected: list[tuple[DenseRows, int, int]] = []
         for need in needs:
-            rows = need.rows
-            assert isinstance(rows, DenseRows)
-            new = DenseRows(self, len(order), rows.token_bytes, rows.spread)
-            if self.set_aside:
-                selected.append((new, rows.origin, rows.capacity))
-            else:
-                selected.append(
-                    (new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD)
-                )
+            rows = _dense(need)
+            new = DenseRows(self, len(order), rows.token_bytes, rows.layer)
+            capacity = rows.capacity if self.set_aside else need.stop - need.first + spare_tokens(rows.layer)
+            selected.append((new, rows.origin if self.set_aside else need.first, capacity))
         with self._lock:
             if selected:
                 more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
                 self._check(more, needs[0].stop, len(order))
             for (new, origin, capacity), need in zip(selected, needs, strict=True):
                 new.replace(origin, origin, capacity)
-                assert isinstance(need.rows, DenseRows)
-                source = read(self.device, need.rows.tokens(need.first, need.stop))
+                source = read(self.device, _dense(need).tokens(need.first, need.stop))
                 target = new.tokens(need.first, need.stop)
                 for row, chosen in enumerate(order):
                     write(self.device, target[row], source[chosen])
@@ -124,7 +109,7 @@ class DenseMemory:
 
     def take_state(self, num_bytes: int, purpose: str) -> None:
         with self._lock:
-            refuse_state(purpose, num_bytes, self.used_bytes, self.limit_bytes)
+            check_room(purpose, num_bytes, self.used_bytes, self.limit_bytes)
             self.used.add(num_bytes)
 
     def give_state(self, num_bytes: int) -> None:
@@ -132,21 +117,18 @@ class DenseMemory:
 
     def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""
-        used = self.used_bytes
-        if used + more_bytes > self.limit_bytes:
-            raise CapacityError(
-                f"expected {num_tokens} tokens in {num_rows} rows to fit into kv_memory of "
-                f"{format_size(self.limit_bytes)}, with {format_size(used)} in use they need "
-                f"{format_size(more_bytes)} more; raise kv_memory"
-                + (", or lower max_length, which is reserved in full" if self.set_aside else "")
-            )
+        advice = (
+            "or lower max_length, which is reserved in full" if self.set_aside else "or drop unneeded forks"
+        )
+        purpose = f"{num_tokens} tokens in {num_rows} rows"
+        check_room(purpose, more_bytes, self.used_bytes, self.limit_bytes, advice)
 
 
 class DenseRows:
     """Rows in one buffer of `num_rows + 1` times `capacity` tokens; the last part is never touched."""
 
-    def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, spread: int) -> None:
-        self.num_rows, self.token_bytes, self.spread = num_rows, token_bytes, spread
+    def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, layer: int) -> None:
+        self.num_rows, self.token_bytes, self.layer = num_rows, token_bytes, layer
         self.capacity = self.origin = 0
         self.device = memory.device
         self._buffer = DeviceBuffer(self.device, 0)
@@ -194,3 +176,8 @@ class DenseRows:
         """Positions [first, stop) of all rows, uint8 [num_rows, stop - first, token_bytes]."""
         whole = self.buffer.view(self.num_rows + 1, self.capacity, self.token_bytes)
         return whole[: self.num_rows, first - self.origin : stop - self.origin]
+
+
+def _dense(need: Need) -> DenseRows:
+    assert isinstance(need.rows, DenseRows)
+    return need.rows

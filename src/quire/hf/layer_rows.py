@@ -33,7 +33,7 @@ from quire.errors import CapacityError
 from quire.memory.device_memory import DeviceMemory
 from quire.sizes import format_size
 
-__all__ = ["LayerRows", "Need", "RowBuffer", "RowMemory", "bytes_of_row", "refuse_state"]
+__all__ = ["LayerRows", "Need", "RowBuffer", "RowMemory", "bytes_of_row", "check_length", "check_room"]
 
 
 class RowBuffer(NamedTuple):
@@ -136,10 +136,21 @@ class RowMemory(Protocol):
         ...
 
 
-def refuse_state(purpose: str, num_bytes: int, used_bytes: int, limit_bytes: int) -> None:
-    """*raises:* CapacityError: `num_bytes` more of states would exceed the limit."""
+def check_room(
+    purpose: str, num_bytes: int, used_bytes: int, limit_bytes: int, advice: str = "or drop unneeded forks"
+) -> None:
+    """*raises:* CapacityError: `num_bytes` more for `purpose` would exceed the limit."""
     if used_bytes + num_bytes > limit_bytes:
         raise CapacityError(
             f"expected {purpose} to fit into kv_memory of {format_size(limit_bytes)}, with {format_size(used_bytes)} "
-            f"in use they need {format_size(num_bytes)} more; raise kv_memory, or drop unneeded forks"
+            f"in use they need {format_size(num_bytes)} more; raise kv_memory, {advice}"
+        )
+
+
+def check_length(num_tokens: int, max_length: int | None) -> None:
+    """*raises:* CapacityError: a row of `num_tokens` would be longer than `max_length`."""
+    if max_length is not None and num_tokens > max_length:
+        raise CapacityError(
+            f"expected at most max_length={max_length} tokens in a row, got {num_tokens}; make the cache with a larger "
+            "max_length"
         )

@@ -545,7 +545,7 @@ class QuireCache(DynamicCache):
         return [need for layer in layers for need in layer.contents()]
 
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> None:
-        """Write the cache to `path`, in a file that `load` reads for the same model only.
+        """Write the cache to `path`, in a safetensors file that `load` reads for the same model only.
 
         It writes a new file in the same folder and renames it once it is on the disk, so that `path` always holds the
         old file or the new one.

@@ -333,19 +333,12 @@ class BoundStates:
         self.conv_kernel_size = dict(other.conv_kernel_size)
         self._is_cut = dict(other._is_cut)
 
-    def fill_state(
-        self,
-        number: int,
-        tensors: dict[str, torch.Tensor],
-        *,
-        has_previous_state: bool,
-        conv_kernel_size: int | None,
-    ) -> None:
-        """Set these tensors, by their names in `STATES`. The layer owns them; `charge` already counts them."""
-        for name, state in tensors.items():
-            self._set(name, number, state)
-        self.has_previous_state[number] = has_previous_state
-        self.conv_kernel_size[number] = conv_kernel_size
+    def fill_state(self, name: str, number: int, state: torch.Tensor) -> None:
+        """Set a state of `STATES` that a file has; the layer owns it, and `charge` already counts it."""
+        self._set(name, number, state)
+        if name == "conv_states":
+            self.has_previous_state[number] = True
+            self.conv_kernel_size[number] = state.shape[-1]
         self._is_cut[number] = True
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.errors import ArgumentError
-from quire.memory.view import KVView
+from quire.memory.view import split_codes
 from quire.spec import LayerSpec, Span
 
 __all__ = ["StoredShape", "check_tokens"]
@@ -84,16 +84,12 @@ class StoredShape:
         size = (num_rows, self.num_heads[which], row_tokens, elements)
         return buffer.view(self.dtype).as_strided(size, (row_tokens * token, elements, token, 1))
 
-    def padding(self, which: int) -> torch.Tensor:
-        """int64: the unused bytes of a token of codes."""
-        tokens = [torch.zeros(self.token_bytes(kind), dtype=torch.uint8) for kind in (0, 1)]
-        view = KVView.of_rows(
-            [self.rows_in(token, kind, 1, 1) for kind, token in enumerate(tokens)], self.layer
-        )
-        for part in (view.k, view.k_scale) if which == 0 else (view.v, view.v_scale):
-            if part is not None:
-                part.copy_(torch.ones(part.dtype.itemsize, dtype=torch.uint8).view(part.dtype))
-        return (tokens[which] == 0).nonzero().flatten()
+    def part(self, tokens: torch.Tensor, which: int, *, is_scale: bool) -> torch.Tensor:
+        """A view [tokens, heads, ..] of the bytes of successive tokens: their numbers, or their codes or scales."""
+        rows = self.rows_in(tokens, which, 1, len(tokens) // self.token_bytes(which))[0]
+        if self.is_coded:
+            rows = split_codes(rows, self.formats[which], self.widths[which])[is_scale]
+        return rows.transpose(0, 1)
 
 
 def check_tokens(

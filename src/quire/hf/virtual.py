@@ -36,7 +36,7 @@ import torch
 
 from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
-from quire.hf.layer_rows import LayerRows, Need, RowBuffer, refuse_state
+from quire.hf.layer_rows import LayerRows, Need, RowBuffer, check_length, check_room
 from quire.memory.device_memory import DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
 from quire.process import ProcessGuard
@@ -137,7 +137,7 @@ class VirtualMemory:
 
     def take_state(self, num_bytes: int, purpose: str) -> None:
         with self._changing():
-            refuse_state(purpose, num_bytes, self.used_bytes, self.limit_bytes)
+            check_room(purpose, num_bytes, self.used_bytes, self.limit_bytes)
             self._states.add(num_bytes)
 
     def give_state(self, num_bytes: int) -> None:
@@ -145,13 +145,7 @@ class VirtualMemory:
 
     def take(self, heap: PlacementHeap, count: int, after: int, purpose: str) -> np.ndarray:
         """Take `count` blocks of `heap`, held once, the nearest behind block `after`."""
-        more, used = count * heap.block_bytes, self.used_bytes
-        if used + more > self.limit_bytes:
-            raise CapacityError(
-                f"expected {purpose} to fit into kv_memory of {format_size(self.limit_bytes)}, with "
-                f"{format_size(used)} in use it needs {format_size(more)} more; raise kv_memory, or drop "
-                "unneeded forks"
-            )
+        check_room(purpose, count * heap.block_bytes, self.used_bytes, self.limit_bytes)
         return heap.allocate(count, after)
 
     def release_range(self, release: Callable[[], None]) -> None:
@@ -250,11 +244,7 @@ class _Group:
         """
         tokens = self.block_tokens
         begin, end = start // tokens, -(-stop // tokens)
-        if stop > self.memory.max_length:
-            raise CapacityError(
-                f"expected at most max_length={self.memory.max_length} tokens in a row, got {stop}; make the cache "
-                "with a larger max_length"
-            )
+        check_length(stop, self.memory.max_length)
         if self.high == self.low:
             self.low = self.high = first // tokens
         if begin < self.private_from:

@@ -7,6 +7,7 @@ Others may use the names below, and
     free_memory          memory that the machine has left
     heap, paged, storage, view, virtual.virtual_storage   homes of the names below
     placement            mapped memory; its `__init__` lists its names
+    spare_tokens         room of a growing buffer beyond its tokens
     shortage             whether the system is short of memory
     state_slots          states of recurrent layers
     virtual.page_sizes   the block size that mapped memory needs

@@ -24,7 +24,7 @@ import torch
 from quire.errors import ArgumentError
 from quire.spec import LayerSpec, format_of
 
-__all__ = ["KVView"]
+__all__ = ["KVView", "split_codes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,8 @@ class KVView:
         k, *v = rows
         if not layer.k_format:
             return cls(k, v[0] if v else k[..., : layer.v_head_dim], k.shape[2])
-        k_codes, k_scale = _parts(k, layer.k_format, layer.k_head_dim)
-        v_codes, v_scale = _parts(v[0], layer.v_format, layer.v_head_dim)
+        k_codes, k_scale = split_codes(k, layer.k_format, layer.k_head_dim)
+        v_codes, v_scale = split_codes(v[0], layer.v_format, layer.v_head_dim)
         return cls(
             *(k_codes, v_codes, k.shape[2], k_scale, v_scale),
             k_format=layer.k_format,
@@ -115,8 +115,9 @@ class KVView:
         return self.k.dtype if self.decoded_dtype is None else self.decoded_dtype
 
 
-def _parts(rows: torch.Tensor, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [.., elements] and scales, [..] or [.., groups], of stored rows: a row ends with its scales."""
+def split_codes(rows: torch.Tensor, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the codes [.., elements] and scales, [..] or [.., groups], of rows stored in format `name`: a row ends
+    with its scales."""
     kv_format = format_of(name)
     codes, scales = rows.view(kv_format.torch_dtype), rows.view(getattr(torch, kv_format.scale))
     ends = scales[..., scales.shape[-1] - kv_format.num_scales(width) :]
