@@ -105,8 +105,10 @@ class LLM(EngineHandle):
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestKeywords],
     ) -> TextStream:
-        """The text of one prompt (n = 1) piece by piece: `for piece in llm.stream(prompt): ...`. options: see
-        `generate`."""
+        """The text of one prompt (n = 1) piece by piece: `for piece in llm.stream(prompt): ...`.
+
+        options: as of `generate`. *raises:* PromptError, ArgumentError, CapacityError: before anything runs.
+        """
         requests = self._requests(
             [prompt] if isinstance(prompt, str) else prompt, sampling_params, options, stream=True
         )
@@ -164,7 +166,7 @@ class LLM(EngineHandle):
         return self._opened.snapshots().list(self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 
     def remove_snapshot(self, name: str, **key: Unpack[NamespaceKeywords]) -> None:
-        """*raises:* ArgumentError: no snapshot of that name."""
+        """Removes a snapshot; its segments stay until evicted. *raises:* ArgumentError: no such snapshot; TierError."""
         self.driver.require_open()
         self._opened.snapshots().remove(name, self.engine.tenants.namespace_of(PrefixKey.of_namespace(**key)))
 

@@ -242,10 +242,12 @@ class Tenants:
         self._published.sort(key=lambda published: -len(published.tokens))
 
     def withdraw(self, pin: Pin) -> None:
+        """Makes a published prefix an ordinary pin again; does nothing for any other pin."""
         if pin in self._published:
             self._published.remove(pin)
 
     def is_published(self, pin: Pin) -> bool:
+        """Whether the pin is a prefix that all tenants share."""
         return pin in self._published
 
     def check_resize(self, num_blocks: int) -> None:
