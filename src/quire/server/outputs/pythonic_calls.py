@@ -75,7 +75,6 @@ class _PythonicCalls:
                 return None if end is None else at + 1
             behind = yield from self._call(text, at)
             if behind is None:
-                text.num_plain = at
                 return None if is_list else end
             end = at = behind
 
