@@ -77,6 +77,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["compare", "--open", "--plot", "x.png", "--block-size", "8"], 2, "got --block-size, --plot too"),
         (
+            ["compare", "--open", "--reservation", "pow2", "--growth", "spread"],
+            2,
+            "--reservation, --growth too",
+        ),
+        (
             ["compare", "--open", "--storages", "paged:32"],
             2,
             "with --open, without an option, got 'paged:32'",

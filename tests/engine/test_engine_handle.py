@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import threading
 from pathlib import Path
@@ -225,3 +226,24 @@ def engine_options(tenant: str) -> Any:
     from quire.scheduler.request_options import RequestOptions
 
     return RequestOptions.of(GREEDY, tenant=tenant)
+
+
+def test_an_awaited_pin_has_the_options_of_the_blocking_one() -> None:
+    async def main(llm: LLM) -> None:
+        engine = AsyncEngine(llm)
+        with pytest.raises(ArgumentError):
+            await engine.pin(PROMPT, compute=False)  # nothing of it is in memory
+        pin = await engine.pin(PROMPT, owner="ops")
+        assert [*llm.pins] == [pin]
+        assert await engine.pin(PROMPT, compute=False) in [*llm.pins]
+        engine.close()
+
+    with tiny_llm.llm() as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_proxy_has_a_text_and_can_be_copied() -> None:
+    with tiny_llm.llm() as llm:
+        assert "driver's thread" in repr(llm.pins)
+        copied = copy.copy(llm.pins)
+        assert [*copied] == [*llm.pins]

@@ -129,7 +129,7 @@ def compare(
         others = {
             **engine, "config": config, "kv_memory": kv_memory, "trace": trace, "lengths": lengths, "cost": cost,
             "requests": requests != _DEFAULT_REQUESTS, "simulate": simulate, "arrivals": arrivals,
-            "json": as_json_object, "plot": plot,
+            "json": as_json_object, "plot": plot, "reservation": reservation, "growth": growth,
         }  # fmt: skip
         _open_page(storages, [name for name, value in others.items() if value not in (None, False)])
         return

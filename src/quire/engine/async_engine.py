@@ -343,6 +343,7 @@ class AsyncEngine(EngineHandle):
         *,
         ttl: float | None = None,
         owner: str | None = None,
+        compute: bool = True,
         **key: Unpack[PrefixKeywords],
     ) -> Pin:
         """`llm.pins.add()`. A request of its own computes the part of the prompt that memory lacks."""
@@ -352,18 +353,24 @@ class AsyncEngine(EngineHandle):
             tokens,
             PrefixKey.of(**key),
             lambda: self.pins.add(tokens, ttl=ttl, owner=owner, compute=False, **key),
+            compute=compute,
         )
 
-    async def publish(self, prompt: Any) -> Pin:
+    async def publish(self, prompt: Any, *, compute: bool = True) -> Pin:
         """`llm.pins.publish()`, in the same way."""
         tokens = encode(prompt, self.tokenizer).token_ids
         await self.between_steps(lambda: self.pins.check(tokens))
         return await self._pinned(
-            tokens, self.pins.public_key, lambda: self.pins.publish(tokens, compute=False)
+            tokens,
+            self.pins.public_key,
+            lambda: self.pins.publish(tokens, compute=False),
+            compute=compute,
         )
 
-    async def _pinned(self, tokens: Any, key: PrefixKey, pin: Callable[[], Pin]) -> Pin:
+    async def _pinned(self, tokens: Any, key: PrefixKey, pin: Callable[[], Pin], *, compute: bool) -> Pin:
         """Tries three times: the computed content may be evicted before it is pinned."""
+        if not compute:
+            return await self.between_steps(pin)
         for is_last_try in (False, False, True):
             async for _ in self.submit(
                 Prompt(None, tokens), RequestOptions(COMPUTE_PROMPT, key, cache_priority="keep")

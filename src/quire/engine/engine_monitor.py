@@ -6,6 +6,7 @@ Not here: the records of the cache (`quire.engine.monitor.CacheMonitor`), which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -142,10 +143,11 @@ class EngineMonitor:
 
     def stop_publishing(self) -> None:
         """Ends the publishers of `publish_events`."""
-        for publisher, unsubscribe in self._publishers:
-            unsubscribe()
-            publisher.close()
-        self._publishers.clear()
+        with ExitStack() as ended:  # all of them, also if one fails to close
+            while self._publishers:
+                publisher, unsubscribe = self._publishers.pop()
+                ended.callback(publisher.close)
+                ended.callback(unsubscribe)
 
     @in_caller
     def tier_counts(self) -> tuple[TierCounts, ...]:
@@ -160,7 +162,7 @@ class EngineMonitor:
 
     def _report(self, tiers: Sequence[TierCounts]) -> str:
         tenants, monitor = self._engine.tenants, self._engine.monitor
-        names = {0: "nobody", **{tenant.owner_id: tenant.name for tenant in tenants}}
+        names = {0: "no tenant", **{tenant.owner_id: tenant.name for tenant in tenants}}
         prefixes = ""
         if monitor is not None:
             monitor.feed.collect()

@@ -110,7 +110,8 @@ class OpenEngine:
         return TranscriptReader(self.model.loaded.tokenizer, self.engine.check_tokens)
 
     def snapshots(self) -> Snapshots:
-        """The snapshots of the disk cache. *raises:* ArgumentError: there is no disk cache."""
+        """The snapshots of the disk cache. *raises:* ArgumentError: there is no disk cache, or it is closed."""
+        self.driver.require_open()
         return Snapshots(self.tiers, model=self.model.loaded.name)
 
     def load_snapshot(self, name: str, key: PrefixKey, *, recompute: bool = False) -> Transcript:

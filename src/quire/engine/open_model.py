@@ -84,7 +84,7 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
     if loaded.file_ranges is not None:
         loaded.file_ranges.release_files(dense_parameters(loaded.model))
     give_back_freed()  # the proof's memory, before the budget is made
-    _check_kept(config, loaded, prepared, spec)
+    _refuse_unfit_storage(config, loaded, prepared, spec)
     spec = _with_key_offsets(config, prepared, spec)
     if fingerprint:
         fingerprint = stored_fingerprint(fingerprint, spec, prepared.key_offsets)
@@ -155,7 +155,9 @@ def _check_formats(spec: KVSpec, name: str | None) -> None:
             )
 
 
-def _check_kept(config: EngineConfig, loaded: LoadedModel, prepared: PreparedModel, spec: KVSpec) -> None:
+def _refuse_unfit_storage(
+    config: EngineConfig, loaded: LoadedModel, prepared: PreparedModel, spec: KVSpec
+) -> None:
     """*raises:* ArgumentError: this model's content cannot be kept as the config says."""
     if prepared.by_own_forward and spec.kv_dtype != spec.dtype:
         raise ArgumentError(
@@ -181,7 +183,7 @@ def _with_key_offsets(config: EngineConfig, prepared: PreparedModel, spec: KVSpe
     if left_out:
         _log.warning(
             "%s: layers %s keep K and V in %s: their keys have channels far from zero, which cannot be taken off "
-            "beside sinks or a soft cap",
+            "with sinks or a soft cap",
             *(name, ", ".join(map(str, sorted(left_out))), spec.dtype),
         )
     for reason in layers_left(spec.in_model_dtype, config.kv_dtype).values():

@@ -62,7 +62,7 @@ class OpenStorage:
     """A storage and its cache, with the same blocks."""
 
     name: str
-    storage: Any  # a `Storage`; what a kind of it can beside that is asked by its capabilities
+    storage: Any  # a `Storage`, with the calls that its capabilities name
     cache: KVCache
 
 

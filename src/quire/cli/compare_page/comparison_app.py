@@ -80,6 +80,7 @@ class _Comparison:
             with self._lock:
                 if self._simulation is not None:
                     self._simulation.close()
+                    self._simulation = None
                 self._simulation = SideBySide(
                     self._names, block_size=start.block_size, reservation=start.reservation
                 )

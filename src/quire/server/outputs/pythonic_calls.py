@@ -85,7 +85,7 @@ class _PythonicCalls:
         end = yield from _end_of_call(text, head[0])
         try:
             arguments = _arguments(text.text[head[0] : end - 1])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
         yield CallStart(head[1])
         yield ArgumentText(arguments)
@@ -113,7 +113,10 @@ def _end_of_call(text: GrowingText, at: int) -> Generator[None, None, int]:
 
 
 def _arguments(written: str) -> str:
-    """The arguments of a call as a JSON object. *raises:* SyntaxError, ValueError: not keywords with literal values."""
+    """The arguments of a call as a JSON object.
+
+    *raises:* SyntaxError, ValueError, TypeError: not keywords with literal values that JSON has.
+    """
     call = ast.parse(f"f({written}\n)", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("expected keywords alone")
@@ -122,7 +125,9 @@ def _arguments(written: str) -> str:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError(f"expected each argument's name once, got {keyword.arg}")
         arguments[keyword.arg] = ast.literal_eval(_JsonNames().visit(keyword.value))
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False, default=_refuse)
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False, default=_refuse)
+    # A pair of JSON's escapes is one character; half of a pair is none.
+    return written.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 class _JsonNames(ast.NodeTransformer):
