@@ -14,7 +14,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from quire.cache.prefix_key import NamespaceKeywords
@@ -22,7 +22,6 @@ from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from quire.scheduler.tenants import Tenants
-    from quire.server.service import Service
 
 __all__ = ["ADMIN", "ANYBODY", "ApiTenant", "KeyRing", "digest_of_key", "install", "name_of_owner"]
 
@@ -63,7 +62,7 @@ def name_of_owner(owner: str | None) -> str:
     return owner or ANYBODY.name
 
 
-def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Service) -> None:
+def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) -> None:
     """Adds the tenants that the engine lacks, for the service `user`. Unchanged tenants keep their content.
 
     Of the engine's other tenants it removes those that services added which have since closed, never the caller's.
