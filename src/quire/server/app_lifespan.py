@@ -17,7 +17,7 @@ Invariants
     L4  one thread opens and closes, in this order: an engine that opens after a lifespan was cancelled is closed.
     L5  after a failure, requests open nothing for `_RETRY_S`.
 
-Cost: a model's load; for each request one comparison. Each application whose lifespan ran has one idle thread.
+Cost: a model's load; for each request one comparison. An application that was opened keeps one idle thread.
 """
 
 from __future__ import annotations
