@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ from support.held_steps import held_steps
 from support.until import until
 from support.window_client import Watcher, ask
 
-from quire import LLM, AsyncEngine
+from quire import LLM, AsyncEngine, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
 from quire.server import ServerSettings, app_lifespan, create_app
@@ -171,60 +173,157 @@ def test_a_config_is_opened_and_closed_with_the_lifespan(host: str) -> None:
             llm.generate("import")
 
 
-def test_without_a_lifespan_the_first_request_opens_a_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+class Openings:
+    """Counts the engines that applications open; each opening waits for `may_open`."""
 
-    class CountedEngine(AsyncEngine):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            made.append(self)
-            super().__init__(*arguments, **options)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_open = threading.Event()
+        self.num_begun = 0
+        self.engines: list[AsyncEngine] = []
+        openings = self
 
-    monkeypatch.setattr(app_lifespan, "AsyncEngine", CountedEngine)
+        class CountedEngine(AsyncEngine):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                openings.num_begun += 1
+                assert openings.may_open.wait(60)
+                super().__init__(*arguments, **options)
+                openings.engines.append(self)
+
+        monkeypatch.setattr(app_lifespan, "AsyncEngine", CountedEngine)
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Openings]:
+    made = Openings(monkeypatch)
+    yield made
+    made.may_open.set()
+    for engine in made.engines:
+        engine.close()
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+async def status_of(app: Any, path: str = "/ready") -> int:
+    async with client_of(app) as client:
+        return (await client.get(path)).status_code
+
+
+async def until_begun(openings: Openings) -> None:
+    while not openings.num_begun:
+        await asyncio.sleep(0.001)
+
+
+def test_without_a_lifespan_the_first_request_opens_a_config_once(openings: Openings) -> None:
+    openings.may_open.set()
     app = create_app(SMALL)
     with under_uvicorn(mounted({"/llm": app}, runs_lifespans=False)) as url:
-        assert not made
+        assert httpx.get(f"{url}/llm/health").json() == {"status": "not_loaded"}
+        assert not openings.num_begun
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda _: streamed(f"{url}/llm"), range(4)))
         assert answers[0]
-        assert len(set(answers)) == len(made) == 1
-    made[0].close()
+        assert len(set(answers)) == openings.num_begun == 1
 
 
-def test_a_client_that_leaves_does_not_end_the_opening() -> None:
+def test_requests_of_several_event_loops_open_a_config_once(
+    openings: Openings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(SMALL)
+    begun, open_for_request = [], app_lifespan.AppLifespan.open_for_request
+
+    async def counted(lifespan: app_lifespan.AppLifespan) -> None:
+        begun.append(lifespan)
+        await open_for_request(lifespan)
+
+    monkeypatch.setattr(app_lifespan.AppLifespan, "open_for_request", counted)
+    with ThreadPoolExecutor(2) as loops:
+        answers = [loops.submit(lambda: asyncio.run(status_of(app))) for _ in range(2)]
+        until(lambda: len(begun) == 2)
+        openings.may_open.set()
+        assert [answer.result() for answer in answers] == [200, 200]
+    assert openings.num_begun == 1
+
+
+def test_an_opening_outlasts_the_event_loop_that_began_it(openings: Openings) -> None:
     app = create_app(SMALL)
 
+    async def leave() -> None:
+        asking = asyncio.create_task(status_of(app))
+        await until_begun(openings)
+        assert await status_of(app, "/health") == 503
+        asking.cancel()
+        openings.may_open.set()
+
+    asyncio.run(leave())
+    assert asyncio.run(status_of(app)) == 200
+    assert openings.num_begun == 1
+
+
+def test_a_cancelled_start_closes_the_engine_that_it_opens(openings: Openings) -> None:
+    app = create_app(SMALL)
+
+    async def enter() -> None:
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it was cancelled")
+
     async def run() -> None:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, client=("127.0.0.1", 1)), base_url="http://localhost"
-        ) as client:
-            asking = asyncio.create_task(client.get("/health"))
-            while not (others := asyncio.all_tasks() - {asking, asyncio.current_task()}):
-                await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.wait(others)
-            assert app.state.service is not None
-            assert (await client.get("/health")).status_code == 200
+        entering = asyncio.create_task(enter())
+        await until_begun(openings)
+        entering.cancel()
+        await asyncio.sleep(0)
+        openings.may_open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
 
     asyncio.run(run())
-    app.state.service.engine.close()
+    until(lambda: openings.engines)
+    with pytest.raises(ArgumentError, match="one that was closed"):
+        openings.engines[0].llm.generate("import")
+    assert asyncio.run(status_of(app)) == 503
+    assert openings.num_begun == 1
+
+
+def test_a_second_lifespan_is_refused_until_the_first_has_ended(llm: LLM) -> None:
+    app = create_app(llm)
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            with pytest.raises(ArgumentError, match="one lifespan of the application at a time"):
+                async with app.router.lifespan_context(app):
+                    pass
+            assert await status_of(app) == 200
+        async with app.router.lifespan_context(app):
+            assert await status_of(app) == 200
+
+    asyncio.run(run())
 
 
 def test_a_model_that_cannot_be_loaded_is_the_logs_and_tried_again(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(app_lifespan, "time", clock, raising=False)
     folder = tmp_path / "secret-place"
     app = create_app(EngineConfig(model=str(folder)))
     with pytest.raises(RuntimeError, match="did not start"), under_uvicorn(app):
         pass
     assert "secret-place" in caplog.text
-    app = create_app(EngineConfig(model=str(folder)))
+    origin = "https://page.example"
+    app = create_app(EngineConfig(model=str(folder)), ServerSettings(allowed_origins=(origin,)))
     with under_uvicorn(mounted({"/llm": app}, runs_lifespans=False)) as url:
-        for _ in range(2):
+        for is_attempt in (True, False, True):
             caplog.clear()
-            answer = httpx.get(f"{url}/llm/v1/models")
+            answer = httpx.get(f"{url}/llm/v1/models", headers={"Origin": origin})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_loaded")
+            assert answer.headers["retry-after"] == "10"
+            assert answer.headers["access-control-allow-origin"] == origin
             assert "secret-place" not in answer.text
-            assert "secret-place" in caplog.text
+            assert ("secret-place" in caplog.text) == is_attempt
+            if not is_attempt:
+                clock.now += 10
 
 
 def test_after_its_lifespan_an_application_refuses(llm: LLM) -> None:
@@ -255,6 +354,72 @@ def test_limits_that_the_engine_cannot_keep_are_refused_at_once() -> None:
         with pytest.raises(ArgumentError, match="floor"):
             create_app(llm, settings)
         assert llm.generate("import")
+
+
+# -- the caller's engine -------------------------------------------------------------------------------------
+
+
+def with_tenant(name: str, **options: Any) -> ServerSettings:
+    tenant = ApiTenant(name, **options)
+    return ServerSettings(tenants=(tenant,), keys=KeyRing([(digest_of_key(f"key-{name}"), tenant)]))
+
+
+def test_two_applications_share_an_llm_and_leave_the_callers_tenants() -> None:
+    with LLM(kv_memory="16MiB", generation_config="none") as llm:
+        llm.tenants.add("mine", priority=3)
+        first, second = create_app(llm, with_tenant("alice")), create_app(llm, with_tenant("bob"))
+        with under_uvicorn(mounted({"/a": first, "/b": second})) as url:
+            for mount, name in (("a", "alice"), ("b", "bob")):
+                answer = httpx.post(
+                    f"{url}/{mount}/v1/completions",
+                    json={"prompt": "import", "max_tokens": 2},
+                    headers={"Authorization": f"Bearer key-{name}"},
+                    timeout=60,
+                )
+                assert answer.status_code == 200, answer.text
+            with pytest.raises(ArgumentError, match="limits that tenant 'alice' has"):
+                create_app(llm, with_tenant("alice", priority=1))
+        with pytest.raises(ArgumentError, match="limits that tenant 'mine' has"):
+            create_app(llm, with_tenant("mine"))
+        create_app(llm, with_tenant("alice", priority=1))  # the others have ended
+        assert {tenant.name: tenant.priority for tenant in llm.tenants} == {"mine": 3, "alice": 1}
+
+
+def test_the_default_of_max_tokens_stays_the_callers() -> None:
+    with LLM(kv_memory="32MiB", generation_config="none", max_model_len=400) as llm:
+        app = create_app(llm)
+        with under_uvicorn(app) as url:
+            body = {"prompt": [300], "max_tokens": None, "ignore_eos": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["total_tokens"] == 400
+        assert len(llm.generate([300], SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 256
+
+
+def test_a_tenant_that_cannot_be_added_leaves_none_behind() -> None:
+    tenants = (ApiTenant("alice"), ApiTenant("bob", floor_bytes=1 << 40))
+    with LLM(kv_memory="8MiB") as llm:
+        with pytest.raises(ArgumentError, match="floor"):
+            create_app(llm, ServerSettings(tenants=tenants))
+        assert not len(llm.tenants)
+
+
+@pytest.mark.parametrize("name", ["tenant_secret", "remote_secret"])
+def test_secrets_that_the_open_engine_lacks_are_refused(llm: LLM, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"in `{name}`"):
+        create_app(llm, ServerSettings(**{name: b"sixteen bytes and more"}))
+
+
+def test_the_secret_of_the_open_engine_is_accepted() -> None:
+    secret = b"sixteen bytes and more"
+    with LLM(kv_memory="8MiB", tenant_secret=secret) as llm:
+        create_app(llm, ServerSettings(tenant_secret=secret))
+
+
+def test_warnings_of_the_settings_are_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    create_app(llm, ServerSettings(warnings=("others can read the file",)))
+    assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
+        ("quire", "WARNING", "others can read the file")
+    ]
 
 
 _PROGRAM = """

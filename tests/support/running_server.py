@@ -27,5 +27,5 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     finally:
         server.should_exit = True
         thread.join(10)
-        engine.close()
+        app.state.service.close()
         listener.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -81,6 +82,6 @@ def serve(
                 print(f"quire: {llm.capacity}", file=sys.stderr)
                 print(f"quire: serving {name} on {url} (try {url}/v1/models)", file=sys.stderr, flush=True)
 
-            run(llm, settings, listener, print_ready)
+            run(llm, replace(settings, warnings=()), listener, print_ready)
     finally:
         listener.close()

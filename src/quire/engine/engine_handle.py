@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.protocol import KVCache
+from quire.config import secret_bytes
 from quire.engine.engine_view import EngineView
 from quire.engine.open_engine import OpenEngine
 
@@ -119,6 +120,11 @@ class EngineHandle:
     def use_default_max_tokens(self, num_tokens: int) -> None:
         """Sets max_tokens for later requests without it, if the model sets none either; 256 without this call."""
         self._opened.engine.use_default_max_tokens(num_tokens)
+
+    def has_secret(self, name: str, secret: bytes) -> bool:
+        """True if the engine was opened with this `tenant_secret` or `remote_secret`."""
+        own = getattr(self._opened.config, name)
+        return own is not None and secret_bytes(own) == secret
 
     # -- capacity ----------------------------------------------------------------------------------------
 

@@ -102,7 +102,9 @@ class RequestValidator:
         tokens = self.check_tokens(prompt.token_ids)
         key = key or self._tenants.resolve(options.key, tokens)
         params = self._resolve_params(options.params)
-        max_tokens = self._max_tokens(params, tokens, key)
+        max_tokens = self._max_tokens(
+            params, tokens, key, options.default_max_tokens or self.default_max_tokens
+        )
         arrival = self._num_arrivals + number
         seed = params.seed
         if seed is None:
@@ -164,7 +166,7 @@ class RequestValidator:
         self._grammars.compile(params)
         return params
 
-    def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
+    def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey, default: int) -> int:
         """The most tokens to generate. *raises:* CapacityError, PromptTooLongError: it would never fit."""
         room, min_tokens = self.max_model_len - len(tokens), params.min_tokens or 0
         if min_tokens > room:
@@ -182,7 +184,7 @@ class RequestValidator:
             max_tokens = min(max(max_length - len(tokens), min_tokens), room)
         elif params.max_tokens is None:
             fits = self._memory_limits.max_tokens(key.owner_id) + 1 - len(tokens)
-            max_tokens = max(1, min_tokens, min(self.default_max_tokens, room, fits))
+            max_tokens = max(1, min_tokens, min(default, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
         self._memory_limits.check_fits(

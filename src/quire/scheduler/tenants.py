@@ -19,6 +19,8 @@ import hmac
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -63,6 +65,8 @@ class Tenants:
         """The engine's requests; a tenant that has some cannot be removed."""
         self.check_requests: Callable[[], None] = lambda: None
         """Raises CapacityError if a queued request no longer fits, after a change of limits."""
+        self.users: dict[str, WeakSet[Any]] = {}
+        """The services that use a tenant; only of tenants that a service added."""
         self.public = self._derive_key(b"public")
         self._owners[self.public] = "(public)"
 
@@ -174,6 +178,7 @@ class Tenants:
             del self._owners[namespace]
         self._memory_limits.set(tenant.owner_id, None)
         del self._by_name[name]
+        self.users.pop(name, None)
 
     # -- places of content ---------------------------------------------------------------------------
 

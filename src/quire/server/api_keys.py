@@ -14,7 +14,8 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from quire.cache.prefix_key import NamespaceKeywords
 from quire.errors import ArgumentError
@@ -61,13 +62,15 @@ def name_of_owner(owner: str | None) -> str:
     return owner or ANYBODY.name
 
 
-def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant]) -> None:
-    """Makes these the engine's tenants. Unchanged tenants keep their content.
+def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) -> None:
+    """Adds the tenants that the engine lacks, for the service `user`. Unchanged tenants keep their content.
 
-    Runs in the engine's thread. *raises:* ArgumentError, CapacityError: impossible limits, or open requests of a
-    tenant that is to be removed or changed.
+    Of the engine's other tenants it removes those that services added which have since closed, never the caller's.
+    Runs in the engine's thread. *raises:* ArgumentError, CapacityError: impossible limits, other limits than those of
+    a tenant in use, or open requests of a tenant that is to be removed.
     """
     missing = {tenant.name: tenant for tenant in tenants if tenant.in_engine is not None}
+    names, unused, users = set(missing), [], engine_tenants.users
     for old in engine_tenants:
         new = missing.get(old.name)
         if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
@@ -76,12 +79,29 @@ def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant]) -> None:
             old.priority,
         ):
             del missing[old.name]
-        else:
-            engine_tenants.remove(old.name)
-    for tenant in missing.values():
-        engine_tenants.add(
-            tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
-        )
+        elif old.name in users and all(other.draining for other in users[old.name]):
+            unused.append(old.name)
+        elif new is not None:
+            raise ArgumentError(
+                f"expected the limits that tenant {old.name!r} has in the open engine, got others; give the same "
+                "limits or another name, or remove the engine's tenant first (`LLM.tenants.remove`)"
+            )
+    for name in unused:
+        engine_tenants.remove(name)
+    added: list[str] = []
+    try:
+        for tenant in missing.values():
+            engine_tenants.add(
+                tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
+            )
+            added.append(tenant.name)
+    except BaseException:
+        for name in added:
+            engine_tenants.remove(name)
+        raise
+    users.update((name, WeakSet()) for name in added)
+    for name in names & users.keys():
+        users[name].add(user)
 
 
 def digest_of_key(key: str) -> bytes:

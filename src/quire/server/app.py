@@ -7,6 +7,7 @@ and the time in which a request arrives; here the host's server does.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
@@ -28,13 +29,16 @@ from quire.server.settings import ServerSettings
 
 __all__ = ["create_app"]
 
+_log = logging.getLogger("quire")
+
 
 def create_app(engine: AsyncEngine | LLM | EngineConfig, settings: ServerSettings | None = None) -> FastAPI:
     """The application. engine: an open one, which stays the caller's to close, or the config of one that the
     application opens and closes, see `app_lifespan`. settings: all at their defaults if not given; their secrets
     replace those of an EngineConfig.
 
-    *raises:* ArgumentError: another kind of engine, or limits of tenants that the open engine cannot keep.
+    Logs the settings' warnings (logger "quire"). *raises:* ArgumentError: another kind of engine, or secrets or limits
+    of tenants that the open engine does not have.
     """
     settings = ServerSettings() if settings is None else settings
 
@@ -49,6 +53,8 @@ def create_app(engine: AsyncEngine | LLM | EngineConfig, settings: ServerSetting
         lifespan=lifespan,
     )
     engine_lifespan = AppLifespan(app, engine, settings)
+    for warning in settings.warnings:
+        _log.warning(warning)
     install_handlers(app)
     app.include_router(completions.router)
     app.include_router(chat.router)

@@ -11,26 +11,34 @@ another lifespan opens the engine again.
 
 Invariants
     L1  `app.state.service` is set before a route runs.
-    L2  one call opens an engine, however many requests wait for it; a request that is cancelled does not end it.
-    L3  after the end a request gets 503 and opens nothing.
+    L2  one call opens an engine, however many requests of however many event loops wait for it; neither a cancelled
+        request nor the end of its loop ends the call.
+    L3  after the end a request gets 503 and opens nothing. `GET /health` never opens anything.
+    L4  one thread opens and closes, in this order: an engine that opens after a lifespan was cancelled is closed.
+    L5  after a failure, requests open nothing for `_RETRY_S`.
 
-Cost: a model's load in a thread; for each request one comparison.
+Cost: a model's load; for each request one comparison. An application that was opened keeps one idle thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from quire.config import EngineConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
-from quire.server.api_errors import ApiError
+from quire.server.api_errors import ApiError, json_answer
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 
@@ -38,10 +46,12 @@ __all__ = ["AppLifespan", "OpenedEngine"]
 
 _log = logging.getLogger("quire.server")
 
+_RETRY_S = 10
+
 
 class AppLifespan:
     """Opens and closes the engine of one application. *raises:* ArgumentError for another kind of engine; with an
-    engine that is open, as `Service`.
+    engine that is open, for a secret that it was not opened with, and as `Service`.
     """
 
     def __init__(self, app: Any, engine: AsyncEngine | LLM | EngineConfig, settings: ServerSettings) -> None:
@@ -52,7 +62,11 @@ class AppLifespan:
         self._state = app.state
         self._given = engine
         self._settings = settings
-        self._opening: asyncio.Task[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-lifespan")
+        self._lock = threading.Lock()  # of the four fields below
+        self._opening: Future[None] | None = None  # under way, or successful
+        self._retry_at = 0.0  # of time.monotonic
+        self._is_running = False
         self._has_ended = False
         self._state.service = None if isinstance(engine, EngineConfig) else self._make_service()
 
@@ -60,40 +74,62 @@ class AppLifespan:
     def is_open(self) -> bool:
         return self._state.service is not None and not self._has_ended
 
+    @property
+    def status(self) -> str:
+        """The reason why it is not open."""
+        return "stopping" if self._has_ended else "not_loaded" if self._opening is None else "loading"
+
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """The lifespan. *raises:* as `LLM`; as `Service`."""
-        if self._has_ended:
-            self._state.service = None
-            self._has_ended = False
-        await self._open()
+        """The lifespan. *raises:* ArgumentError: another one is open or closing; as `LLM`; as `Service`."""
+        with self._lock:
+            if self._is_running:
+                raise ArgumentError(
+                    "expected one lifespan of the application at a time, got another one before its end; call "
+                    "create_app for each server, or wait for the end"
+                )
+            self._is_running = True
+            if self._has_ended:
+                self._state.service = None
+                self._has_ended = False
         try:
+            await self._open()
             yield
         finally:
-            await self._close()
+            with self._lock:
+                self._has_ended = True
+                closing = self._worker.submit(self._close_in_thread)
+            await asyncio.shield(asyncio.wrap_future(closing))
 
     async def open_for_request(self) -> None:
         """*raises:* ApiError 503: the model cannot be loaded, or the lifespan has ended."""
+        if not self._has_ended and time.monotonic() >= self._retry_at:
+            with suppress(Exception):  # the thread logs it
+                await self._open()
         if self._has_ended:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        try:
-            await self._open()
-        except Exception as error:
-            _log.error("the engine cannot be opened", exc_info=error)
+        if not self.is_open:
             raise ApiError(
                 503,
                 "expected a model that can be loaded; the server's log says why it cannot",
                 code="not_loaded",
-            ) from error
+                retry_after_s=_RETRY_S,
+            )
 
     def _make_service(self) -> Service:
         """Waits for the model, if it has to be loaded."""
         given, settings = self._given, self._settings
+        secrets = {"tenant_secret": settings.tenant_secret, "remote_secret": settings.remote_secret}
+        secrets = {name: secret for name, secret in secrets.items() if secret is not None}
         if isinstance(given, EngineConfig):
-            secrets = {"tenant_secret": settings.tenant_secret, "remote_secret": settings.remote_secret}
-            given = replace(given, **{name: secret for name, secret in secrets.items() if secret is not None})
-            engine = AsyncEngine(config=given)
+            engine = AsyncEngine(config=replace(given, **secrets))
         else:
+            for name, secret in secrets.items():
+                if not given.has_secret(name, secret):
+                    raise ArgumentError(
+                        f"expected the {name} that the engine was opened with, got another one in the settings - "
+                        f"in `{name}`; open the engine with it, or leave it out of the settings"
+                    )
             engine = given if isinstance(given, AsyncEngine) else AsyncEngine(given)
         try:
             return Service(engine, settings)
@@ -103,29 +139,32 @@ class AppLifespan:
             raise
 
     async def _open(self) -> None:
-        if self.is_open:
-            return
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open_in_thread())
-        await asyncio.shield(self._opening)
+        with self._lock:
+            if self.is_open or self._has_ended:
+                return
+            if self._opening is None:
+                self._opening = self._worker.submit(self._open_in_thread)
+            opening = self._opening
+        await asyncio.shield(asyncio.wrap_future(opening))
 
-    async def _open_in_thread(self) -> None:
+    def _open_in_thread(self) -> None:
         try:
-            self._state.service = await asyncio.to_thread(self._make_service)
             self._state.live_page_feed = None  # that of an earlier lifespan
-        finally:
-            self._opening = None
+            self._state.service = self._make_service()
+        except BaseException as error:
+            _log.error("the engine cannot be opened", exc_info=error)
+            with self._lock:
+                self._opening, self._retry_at = None, time.monotonic() + _RETRY_S
+            raise
 
-    async def _close(self) -> None:
-        self._has_ended = True
-        if self._opening is not None:
-            with suppress(Exception):  # the request that began it reports the error
-                await asyncio.shield(self._opening)
+    def _close_in_thread(self) -> None:
         service = self._state.service
-        service.draining = True
-        service.conversations.close()
-        if service.engine is not self._given:
-            await asyncio.to_thread(service.engine.close)
+        try:
+            if service is not None:
+                service.close(closes_engine=service.engine is not self._given)
+        finally:
+            with self._lock:
+                self._opening, self._is_running = None, False
 
 
 class OpenedEngine:
@@ -136,6 +175,13 @@ class OpenedEngine:
         self._lifespan = lifespan
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = self._app
         if scope["type"] == "http" and not self._lifespan.is_open:
-            await self._lifespan.open_for_request()
-        await self._app(scope, receive, send)
+            if scope["path"].removeprefix(scope.get("root_path", "")) == "/health":
+                answer = JSONResponse({"status": self._lifespan.status}, 503)
+            else:
+                try:
+                    await self._lifespan.open_for_request()
+                except ApiError as error:  # an answer that CORS headers are added to
+                    answer = json_answer(error)
+        await answer(scope, receive, send)

@@ -147,7 +147,7 @@ class Conversations:
         del self._by_tenant[tenant.name][name]
 
     def close(self) -> None:
-        for entries in self._by_tenant.values():
-            for entry in entries.values():
+        closed, self._by_tenant = self._by_tenant, {}
+        for entries in list(closed.values()):
+            for entry in list(entries.values()):
                 entry.close()
-        self._by_tenant.clear()

@@ -114,7 +114,7 @@ async def metrics(service: TheService, tenant: TheTenant) -> Response:
     return Response(await service.metrics_page(tenant), media_type=CONTENT_TYPE_LATEST)
 
 
-@health_router.get("/health", responses={503: {"description": "The engine has failed."}})
+@health_router.get("/health", responses={503: {"description": "The engine has failed, or is not open."}})
 async def health(request: Request) -> Response:
     """200 while the engine runs; 503 with the reason once it has failed."""
     service: Service = request.app.state.service

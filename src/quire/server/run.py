@@ -186,6 +186,5 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
-        service.conversations.close()
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(service.close)
         gc.unfreeze()

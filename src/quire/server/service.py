@@ -100,7 +100,7 @@ class Answer:
 
 
 class Service:
-    """One engine's requests. Makes the settings' tenants the engine's. *raises:* as `install`."""
+    """One engine's requests. Adds the settings' tenants to the engine. *raises:* as `install`."""
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -128,13 +128,15 @@ class Service:
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
         )
         tenants = [*settings.tenants, *settings.keys.tenants]
-        # Chat clients seldom give a length; without one, an answer may run to its natural end.
-        engine.submit_between_steps(lambda: self._prepare(tenants)).result()
+        engine.submit_between_steps(lambda: install(engine.tenants, tenants, self)).result()
 
-    def _prepare(self, tenants: Sequence[ApiTenant]) -> None:
-        """Runs in the engine's thread."""
-        self.engine.use_default_max_tokens(self.engine.max_model_len)
-        install(self.engine.tenants, tenants)
+    def close(self, *, closes_engine: bool = True) -> None:
+        """Ends conversations, and the engine with its requests; waits for a step under way. Tenants keep their
+        content, for the disk cache and for a later service. Any thread may call it."""
+        self.draining = True
+        self.conversations.close()
+        if closes_engine:
+            self.engine.close()
 
     @property
     def tokenizer(self) -> Any:
@@ -177,7 +179,9 @@ class Service:
             address = current_request().address
             admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n, address)
         client = client_of(tenant, address)
-        requests = [(prompt, replace(options, client=client)) for prompt, options in requests]
+        # Chat clients seldom give a length; without one, an answer may run to its natural end.
+        own = {"client": client, "default_max_tokens": self.engine.max_model_len}
+        requests = [(prompt, replace(options, **own)) for prompt, options in requests]
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
