@@ -27,7 +27,7 @@ import uvicorn
 from machine import emit, emit_machine
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.server.api_keys import ANYBODY, ApiTenant, install
+from quire.server.api_keys import ANYBODY, ApiTenant
 from quire.server.app import create_app
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
@@ -87,7 +87,8 @@ class Watcher:
 def fill(llm: LLM, share: float) -> None:
     """Prefixes of 8 tenants, each behind one of 32 beginnings, until `share` of the blocks are cached."""
     rng, cache = np.random.default_rng(0), llm.cache
-    install(llm.tenants, TENANTS)
+    for each in TENANTS:
+        llm.tenants.add(each.name)
     heads = [[rng.integers(0, 500, 128).astype(np.int32) for _ in range(32)] for _ in range(8)]
     while cache.stats()["free"] > (1 - share) * cache.num_blocks:
         tenant = int(rng.integers(0, 8))

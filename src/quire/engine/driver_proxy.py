@@ -37,8 +37,6 @@ def in_driver(target: Target, driver: Driver) -> Target:
 
 
 class _DriverProxy:
-    __slots__ = ("_driver", "_target")
-
     def __init__(self, target: Any, driver: Driver) -> None:
         self._target = target
         self._driver = driver
@@ -47,7 +45,7 @@ class _DriverProxy:
         return f"{self._target!r}, called in the driver's thread"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in self.__slots__:  # a copy has no target yet
+        if name.startswith("__") or name == "_target":  # a copy has none yet
             raise AttributeError(name)
         member = getattr(type(self._target), name, None)
         if member is None:

@@ -149,10 +149,6 @@ class Engine:
         """
         self._validator.compile_grammar(params)
 
-    def use_default_max_tokens(self, num_tokens: int) -> None:
-        """Sets max_tokens for requests without it, if the model sets none either; 256 without this call."""
-        self._validator.default_max_tokens = num_tokens
-
     def submit(self, prompt: Prompt | Any, options: RequestOptions | SamplingParams | None = None) -> str:
         """Queues a request and returns its id. prompt: a `Prompt` or token ids. options: sampling parameters alone mean
         defaults for the rest.

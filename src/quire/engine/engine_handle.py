@@ -117,10 +117,6 @@ class EngineHandle:
         """True if a request of this id waits or runs."""
         return request_id in self._opened.engine.scheduler.requests
 
-    def use_default_max_tokens(self, num_tokens: int) -> None:
-        """Sets max_tokens for later requests without it, if the model sets none either; 256 without this call."""
-        self._opened.engine.use_default_max_tokens(num_tokens)
-
     def has_secret(self, name: str, secret: bytes) -> bool:
         """True if the engine was opened with this `tenant_secret` or `remote_secret`."""
         own = getattr(self._opened.config, name)

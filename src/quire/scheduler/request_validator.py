@@ -76,7 +76,6 @@ class RequestValidator:
             raise ConfigError(
                 f"{error} of the model's generation config; correct it, or start with generation_config='none'"
             ) from error
-        self.default_max_tokens = _DEFAULT_MAX_TOKENS  # if neither the request nor the model sets it
         self._seed = seed
         self._clock = clock
         self._memory_limits = memory_limits
@@ -102,9 +101,7 @@ class RequestValidator:
         tokens = self.check_tokens(prompt.token_ids)
         key = key or self._tenants.resolve(options.key, tokens)
         params = self._resolve_params(options.params)
-        max_tokens = self._max_tokens(
-            params, tokens, key, options.default_max_tokens or self.default_max_tokens
-        )
+        max_tokens = self._max_tokens(params, tokens, key, options.default_max_tokens or _DEFAULT_MAX_TOKENS)
         arrival = self._num_arrivals + number
         seed = params.seed
         if seed is None:
