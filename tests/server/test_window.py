@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.held_steps import is_idle
 from support.running_server import running
 from support.until import until
 from support.window_client import Generating, Watcher, ask
@@ -26,7 +27,8 @@ KEYS = KeyRing([(digest_of_key(ALICE), ApiTenant("alice-the-tenant")), (digest_o
 
 @pytest.fixture
 def keyed(serve: Any, llm: Any) -> Iterator[tuple[str, Any]]:
-    llm.cache.reset()  # what tests before have left
+    until(lambda: is_idle(llm))  # of what tests before have left
+    llm.cache.reset()
     with serve(ServerSettings(keys=KEYS)) as one:
         yield one
 
@@ -233,6 +235,7 @@ def test_what_is_cached_is_told_and_by_nobody_held(url: str) -> None:
 def test_ages_are_those_of_the_cache_also_of_what_came_before_anybody_looked(
     serve: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    until(lambda: is_idle(llm))
     llm.cache.reset()
     mirror = llm.engine.monitor.mirror
     now = [mirror.clock()]
