@@ -119,9 +119,7 @@ class PromptPins:
         for is_last_try in (False, False, True) if compute else (True,):
             if compute:
                 self._check(tokens, key, ttl)
-                output = self._compute(
-                    Prompt(None, tokens), RequestOptions(COMPUTE_PROMPT, key, cache_priority="keep")
-                )
+                output = self._compute(Prompt(None, tokens), RequestOptions(COMPUTE_PROMPT, key))
                 if output is not None and output.error is not None:
                     raise output.error
             try:
