@@ -58,7 +58,7 @@ ALIKE: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
-# What has other values of the same tensors (`tests/weights/test_checkpoint_methods.py` compares them).
+# Settings that give the same tensors other values (`tests/weights/test_checkpoint_methods.py` compares them).
 OBEYED: set[tuple[str, str, Any]] = {
     ("gptq", "checkpoint_format", "gptq_v2"), ("gptq by activation order", "sym", False),
     ("w4a16", "group_size", 33), ("w4a16 by activation order", "group_size", 33),

@@ -67,13 +67,8 @@ class Recurrence(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class Mamba1Scan(Recurrence):
-    """Selective scan: h = exp(dt a) h + dt x b; y = h c + d x. The caller applies the gate.
-
-    state: [num_slots, channels, state_size].
-    x: [num_rows, channels]; b, c: [num_rows, state_size], of x's type.
-    dt: [num_rows, channels], after bias and softplus; a: [channels, state_size], negative; d: [channels].
-    """
+class _SelectiveScan(Recurrence):
+    """The arguments of both Mambas' scans, whose shapes differ."""
 
     state: torch.Tensor
     x: torch.Tensor
@@ -86,6 +81,16 @@ class Mamba1Scan(Recurrence):
     @property
     def rows(self) -> torch.Tensor:
         return self.x
+
+
+@dataclass(slots=True, eq=False)
+class Mamba1Scan(_SelectiveScan):
+    """Selective scan: h = exp(dt a) h + dt x b; y = h c + d x. The caller applies the gate.
+
+    state: [num_slots, channels, state_size].
+    x: [num_rows, channels]; b, c: [num_rows, state_size], of x's type.
+    dt: [num_rows, channels], after bias and softplus; a: [channels, state_size], negative; d: [channels].
+    """
 
     def check_shapes(self, step: RecurrenceStep) -> None:
         channels, size = check_state(self.state, step, ("channels", "state_size"))
@@ -99,7 +104,7 @@ class Mamba1Scan(Recurrence):
 
 
 @dataclass(slots=True, eq=False)
-class Mamba2Scan(Recurrence):
+class Mamba2Scan(_SelectiveScan):
     """As `Mamba1Scan`, with one decay a head: h = exp(dt a) h + dt x b; y = h c + d x.
 
     state: [num_slots, num_heads, head_dim, state_size].
@@ -107,18 +112,6 @@ class Mamba2Scan(Recurrence):
         num_heads / num_groups consecutive heads.
     dt: [num_rows, num_heads], after bias, softplus and limits; a: [num_heads], negative; d: [num_heads].
     """
-
-    state: torch.Tensor
-    x: torch.Tensor
-    dt: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    c: torch.Tensor
-    d: torch.Tensor | None
-
-    @property
-    def rows(self) -> torch.Tensor:
-        return self.x
 
     def check_shapes(self, step: RecurrenceStep) -> None:
         heads, head_dim, size = check_state(self.state, step, ("num_heads", "head_dim", "state_size"))
