@@ -24,6 +24,7 @@ from quire.devices import register
 from quire.devices.device import unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
+from quire.recurrence import reference_recurrence
 from quire.step import AttentionBatch
 
 TOTAL_BYTES = 32 << 20
@@ -122,7 +123,7 @@ class FakeDevice:
     is_native = is_host = False
     is_elastic = True
     torch_device = torch.device("cpu")
-    recurrence = None
+    recurrence = reference_recurrence.BACKEND
 
     def __init__(self) -> None:
         self._ranges: list[_Range] = []

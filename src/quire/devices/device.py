@@ -74,8 +74,8 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         ...
 
     @property
-    def recurrence(self) -> RecurrenceBackend | None:
-        """Its recurrences of state layers; None: it runs no models with such layers."""
+    def recurrence(self) -> RecurrenceBackend:
+        """Its recurrences of state layers, on tensors of `torch_device`."""
         ...
 
     @property

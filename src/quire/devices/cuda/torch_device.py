@@ -2,9 +2,10 @@
 
 Correct on any device that torch knows, and the twin of the kernels for one. Tokens are those of the model's own
 forward; bits are torch's, whose products may depend on the number of rows, so the promise of the same bits in any
-company is not this device's. Quantized weights and state layers it refuses by name.
+company is not this device's. Quantized weights are refused by name.
 
-Cost: attention gathers a sequence's keys and values in float32, one sequence after another.
+Cost: attention gathers a sequence's keys and values in float32, one sequence after another; a recurrence runs some
+operators for each token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from quire.attention import reference_attention
 from quire.devices.cuda.torch_memory import TorchMemory
 from quire.errors import ArgumentError
-from quire.recurrence import RecurrenceBackend
+from quire.recurrence import RecurrenceBackend, reference_recurrence
 
 __all__ = ["TorchDevice", "torch_device_of"]
 
@@ -31,7 +32,7 @@ class TorchDevice(TorchMemory):
     pack = None
     write = staticmethod(reference_attention.write)
     run = staticmethod(reference_attention.run)
-    recurrence: RecurrenceBackend | None = None
+    recurrence: RecurrenceBackend = reference_recurrence.BACKEND
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
