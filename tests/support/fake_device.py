@@ -121,6 +121,8 @@ class FakeDevice:
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
     is_native = is_host = False
+    is_elastic = True
+    torch_device = torch.device("cpu")
     recurrence = reference_recurrence.BACKEND
 
     def __init__(self) -> None:
