@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -78,6 +79,11 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         """Its recurrences of state layers, on tensors of `torch_device`."""
         ...
 
+    def exact_operators(self) -> AbstractContextManager[object]:
+        """Within it torch's operators compute each row by itself, as far as a device other than this machine promises
+        that; `quire.model.row_invariant` does it here."""
+        ...
+
     @property
     def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
         """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.weights.linear`
@@ -92,6 +98,7 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
         "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
         "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
         "torch": lambda: device_of("torch@cpu"),
+        "triton": lambda: device_of("triton@cpu"),
     },
 )
 unregister = _MAKERS.unregister
