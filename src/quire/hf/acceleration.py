@@ -405,6 +405,8 @@ class _Steps:
             )  # a RowStorage has the part of a Storage that a forward uses
             storage.paged.key_offsets = cache.key_offsets
         logits = self._prepared.forward(step.forward, storage.paged)
+        if ids.is_cpu:
+            logits = self._prepared.device.to_host(logits)
         storage.advance(ids.shape[1])
         if cache.filled_by is None:
             cache.filled_by = self._model

@@ -18,6 +18,7 @@ probe's eleven small forwards, or none of them with a saved proof.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import weakref
@@ -262,7 +263,8 @@ class PreparedModel:
             cache: over the storage of the step; default: over the attached file.
 
         Returns:
-            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, in host memory.
+            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, where the model computes.
+            On another device than this machine the next forward may overwrite them.
 
         Raises:
             LoadError: saved packed weights were found to be damaged (`saved_check`).
@@ -273,7 +275,7 @@ class PreparedModel:
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
         if not self.device.is_host:
-            return self.device.to_host(self._forward(step.on_device(self.device.to_device), cache))
+            return self.device.compute(step, functools.partial(self._forward, cache=cache), cache)
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
