@@ -10,7 +10,7 @@ Invariants
     K2  signature and constexprs together name every parameter of the kernel, in any order.
     K3  divisible names exactly the arguments that are multiples of 16 (pointers: 16-byte aligned) at each launch: the
         compiler vectorises loads by it, so that other divisibility is another kernel. An integer that varies from
-        launch to launch is in the kernel's `do_not_specialize`: otherwise triton compiles another kernel at run time
+        launch to launch is in the kernel's do_not_specialize list: otherwise triton compiles another kernel at run time
         when it is 1 or a multiple of 16.
 
 Triton is not imported here; a variant only holds its kernel. Cost: none.
@@ -39,7 +39,7 @@ of 16 bytes from global memory.
 class KernelVariant:
     """See the file's head.
 
-    kernel: the function that `triton.jit` made. name: of the variant, such as "decode_bf16_d128_g4_p16". signature:
+    kernel: a function decorated by triton.jit. name: of the variant, such as "decode_bf16_d128_g4_p16". signature:
     Triton's type of each argument that is not a constant ("*bf16", "i32", "i64", "fp32"). constexprs: the value of each
     constant parameter. divisible: the arguments that are multiples of 16. targets: the targets that launch it.
     promises: instructions that the compiled code must contain (`PROMISES`). tags: further axes of the pairwise matrix,
