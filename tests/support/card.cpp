@@ -658,6 +658,15 @@ at::Tensor& set_nothing(at::Tensor& tensor) {
 
 void record_stream(at::Tensor&, c10::Stream) {}
 
+// `parameter.data = tensor` of another device, which torch knows of CUDA.
+bool can_take_data(const at::Tensor&, const at::Tensor&) {
+    return true;
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+    library.impl("_has_compatible_shallow_copy_type", can_take_data);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
@@ -676,6 +685,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("set_.source_Tensor", set_tensor);
     library.impl("set_", set_nothing);
     library.impl("record_stream", record_stream);
+    library.impl("_has_compatible_shallow_copy_type", can_take_data);
 }
 
 }  // namespace
