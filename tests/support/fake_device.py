@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from quire.devices import register
 from quire.devices.device import unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
+from quire.recurrence import reference_recurrence
 from quire.step import AttentionBatch
 
 TOTAL_BYTES = 32 << 20
@@ -122,7 +123,7 @@ class FakeDevice:
     is_native = is_host = False
     is_elastic = True
     torch_device = torch.device("cpu")
-    recurrence = None
+    recurrence = reference_recurrence.BACKEND
 
     def __init__(self) -> None:
         self._ranges: list[_Range] = []
@@ -204,6 +205,9 @@ class FakeDevice:
 
     def _real_view(self, view: KVView) -> KVView:
         return KVView(self._real(view.k), self._real(view.v), view.block_size)
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def pack(self, weight: torch.Tensor) -> _Weight:
         return _Weight(self, weight)

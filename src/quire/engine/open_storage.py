@@ -121,8 +121,9 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any,
     from quire.memory.paged import PagedStorage
 
     fit = _fit("paged", config, spec, max_model_len)
-    states = _states(spec, fit) if spec.states else None
-    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
+    device = device_of(config)
+    states = _states(spec, fit, device) if spec.states else None
+    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device)
     storage.states = states
     return _with_cache(config, storage, fit)
 
@@ -145,7 +146,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         # After the rows have their addresses, which may be limited.
         fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
         if spec.states:
-            storage.states = _states(spec, fit)
+            storage.states = _states(spec, fit, HOST)
         storage.resize(fit.num_blocks)
     except BaseException:
         storage.close()
@@ -153,16 +154,21 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
     return _with_cache(config, storage, fit)
 
 
-def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
-    """The state slots of the start, with addresses for as many as the whole budget, and for more if there are any,
-    because the budget may be raised."""
+def _states(spec: KVSpec, fit: KVFit, device: DeviceMemory) -> StateSlots:
+    """The state slots of the start. On an elastic device they have addresses for as many as the whole budget, and for
+    more if there are any, because the budget may be raised."""
+    if not device.is_elastic:
+        return StateSlots(spec, fit.num_state_slots, device=device)
     max_slots = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
     try:
         return StateSlots(
-            spec, fit.num_state_slots, max(max_slots, HOST.total_bytes() // spec.bytes_per_state)
+            spec,
+            fit.num_state_slots,
+            max(max_slots, HOST.total_bytes() // spec.bytes_per_state),
+            device=device,
         )
     except CapacityError:
-        return StateSlots(spec, fit.num_state_slots, max_slots)
+        return StateSlots(spec, fit.num_state_slots, max_slots, device=device)
 
 
 def exchange_bytes_within(
@@ -206,7 +212,8 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
-            cache.exchange = _make_memory_split(storage, cache, fit)
+            if storage.device.is_elastic:
+                cache.exchange = _make_memory_split(storage, cache, fit)
     except BaseException:
         storage.close()
         raise

@@ -282,7 +282,7 @@ class PreparedModel:
             if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
                 return logits
             with (
-                row_invariant.serving(),
+                row_invariant.serving() if self.device.is_host else self.device.exact_operators(),
                 nullcontext() if self.fused is None else self.fused.serving(),
                 torch.inference_mode(),
                 self._switched(),
