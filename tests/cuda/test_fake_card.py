@@ -18,7 +18,9 @@ from support.state_layers import tiny_model
 from transformers import PreTrainedModel
 
 SUPPORT = Path(__file__).parents[1]
-OTHER_DEVICE = "on the same device|in the same device|device as the indexed tensor|to have the same device type"
+OTHER_DEVICE = (
+    "on the same device|in the same device|device as the indexed tensor|to have the same device type"
+)
 
 
 @pytest.fixture
