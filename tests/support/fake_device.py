@@ -180,6 +180,9 @@ class FakeDevice:
                 else:
                     yours[:] = mine
 
+    def is_lost(self) -> bool:
+        return False
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone().as_subclass(OnDevice)
 

@@ -250,6 +250,7 @@ def _open_step_loop(
             monitor=monitor,
             profile=profile,
             native=extension(config.device_name) if is_host_backend(config.device_name) else None,
+            is_lost=model.prepared.device.is_lost,
         ),
         ServedModel(
             loaded.vocab_size,

@@ -187,6 +187,16 @@ class TorchMemory:
         else:
             payload[in_payload] = words[places].cpu().view(torch.uint8).view(len(offsets), width).numpy()
 
+    def is_lost(self) -> bool:
+        """After an error in a kernel CUDA answers every call with an error."""
+        module: Any = getattr(torch, self.torch_device.type, None)
+        try:
+            if hasattr(module, "synchronize"):
+                module.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch_device)
 
