@@ -170,6 +170,7 @@ class PreparedModel:
             now = facts(loaded.model)
             volatile = frozenset(name for name in before if before[name] != now.get(name))
             self.model_record = ModelRecord(loaded.model, now, volatile)
+            self._undo.append(self.model_record.release)
         except UnsupportedModelError as error:
             self.restore()
             missing = None if self.by_own_forward else unsupported_feature(loaded.model)

@@ -91,8 +91,11 @@ class TorchRange:
         )
 
     def close(self) -> None:
+        """The memory goes back now, whatever tensors were made of it."""
         if self._bytes is not None:
             self._memory.remove(self)
+            if self._memory.torch_device.type != "cpu":
+                self._bytes.untyped_storage().resize_(0)
             self._bytes = None
 
 

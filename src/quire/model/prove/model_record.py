@@ -73,6 +73,10 @@ class ModelRecord:
             self._record(now)
         return ModelChange(None, self._hooks, self._training)
 
+    def release(self) -> None:
+        """Let go of the memory of the weights, which leave a device now. `compare` then goes by the facts alone."""
+        self._bytes, self._on_device = [], []
+
     def _record(self, now: dict[str, Any]) -> None:
         model = self._model
         modules = list(model.modules())
