@@ -134,7 +134,9 @@ def write_rows(
         columns = tl.arange(0, K_COLUMNS)[None, :]
         mask = (heads < NUM_HEADS) & (columns < K_WIDTH)
         row = tl.load(k_new + token * k_new_token + heads.to(tl.int64) * k_new_head + columns, mask=mask)
-        tl.store(k + _row_address(slot, heads, BLOCK_SIZE, k_block, k_head, k_token) + columns, row, mask=mask)
+        tl.store(
+            k + _row_address(slot, heads, BLOCK_SIZE, k_block, k_head, k_token) + columns, row, mask=mask
+        )
         if V_WIDTH > 0:
             columns = tl.arange(0, V_COLUMNS)[None, :]
             mask = (heads < NUM_HEADS) & (columns < V_WIDTH)
@@ -193,18 +195,14 @@ def write_codes(
         blocks = tl.reshape(row, (K_COLUMNS // ROTATION, ROTATION))
         row = tl.reshape(_rotated(blocks, K_COLUMNS // ROTATION, ROTATION, LOG_ROTATION), (K_COLUMNS,))
         codes = k + _row_address(slot, head, BLOCK_SIZE, k_block, k_head, k_token)
-        scales = k_scale + _row_address(
-            slot, head, BLOCK_SIZE, k_scale_block, k_scale_head, k_scale_token
-        )
+        scales = k_scale + _row_address(slot, head, BLOCK_SIZE, k_scale_block, k_scale_head, k_scale_token)
         _store_row(row, codes, scales, K_WIDTH, K_COLUMNS, K_BITS)
 
         columns = tl.arange(0, V_COLUMNS)
         address = v_new + token * v_new_token + head * v_new_head + columns
         row = tl.load(address, mask=columns < V_WIDTH, other=0.0).to(tl.float32)
         codes = v + _row_address(slot, head, BLOCK_SIZE, v_block, v_head, v_token)
-        scales = v_scale + _row_address(
-            slot, head, BLOCK_SIZE, v_scale_block, v_scale_head, v_scale_token
-        )
+        scales = v_scale + _row_address(slot, head, BLOCK_SIZE, v_scale_block, v_scale_head, v_scale_token)
         _store_row(row, codes, scales, V_WIDTH, V_COLUMNS, V_BITS)
 
 
@@ -648,9 +646,7 @@ def attend(
                     BLOCK_SIZE,
                     DTYPE,
                 )
-                maximum, total, sums = _merged(
-                    maximum, total, sums, split_maximum, split_total, split_sums
-                )
+                maximum, total, sums = _merged(maximum, total, sums, split_maximum, split_total, split_sums)
             values = _finished(maximum, total, sums, sinks, heads, mask)
             columns = tl.arange(0, V_COLUMNS)[None, :]
             address = out + (rows * out_token + heads.to(tl.int64) * out_head)[:, None] + columns
