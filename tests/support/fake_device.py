@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quire.attention import AttentionOptions, reference_attention
 from quire.devices import register
 from quire.devices.device import unregister
-from quire.errors import CapacityError
+from quire.errors import BackendError, CapacityError
 from quire.memory import KVView
 from quire.recurrence import reference_recurrence
 from quire.step import AttentionBatch
@@ -120,7 +120,7 @@ class FakeDevice:
     version = "1"
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
-    is_native = is_host = False
+    is_native = is_host = has_virtual_rows = False
     recurrence = reference_recurrence.BACKEND
 
     def __init__(self) -> None:
@@ -143,6 +143,9 @@ class FakeDevice:
         self._ranges = [one for one in self._ranges if not one.is_closed]
         self._ranges.append(_Range(num_bytes))
         return self._ranges[-1]
+
+    def open_placement(self) -> Any:
+        raise BackendError("the fake device maps nothing")
 
     def _range_of(self, address: int) -> _Range:
         for one in self._ranges:

@@ -24,14 +24,17 @@ import torch
 from quire.backends import extension
 from quire.memory.free_memory import free_address_bytes, free_memory_bytes, taken_bytes
 from quire.memory.heap import Heap, physical_bytes
+from quire.memory.placement import MemfdBackend, PlacementBackend
 
-__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory"]
+__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory", "commits_on_write"]
 
 
 class Allocation(Protocol):
     """A range of the device's addresses; `quire.memory.heap.Heap` says what each call does on this machine.
 
-    `prefer_huge_pages` may do nothing, and `commit` may return False: not done.
+    `prefer_huge_pages` may do nothing, and `commit` may return False: not done. An allocation with `commits_on_write =
+    False` has memory only where `commit` was called: touching any other byte is a fault of the device. Its `commit`
+    raises CapacityError if there is no memory, and `commit_ahead(start, stop)` does the same soon, by another thread.
     """
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor: ...
@@ -42,14 +45,29 @@ class Allocation(Protocol):
     def close(self) -> None: ...
 
 
+def commits_on_write(allocation: Allocation) -> bool:
+    """Whether a write gives an allocation memory; otherwise its user commits before."""
+    return getattr(allocation, "commits_on_write", True)
+
+
 class DeviceMemory(Protocol):
     """The allocator and the copies of a device."""
 
     @property
     def is_host(self) -> bool:
-        """Whether any code may read and write its bytes in place. Only such a device has storages other than `paged`
-        (`virtual` rows and views of rows in `quire.hf`), disk reads straight into a block, and the extension's fused
-        layers."""
+        """Whether any code may read and write its bytes in place. Only such a device has storages of rows other than
+        `virtual`, views of rows in `quire.hf`, disk reads straight into a block, and the extension's fused layers."""
+        ...
+
+    @property
+    def has_virtual_rows(self) -> bool:
+        """Whether its memory can be mapped into rows of addresses (`storage="virtual"`), by `open_placement`."""
+        ...
+
+    def open_placement(self) -> PlacementBackend:
+        """The calls that map its memory into rows. Only for a device with `has_virtual_rows`.
+
+        *raises:* BackendError: it has none."""
         ...
 
     def total_bytes(self) -> int:
@@ -94,8 +112,11 @@ class DeviceMemory(Protocol):
 class HostMemory:
     """This machine's own memory. copied_by: name of the back end whose code copies, see `quire.backends.extension`."""
 
-    is_host = True
+    is_host = has_virtual_rows = True
     copied_by: str | None = None
+
+    def open_placement(self) -> PlacementBackend:
+        return MemfdBackend()
 
     def total_bytes(self) -> int:
         """At most half of what the process's address limit leaves; the other half is for everything else."""
