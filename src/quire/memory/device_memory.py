@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,13 @@ from quire.memory.free_memory import free_address_bytes, free_memory_bytes, take
 from quire.memory.heap import Heap, physical_bytes
 from quire.memory.placement import MemfdBackend, PlacementBackend
 
-__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory", "commits_on_write"]
+__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory", "PageAllocation", "page_allocation"]
 
 
 class Allocation(Protocol):
     """A range of the device's addresses; `quire.memory.heap.Heap` says what each call does on this machine.
 
-    `prefer_huge_pages` may do nothing, and `commit` may return False: not done. An allocation with `commits_on_write =
-    False` has memory only where `commit` was called: touching any other byte is a fault of the device. Its `commit`
-    raises CapacityError if there is no memory, and `commit_ahead(start, stop)` does the same soon, by another thread.
+    `prefer_huge_pages` may do nothing, and `commit` may return False: not done.
     """
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor: ...
@@ -45,9 +43,22 @@ class Allocation(Protocol):
     def close(self) -> None: ...
 
 
-def commits_on_write(allocation: Allocation) -> bool:
-    """Whether a write gives an allocation memory; otherwise its user commits before."""
-    return getattr(allocation, "commits_on_write", True)
+class PageAllocation(Allocation, Protocol):
+    """An allocation that has memory only where `commit` was called: touching any other byte is a fault of the device.
+
+    `commit` raises CapacityError if there is no memory; nothing has changed then. `commit_ahead` does the same soon, by
+    a thread of its own, or nothing. page_bytes: unit of its memory. commits_on_write: False.
+    """
+
+    page_bytes: int
+    commits_on_write: bool
+
+    def commit_ahead(self, start: int, stop: int) -> None: ...
+
+
+def page_allocation(allocation: Allocation) -> PageAllocation | None:
+    """The allocation, if its user has to commit before a write; None if a write commits."""
+    return None if getattr(allocation, "commits_on_write", True) else cast(PageAllocation, allocation)
 
 
 class DeviceMemory(Protocol):

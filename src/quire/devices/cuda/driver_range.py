@@ -42,7 +42,7 @@ class DriverRange:
         if num_bytes <= 0:
             raise ArgumentError(f"expected a positive size for a range of a card, got {num_bytes} bytes")
         self._memory = memory
-        self._page = page = memory.page_bytes
+        self.page_bytes = self._page = page = memory.page_bytes
         self.max_bytes = -(-num_bytes // page) * page
         with memory.lock:
             memory.collect()
@@ -107,6 +107,7 @@ class DriverRange:
             raise ArgumentError(
                 f"expected a byte range inside the {self.max_bytes} bytes of a range, got [{start}, {stop})"
             )
+        self._memory.ahead.join()
         first, last = -(-start // self._page), stop // self._page
         with self._memory.lock:
             pages = slice(first, max(first, last))
@@ -151,6 +152,7 @@ class DriverRange:
         if self._bytes is None:
             return
         memory = self._memory
+        memory.ahead.join()
         with memory.lock, contextlib.suppress(DeviceLostError):  # a lost card has no memory to give back
             memory.insist(lambda: memory.driver.synchronize(memory.stream()))
             self._num_releases += 1
