@@ -282,6 +282,10 @@ class RecurrenceStep:
         for row, slot in self.checkpoints:
             self._at_row.setdefault(row, []).append(slot)
 
+    def on_device(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> RecurrenceStep:
+        """The step with its positions on the device of the model's modules."""
+        return self if self.positions is None else replace(self, positions=to_device(self.positions))
+
     @property
     def num_rows(self) -> int:
         return self.starts[-1]
@@ -335,4 +339,5 @@ class ForwardStep:
             position_ids=to_device(self.position_ids),
             slot_mappings=tuple(map(to_device, self.slot_mappings)),
             logits_rows=to_device(self.logits_rows),
+            states=None if self.states is None else self.states.on_device(to_device),
         )

@@ -13,30 +13,21 @@ from contextlib import contextmanager
 import torch
 from support.fake_driver import FakeDriver, fake_driver
 
-from quire.attention import reference_attention
 from quire.devices import register
 from quire.devices.cuda.driver_memory import DriverMemory
+from quire.devices.cuda.torch_device import TorchDevice
 from quire.devices.device import unregister
-from quire.recurrence import reference_recurrence
 
 __all__ = ["DriverDevice", "driver_device"]
 
 
-class DriverDevice(DriverMemory):
-    """See `quire.devices.device.Device`."""
-
-    name = "driver"
-    version = "1"
-    dtypes = (torch.float32, torch.bfloat16)
-    kv_formats = ("int8", "int4")
-    is_native = False
-    recurrence = reference_recurrence.BACKEND
-    pack = None
-    write = staticmethod(reference_attention.write)
-    run = staticmethod(reference_attention.run)
+class DriverDevice(DriverMemory, TorchDevice):
+    """`TorchDevice` with all of its memory by the driver's calls."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        TorchDevice.__init__(self, torch.device("cpu"))
+        DriverMemory.__init__(self, torch.device("cpu"))
+        self.name = "driver"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,8 @@ class FakeDevice:
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
     is_native = is_host = has_virtual_rows = False
+    is_elastic = True
+    torch_device = torch.device("cpu")
     recurrence = reference_recurrence.BACKEND
 
     def __init__(self) -> None:
@@ -144,7 +146,7 @@ class FakeDevice:
         self._ranges.append(_Range(num_bytes))
         return self._ranges[-1]
 
-    def open_placement(self) -> Any:
+    def mapped_memory(self) -> Any:
         raise BackendError("the fake device maps nothing")
 
     def _range_of(self, address: int) -> _Range:
@@ -206,6 +208,9 @@ class FakeDevice:
 
     def _real_view(self, view: KVView) -> KVView:
         return KVView(self._real(view.k), self._real(view.v), view.block_size)
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def pack(self, weight: torch.Tensor) -> _Weight:
         return _Weight(self, weight)

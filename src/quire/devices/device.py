@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -75,7 +76,12 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
 
     @property
     def recurrence(self) -> RecurrenceBackend:
-        """Its recurrences of state layers; they run only on a device whose memory is the host's (`is_host`)."""
+        """Its recurrences of state layers, on tensors of `torch_device`."""
+        ...
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        """Within it torch's operators compute each row by itself, as far as a device other than this machine promises
+        that; `quire.model.row_invariant` does it here."""
         ...
 
     @property
@@ -91,6 +97,8 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
     {
         "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
         "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
+        "torch": lambda: device_of("torch@cpu"),
+        "triton": lambda: device_of("triton@cpu"),
     },
 )
 unregister = _MAKERS.unregister
@@ -106,7 +114,8 @@ def register(name: str, make: Callable[[], Device]) -> None:
 
 
 def device_of(name: str | None = None) -> Device:
-    """The device `name`: "python", "native" or a registered name.
+    """The device `name`: "python", "native", a registered name, or BACKEND@DEVICE for a device of torch: "@cuda",
+    "torch@cuda:1".
 
     Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
     if it was built.
@@ -117,4 +126,7 @@ def device_of(name: str | None = None) -> Device:
     """
     if name in (None, "native", "python"):
         name = choose_backend(name, needs="PagedView")
+    elif "@" in name:
+        kernels, _, place = name.partition("@")
+        return importlib.import_module("quire.devices.cuda.torch_device").torch_device_of(kernels, place)
     return _MAKERS[name]()

@@ -5,6 +5,8 @@ A device of one's own is most simply a subclass of `ReferenceDevice` with its ow
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from quire.attention import reference_attention
@@ -27,6 +29,9 @@ class ReferenceDevice(HostMemory):
     write = staticmethod(reference_attention.write)
     run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 DEVICE = ReferenceDevice()

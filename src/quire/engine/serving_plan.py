@@ -412,7 +412,7 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
     from quire.weights.linear import packing_on
     from quire.weights.quantized_modules import planned_forms
 
-    packing = packing_on(device_of(config.backend))
+    packing = packing_on(device_of(config.device_name))
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
@@ -427,7 +427,7 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
             packing=packing,
             form_of=forms.get,
             codes=unloaded.codes,
-            backend=config.backend,
+            backend=config.device_name,
         )
     ]
 
@@ -524,7 +524,7 @@ def _scratch_rows(
     code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
     partial_bytes = (
-        _partial_bytes(unloaded, num_tokens, context) if device_of(config.backend).is_native else 0
+        _partial_bytes(unloaded, num_tokens, context) if device_of(config.device_name).is_native else 0
     )
     engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
     # In the model's dtype, and in float32 for sampling.

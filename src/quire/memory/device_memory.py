@@ -26,7 +26,15 @@ from quire.memory.free_memory import free_address_bytes, free_memory_bytes, take
 from quire.memory.heap import Heap, physical_bytes
 from quire.memory.placement import MemfdBackend, PlacementBackend
 
-__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory", "PageAllocation", "page_allocation"]
+__all__ = [
+    "HOST",
+    "Allocation",
+    "DeviceMemory",
+    "HostMemory",
+    "MappedMemory",
+    "PageAllocation",
+    "page_allocation",
+]
 
 
 class Allocation(Protocol):
@@ -72,13 +80,22 @@ class DeviceMemory(Protocol):
 
     @property
     def has_virtual_rows(self) -> bool:
-        """Whether its memory can be mapped into rows of addresses (`storage="virtual"`), by `open_placement`."""
+        """Whether it has memory that can be mapped into rows of addresses (`storage="virtual"`)."""
         ...
 
-    def open_placement(self) -> PlacementBackend:
-        """The calls that map its memory into rows. Only for a device with `has_virtual_rows`.
+    def mapped_memory(self) -> MappedMemory:
+        """That memory; its own, if any of it can be mapped. *raises:* BackendError: it has none, with the reason."""
+        ...
 
-        *raises:* BackendError: it has none."""
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a reservation takes memory only where it is written and gives it back by `release`. Otherwise it
+        takes all of it at once: then a storage reserves its blocks and no more, and never grows."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model's modules compute."""
         ...
 
     def total_bytes(self) -> int:
@@ -120,11 +137,23 @@ class DeviceMemory(Protocol):
         ...
 
 
+class MappedMemory(DeviceMemory, Protocol):
+    """Memory of a device that can be mapped into rows of addresses, and its copies."""
+
+    def open_placement(self) -> PlacementBackend:
+        """The calls that map it."""
+        ...
+
+
 class HostMemory:
     """This machine's own memory. copied_by: name of the back end whose code copies, see `quire.backends.extension`."""
 
-    is_host = has_virtual_rows = True
+    is_host = is_elastic = has_virtual_rows = True
+    torch_device = torch.device("cpu")
     copied_by: str | None = None
+
+    def mapped_memory(self) -> MappedMemory:
+        return self
 
     def open_placement(self) -> PlacementBackend:
         return MemfdBackend()

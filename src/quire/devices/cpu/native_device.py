@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from quire import _native
@@ -25,6 +27,9 @@ class NativeDevice(HostMemory):
     write = staticmethod(native_attention.write)
     run = staticmethod(native_attention.run)
     recurrence: RecurrenceBackend = native_recurrence.BACKEND
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 DEVICE = NativeDevice()

@@ -58,6 +58,9 @@ class DriverMemory(DriverPages):
         """Addresses without memory. *raises:* CapacityError: the card has not so many addresses."""
         return DriverRange(self, num_bytes)
 
+    def mapped_memory(self) -> DriverMemory:
+        return self
+
     def open_placement(self) -> DriverPlacement:
         """The calls that map this memory into rows."""
         return DriverPlacement(self)

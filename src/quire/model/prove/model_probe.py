@@ -123,7 +123,7 @@ def run_probe_steps(
     )
     storage.fill(float("nan"))
     if prepared.spec.states:
-        storage.states = StateSlots(prepared.spec, _NUM_STATE_SLOTS)
+        storage.states = StateSlots(prepared.spec, _NUM_STATE_SLOTS, device=prepared.device)
         storage.states.fill(float("nan"))
         storage.states.apply((ZERO_STATE, slot) for slot in _STATE_SLOTS)
     prepared.attach(storage, attended)
