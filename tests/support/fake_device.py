@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from quire.devices.device import unregister
 from quire.errors import BackendError, CapacityError
 from quire.memory import KVView
 from quire.recurrence import reference_recurrence
-from quire.step import AttentionBatch
+from quire.step import AttentionBatch, ForwardStep, StepCache
 
 TOTAL_BYTES = 32 << 20
 
@@ -37,6 +37,10 @@ class OnDevice(torch.Tensor):
         raise AssertionError("memory of the fake device was looked at from the host; use Backend.to_host")
 
     numpy = data_ptr = tolist = item = __array__ = untyped_storage = _refuse
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        """A copy in host memory."""
+        return _plain(self).clone()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,6 +183,9 @@ class FakeDevice:
                 else:
                     yours[:] = mine
 
+    def is_lost(self) -> bool:
+        return False
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone().as_subclass(OnDevice)
 
@@ -211,6 +218,11 @@ class FakeDevice:
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step.on_device(self.to_device))
 
     def pack(self, weight: torch.Tensor) -> _Weight:
         return _Weight(self, weight)

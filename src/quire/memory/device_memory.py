@@ -128,6 +128,10 @@ class DeviceMemory(Protocol):
         """
         ...
 
+    def is_lost(self) -> bool:
+        """Whether every call of the device fails from now on. Asked after an error."""
+        ...
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory as the model's modules take it; the same object if the device is the host."""
         ...
@@ -184,6 +188,9 @@ class HostMemory:
             for row in range(num_rows):
                 ours, theirs = base + offset + row * row_bytes, address + row * stride
                 ctypes.memmove(theirs if to_device else ours, ours if to_device else theirs, row_bytes)
+
+    def is_lost(self) -> bool:
+        return False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

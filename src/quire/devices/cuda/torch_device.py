@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
 
 from quire.attention import reference_attention
+from quire.devices.cuda.step_tensors import step_on_device
 from quire.devices.cuda.torch_memory import TorchMemory, require_device
 from quire.errors import ArgumentError, BackendError
 from quire.recurrence import RecurrenceBackend, reference_recurrence
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["TorchDevice", "torch_device_of"]
 
@@ -52,6 +55,11 @@ class TorchDevice(TorchMemory):
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step_on_device(step, self.torch_device, with_tables=False))
 
 
 @functools.cache

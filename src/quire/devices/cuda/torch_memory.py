@@ -93,8 +93,11 @@ class TorchRange:
         )
 
     def close(self) -> None:
+        """The memory goes back now, whatever tensors were made of it."""
         if self._bytes is not None:
             self._memory.remove(self)
+            if self._memory.torch_device.type != "cpu":
+                self._bytes.untyped_storage().resize_(0)
             self._bytes = None
 
 
@@ -207,6 +210,16 @@ class TorchMemory:
             words[places] = host.to(self.torch_device)
         else:
             payload[in_payload] = words[places].cpu().view(torch.uint8).view(len(offsets), width).numpy()
+
+    def is_lost(self) -> bool:
+        """After an error in a kernel CUDA answers every call with an error."""
+        module: Any = getattr(torch, self.torch_device.type, None)
+        try:
+            if hasattr(module, "synchronize"):
+                module.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch_device)

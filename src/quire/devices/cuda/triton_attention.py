@@ -26,7 +26,7 @@ from quire.attention.attention_checks import check_new_rows, check_run
 from quire.attention.codecs import rotation_size
 from quire.devices.cuda import attention_kernels as kernels
 from quire.devices.cuda.attention_tiles import SPLIT, AttentionTiles, tiles_of
-from quire.devices.cuda.device_batch import DeviceBatch, device_batch
+from quire.devices.cuda.step_tensors import DeviceBatch, device_batch
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
 from quire.spec import format_of
