@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quire.attention import AttentionOptions, reference_attention
 from quire.devices import register
 from quire.devices.device import unregister
-from quire.errors import CapacityError
+from quire.errors import BackendError, CapacityError
 from quire.memory import KVView
 from quire.recurrence import reference_recurrence
 from quire.step import AttentionBatch, ForwardStep, StepCache
@@ -124,7 +124,7 @@ class FakeDevice:
     version = "1"
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
-    is_native = is_host = False
+    is_native = is_host = has_virtual_rows = False
     is_elastic = True
     torch_device = torch.device("cpu")
     recurrence = reference_recurrence.BACKEND
@@ -149,6 +149,9 @@ class FakeDevice:
         self._ranges = [one for one in self._ranges if not one.is_closed]
         self._ranges.append(_Range(num_bytes))
         return self._ranges[-1]
+
+    def mapped_memory(self) -> Any:
+        raise BackendError("the fake device maps nothing")
 
     def _range_of(self, address: int) -> _Range:
         for one in self._ranges:
