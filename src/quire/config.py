@@ -26,6 +26,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, field, fields, replace
 from dataclasses import dataclass as plain_dataclass
@@ -74,6 +75,7 @@ _SHARING = ("paged", "virtual", "auto")  # storages whose sequences can share bl
 _TIERS = ("host_cache", "disk_cache", "remote_cache")
 _LEAST_SECRET = 16  # bytes
 _IDLE_TRIM_S = 60.0
+_DEVICE_NAME = re.compile(r"[a-z]+(:[0-9]+)?")
 
 Parameters = ParamSpec("Parameters")
 Made = TypeVar("Made", bound=type)
@@ -161,6 +163,13 @@ def _size_or_auto(name: str, value: Any) -> None:
 
 def _share(name: str, value: Any) -> None:
     parse_share(name, value, 1)
+
+
+def _device(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not _DEVICE_NAME.fullmatch(value):
+        raise ArgumentError(
+            f"expected a device of torch, such as cpu, cuda or cuda:1, got {value!r} - in `{name}`"
+        )
 
 
 def _folder(name: str, value: Any) -> None:
@@ -365,10 +374,17 @@ class EngineConfig:
         "its end tokens (docs/generation-config.md). Default: auto.",
     )
     trust_remote_code: bool = option(False, None, "Run Python code from the model's folder. Default: off.")
+    device: Annotated[str, _checked(_device)] = option(
+        "cpu",
+        "DEVICE",
+        "Where the model and the KV memory are: cpu, or a device of torch such as cuda or cuda:1, experimental "
+        "(docs/gpu.md). Default: cpu.",
+    )
     backend: str | None = option(
         None,
         "B",
-        "The back end: native, python or a registered device. Default: native if the extension is built.",
+        "The back end: native, python or a registered device; on another device than the cpu torch. Default: native "
+        "if the extension is built.",
     )
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
         None,
@@ -527,6 +543,11 @@ class EngineConfig:
     def weight_formats(self) -> WeightFormats | None:
         """The formats of `weights` and `head`."""
         return None if self.weights is None else parse_weights(self.weights, self.head)
+
+    @property
+    def device_name(self) -> str | None:
+        """The name of `device` and `backend` for `quire.devices.device_of`: BACKEND@DEVICE if that is not the cpu."""
+        return self.backend if self.device == "cpu" else f"{self.backend or ''}@{self.device}"
 
     @property
     def has_tiers(self) -> bool:

@@ -17,9 +17,10 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from quire import LLM, plan
 from quire.cli.main import app
+from quire.config import EngineConfig
 from quire.engine.decode_bound import decode_bound
-from quire.errors import ArgumentError, BackendError
-from quire.spec.cards import CARDS, CONTEXT_BYTES, Card, parse_card
+from quire.errors import ArgumentError, BackendError, UnsupportedModelError
+from quire.spec.cards import CARDS, CONTEXT_BYTES, Card, check_device, parse_card, spare_bytes
 from quire.weights.load import without_weights
 
 GIB = 1 << 30
@@ -51,7 +52,10 @@ def test_weights_are_dense_and_blocks_are_those_of_a_start() -> None:
 
     class Loaded(FakeDevice):
         def free_bytes(self) -> int:
-            return CARDS["h100"].total_bytes - CONTEXT_BYTES - said.num_bytes("weights")
+            card = CARDS["h100"]
+            return (
+                card.total_bytes - CONTEXT_BYTES - spare_bytes(card.total_bytes) - said.num_bytes("weights")
+            )
 
     with registered(Loaded()), LLM(backend="fake", kv_memory="0.01%", max_model_len=512) as llm:
         assert (llm.num_blocks, llm.kv_memory_bytes) == (said.num_blocks, said.budget_bytes)
@@ -69,7 +73,7 @@ def test_a_registered_device_holds_no_tokenizer_and_no_process() -> None:
 def test_a_model_that_is_too_large_does_not_fit_and_has_no_bound(tmp_path: Path) -> None:
     Qwen3Config(**_SHAPE, num_hidden_layers=28).save_pretrained(tmp_path)
     weights = plan(tmp_path, device="h100", context=64).num_bytes("weights")
-    need = weights + CONTEXT_BYTES
+    need = weights + CONTEXT_BYTES + spare_bytes(GIB)
     assert plan(tmp_path, device=f"mine:{need + (64 << 20)}", context=64).fits
     small = plan(tmp_path, device=f"mine:{need - (1 << 20)}", context=64)
     assert (small.fits, small.decode_bound) == (False, None)
@@ -104,7 +108,8 @@ def test_the_bound_is_the_bytes_of_a_step_by_the_bandwidth(tmp_path: Path) -> No
 def test_separate_embeddings_are_read_by_the_row(tmp_path: Path) -> None:
     bounds = []
     for tied in (True, False):
-        config = Qwen3Config(**_SHAPE | {"tie_word_embeddings": tied}, num_hidden_layers=2)
+        shape: dict[str, Any] = {**_SHAPE, "tie_word_embeddings": tied}
+        config = Qwen3Config(**shape, num_hidden_layers=2)
         config.save_pretrained(tmp_path)
         bounds.append(plan(tmp_path, device="h100", context=64, concurrency=1).decode_bound)
     assert bounds[0] == bounds[1]
@@ -144,36 +149,53 @@ def test_a_token_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     [
         ({"device": "h1000"}, r"expected cpu, cuda, a card, one of b200, .* got 'h1000' - in `device`"),
         ({"device": "mine:many"}, "expected a size"),
-        ({"device": "mine:1GiB:fast/s"}, "expected a size"),
-        ({"device": "mine:256MiB"}, "more than the 512 MiB"),
+        ({"device": "mine:4GiB:fast/s"}, "expected a size"),
+        ({"device": "mine:1GiB"}, "more than the 1024 MiB"),
         ({"device": 3}, "expected the name of a device, got 3"),
         ({"memory": "8GiB"}, "expected no memory of this machine .* in `memory`"),
-        ({"weights": "int4"}, "expected dense weights on device 'h100', got 'int4'"),
-        ({"kv_dtype": "int8"}, "expected keys and values in the model's dtype .* in `kv_dtype`"),
-        ({"storage": "virtual"}, "expected storage paged on device 'h100', got 'virtual'"),
-        ({"backend": "python"}, "expected no backend on device 'h100'"),
+        ({"storage": "virtual"}, "expected storage=\"paged\" on device 'h100', got 'virtual'"),
+        ({"backend": "python"}, "expected a back end of a card on device 'h100'"),
         ({"device": "t4"}, "expected a model of float32, float16 on device 't4', got bfloat16"),
     ],
 )
-def test_a_card_refuses_what_it_does_not_run_by_name(options: dict[str, Any], says: str) -> None:
+def test_a_card_refuses_options_by_name(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         plan(**{"device": "h100", **options})
 
 
+def test_a_registered_device_refuses_formats_that_a_start_refuses() -> None:
+    with registered():
+        for refuse in (plan, LLM):
+            with pytest.raises(ArgumentError, match=r"expected a format of K and V .* got int8"):
+                refuse(backend="fake", kv_dtype="int8", kv_memory="1MiB")
+
+
 def test_a_card_refuses_models_that_a_start_refuses(tmp_path: Path) -> None:
-    tiny_model("bamba").save_pretrained(tmp_path / "states")
-    awq = quantized_checkpoints.FORMATS["awq"]
-    quantized_checkpoints.save(tmp_path / "awq", quantized_checkpoints.tiny(), *awq)
-    with pytest.raises(ArgumentError, match="expected a model without state layers"):
-        plan(tmp_path / "states", device="h100")
-    with pytest.raises(ArgumentError, match="got a quantized checkpoint"):
-        plan(tmp_path / "awq", device="h100")
     own = AutoConfig.for_model("gpt_neo", num_layers=2, attention_types=[[["global"], 2]])
     own.save_pretrained(tmp_path / "own")
-    with pytest.raises(ArgumentError, match="runs by its own forward"):
-        plan(tmp_path / "own", device="h100")
-    dense = plan(tmp_path / "awq", device="h100", weights="bf16", context=64)
-    assert dense.fits
+    awq = quantized_checkpoints.FORMATS["awq"]
+    quantized_checkpoints.save(tmp_path / "awq", quantized_checkpoints.tiny(), *awq)
+    for model, weights, says in (
+        (None, "int4", "expected dense weights on device 'h100', got 'int4'"),
+        (tmp_path / "awq", None, "expected dense weights .* got those of a quantized checkpoint"),
+        (tmp_path / "own", None, "its own forward runs in host memory only"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=says):
+            plan(model, device="h100", weights=weights)
+    assert plan(tmp_path / "awq", device="h100", weights="bf16", context=64).fits
+
+
+def test_states_take_their_memory_at_once(tmp_path: Path) -> None:
+    """On a card blocks and state slots do not exchange memory, so the slots of the start are the most."""
+    tiny_model("bamba").save_pretrained(tmp_path)
+    options: dict[str, Any] = {"context": 16, "kv_memory": 4 << 20, "max_num_seqs": 4096}
+    said, here = plan(tmp_path, device="h100", **options), plan(tmp_path, backend="python", **options)
+    assert said.num_state_slots == here.num_state_slots
+    assert said.max_concurrency == said.num_state_slots < here.max_concurrency
+    unloaded = without_weights(tmp_path)
+    bound = decode_bound(unloaded, unloaded.spec, CARDS["h100"], 16, 3, 0)
+    assert bound is not None  # a step reads and writes each state
+    assert bound.kv_bytes == 3 * (unloaded.spec.bytes_for(16) + 2 * unloaded.spec.bytes_per_state)
 
 
 # -- this machine's card -----------------------------------------------------------------------------------
@@ -181,22 +203,29 @@ def test_a_card_refuses_models_that_a_start_refuses(tmp_path: Path) -> None:
 
 def test_without_a_card_of_its_own_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        BackendError, match=r"expected card 1 of this machine, got torch .* name a card such as"
-    ):
-        plan(device="cuda:1")
+    with pytest.raises(BackendError, match=r"expected a device 'cuda' that torch .* can use, got none"):
+        plan(device="cuda")
 
 
 def test_its_own_card_is_planned_by_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((30 + index) * GIB, 140 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    said = plan(device="cuda:1", context=64, concurrency=1)
-    assert (said.device, said.memory_bytes, said.num_bytes("runtime")) == ("cuda:1", 140 * GIB, 109 * GIB)
-    assert said.decode_bound is not None
-    assert said.decode_bound.bytes_per_s == CARDS["h200"].bytes_per_s
+    for name, value in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 2),
+        ("mem_get_info", lambda device: ((30 + device.index) * GIB, 140 * GIB)),
+        ("memory_reserved", lambda device: 0),
+        ("memory_allocated", lambda device: 0),
+        ("get_device_properties", lambda device: properties),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for said in (
+        plan(device="cuda:1", context=64, concurrency=1),
+        plan(config=EngineConfig(device="cuda:1"), context=64, concurrency=1),
+    ):
+        assert (said.device, said.memory_bytes) == ("cuda:1", 140 * GIB)
+        assert said.num_bytes("runtime") == 109 * GIB + spare_bytes(140 * GIB)
+        assert said.decode_bound is not None
+        assert said.decode_bound.bytes_per_s == CARDS["h200"].bytes_per_s
     properties.name = "NVIDIA H20"  # which the table does not have
     assert plan(device="cuda:1", context=64, concurrency=1).decode_bound is None
 
@@ -209,6 +238,12 @@ def test_names_and_sizes() -> None:
         assert parse_card(text) is CARDS[text.strip().lower().removeprefix("rtx").strip(" -")]
     assert parse_card("h100:40GiB") == Card("h100", "h100", 40 * GIB)
     assert parse_card("a b:40GiB:1.5TB/s") == Card("a b", "a b", 40 * GIB, 1.5e12)
+    assert [check_device(text) for text in ("cpu", "cuda", "cuda:3", "h100")] == [
+        "cpu",
+        "cuda",
+        "cuda:3",
+        None,
+    ]
     titles = [card.title for card in CARDS.values()]
     assert len(set(titles)) == len(titles)
 
@@ -222,7 +257,7 @@ def test_the_command_takes_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(out)
     assert (status or 0, said["device"], said["fits"]) == (0, "a100", True)
     assert said["decode_bound"]["tokens_per_s"] > 0
-    status, out = run("--device", "mine:1GiB", "--concurrency", "100000")
+    status, out = run("--device", "mine:2GiB", "--concurrency", "100000")
     assert status == 1
     assert "does not fit" in out
     assert "--max-num-seqs" in out

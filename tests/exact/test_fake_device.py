@@ -134,5 +134,7 @@ def test_a_name_is_registered_once(device: FakeDevice) -> None:
     assert device_of("fake") is device
     with pytest.raises(ArgumentError, match="expected a new name"), registered():
         pass
-    with pytest.raises(ArgumentError, match=r"back end, one of \['fake', 'native', 'python'\], got 'fast'"):
+    with pytest.raises(
+        ArgumentError, match=r"back end, one of \['fake', 'native', 'python', 'torch'\], got 'fast'"
+    ):
         device_of("fast")

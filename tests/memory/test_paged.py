@@ -182,7 +182,7 @@ def test_growing_past_the_reservation_is_refused_and_changes_nothing() -> None:
     storage = PagedStorage(UNIFORM, 3, 4, max_blocks=5)
     storage.fill(1.0)
     storage.resize(5)
-    with pytest.raises(CapacityError, match="to 6 blocks: address space was reserved for 5"):
+    with pytest.raises(CapacityError, match="to 6 blocks: memory was reserved for 5"):
         storage.resize(6)
     with pytest.raises(ArgumentError, match="at least 1 block, got 0"):
         storage.resize(0)

@@ -24,7 +24,6 @@ from quire.devices import register
 from quire.devices.device import unregister
 from quire.errors import CapacityError
 from quire.memory import KVView
-from quire.recurrence import reference_recurrence
 from quire.step import AttentionBatch
 
 TOTAL_BYTES = 32 << 20
@@ -121,7 +120,9 @@ class FakeDevice:
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
     is_native = is_host = False
-    recurrence = reference_recurrence.BACKEND
+    is_elastic = True
+    torch_device = torch.device("cpu")
+    recurrence = None
 
     def __init__(self) -> None:
         self._ranges: list[_Range] = []

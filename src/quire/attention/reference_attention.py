@@ -93,7 +93,8 @@ def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[t
             f"got {blocks.tolist()}"
         )
     positions = torch.arange(begin, stop)
-    of_position, offsets = blocks[positions // size - begin // size], positions % size
+    of_position = blocks[positions // size - begin // size].to(view.k.device)
+    offsets = (positions % size).to(view.k.device)
 
     def rows(pool: torch.Tensor, scales: torch.Tensor | None, name: str) -> torch.Tensor:
         picked = pool[of_position, :, offsets].transpose(0, 1)
@@ -123,10 +124,10 @@ def _attend(
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
 
-    rows = torch.arange(position, position + num_rows)[:, None]
-    keys = torch.arange(begin, begin + context)[None, :]
+    rows = torch.arange(position, position + num_rows, device=query.device)[:, None]
+    keys = torch.arange(begin, begin + context, device=query.device)[None, :]
     if options.slopes is not None:
-        scores += options.slopes.view(num_kv_heads, -1, 1, 1) * (keys - rows).float()
+        scores += options.slopes.to(query.device).view(num_kv_heads, -1, 1, 1) * (keys - rows).float()
     visible = keys <= rows
     if options.window or options.chunk:
         first = (rows - (options.window or 1) + 1).clamp(min=0)

@@ -74,8 +74,8 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         ...
 
     @property
-    def recurrence(self) -> RecurrenceBackend:
-        """Its recurrences of state layers; they run only on a device whose memory is the host's (`is_host`)."""
+    def recurrence(self) -> RecurrenceBackend | None:
+        """Its recurrences of state layers; None: it runs no models with such layers."""
         ...
 
     @property
@@ -91,6 +91,7 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
     {
         "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
         "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
+        "torch": lambda: device_of("torch@cpu"),
     },
 )
 unregister = _MAKERS.unregister
@@ -106,7 +107,8 @@ def register(name: str, make: Callable[[], Device]) -> None:
 
 
 def device_of(name: str | None = None) -> Device:
-    """The device `name`: "python", "native" or a registered name.
+    """The device `name`: "python", "native", a registered name, or BACKEND@DEVICE for a device of torch: "@cuda",
+    "torch@cuda:1".
 
     Without a name the environment variable QUIRE_BACKEND chooses between those two; without that the native one is used
     if it was built.
@@ -117,4 +119,7 @@ def device_of(name: str | None = None) -> Device:
     """
     if name in (None, "native", "python"):
         name = choose_backend(name, needs="PagedView")
+    elif "@" in name:
+        kernels, _, place = name.partition("@")
+        return importlib.import_module("quire.devices.cuda.torch_device").torch_device_of(kernels, place)
     return _MAKERS[name]()

@@ -1,9 +1,9 @@
 """`DecodeBound`: the most tokens a second that a card can decode, from its bandwidth and arithmetic alone.
 
 A step of n requests reads every dense weight once (of a layer's experts those that n tokens choose at random) and the
-keys and values of n contexts, a shared prefix once. It takes 2 n operations for each weight that a token uses. No
-kernel is faster than these bytes at the card's bandwidth, or these products at its peak. Derived, not measured: the
-products of attention, launches and the host's time are left out.
+keys and values of n contexts, a shared prefix once; it reads and writes n states. It takes 2 n operations for each
+weight that a token uses. No kernel is faster than these bytes at the card's bandwidth, or these products at its peak.
+Derived, not measured: the products of attention, launches and the host's time are left out.
 
 Cost: O(modules) of a model without memory.
 """
@@ -25,9 +25,10 @@ __all__ = ["DecodeBound", "decode_bound"]
 
 @dataclass(frozen=True)
 class DecodeBound:
-    """tokens_per_s: of all requests together. step_s: the shortest step. weight_bytes, kv_bytes: read by a step.
+    """tokens_per_s: of all requests together. step_s: the shortest step. weight_bytes: read by a step.
 
-    bytes_per_s: the card's bandwidth. is_of_bandwidth: whether reading takes longer than the products do.
+    kv_bytes: of keys, values and states that it reads or writes. bytes_per_s: the card's bandwidth. is_of_bandwidth:
+    whether reading takes longer than the products do.
     """
 
     tokens_per_s: float
@@ -100,8 +101,8 @@ def _weights_of_step(unloaded: UnloadedModel, num_tokens: int) -> tuple[int, int
 
 
 def _kv_bytes(spec: KVSpec, context: int, concurrency: int, shared_prefix: int) -> int:
-    """Bytes of keys and values that the requests' last tokens attend to."""
-    total = 0
+    """Bytes of keys and values that the requests' last tokens attend to, and of their states, read and written."""
+    total = 2 * concurrency * spec.bytes_per_state
     for group in spec.groups if spec.stores_kv else ():
         kept = group.span.num_kept(context)
         shared = max(0, shared_prefix - (context - kept))

@@ -160,12 +160,12 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
     from quire.engine.runner import Runner
 
     prepared, cache, storage = model.prepared, opened.cache, opened.storage
-    profile = Profile(config.backend) if config.profile else None
+    profile = Profile(config.device_name) if config.profile else None
     runner = Runner(prepared, storage, num_threads=config.num_threads, profile=profile)
     engine, tiers = _open_step_loop(config, model, opened, runner, profile, resources)
     budget = KVBudget(opened, engine, config, max_model_len=model.max_model_len)
     refuse_if_none_fits(budget.fit, config, model.max_model_len)
-    changes = ModelChanges(prepared, engine, opened, tiers, config.backend)
+    changes = ModelChanges(prepared, engine, opened, tiers, config.device_name)
     engine.on_work = changes.follow
     move = None
     if model.packed_folder is not None:
@@ -249,7 +249,7 @@ def _open_step_loop(
             stores=None if tiers is None else tiers.stores,
             monitor=monitor,
             profile=profile,
-            native=extension(config.backend),
+            native=extension(config.device_name),
         ),
         ServedModel(
             loaded.vocab_size,

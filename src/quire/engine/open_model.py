@@ -59,7 +59,7 @@ class OpenModel:
 
 def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
     """Loads and prepares the model; `resources` restores it."""
-    if is_host_backend(config.backend):  # refused now, not after minutes of loading
+    if is_host_backend(config.device_name):  # refused now, not after minutes of loading
         kv_memory_bytes(config.kv_memory, most_useful_bytes=2**62)
     folder = _packed_folder(config)
 
@@ -69,15 +69,15 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
     from quire.weights.dense_weights import dense_parameters
     from quire.weights.quantized_modules import bytes_by_format, quantized_weights
 
-    device_of(config.backend)  # an unknown one is refused here
+    device_of(config.device_name)  # an unknown one is refused here
     require_room(config)
-    native = extension(config.backend)
+    native = extension(config.device_name)
     if config.num_threads is not None and native is not None:
         native.set_num_threads(config.num_threads)
     loaded = _load(config, folder)
     spec = with_kv_dtype(loaded.spec, config.kv_dtype)
-    _check_formats(spec, config.backend)
-    fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
+    _check_formats(spec, config.device_name)
+    fingerprint = engine_fingerprint(loaded, config.device_name) if config.has_tiers else b""
     weight_bytes, is_quantized = bytes_by_format(loaded.model), bool(quantized_weights(loaded.model))
     prepared = _prepare(config, loaded, folder)
     resources.callback(prepared.restore)
@@ -94,7 +94,7 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
 
 def _packed_folder(config: EngineConfig) -> SavedFolder | None:
     """The folder of packed weights; by default None without the extension, which packs them."""
-    if config.packed_weights == "auto" and extension(config.backend) is None:
+    if config.packed_weights == "auto" and extension(config.device_name) is None:
         return None
     size = config.packed_weights_size
     max_bytes = None if size is None else parse_size(size, where="packed_weights_size")
@@ -123,7 +123,7 @@ def _load(config: EngineConfig, folder: SavedFolder | None) -> LoadedModel:
             trust_remote_code=config.trust_remote_code,
             weights=config.weight_formats,
             saved_folder=folder,
-            backend=config.backend,
+            backend=config.device_name,
             generation_config=config.generation_config,
         )
 
@@ -133,7 +133,7 @@ def _prepare(config: EngineConfig, loaded: LoadedModel, folder: SavedFolder | No
 
     with _with_alternative():
         prepared = prepare(
-            loaded, backend=config.backend, max_model_len=config.max_model_len, packed_weights=folder
+            loaded, backend=config.device_name, max_model_len=config.max_model_len, packed_weights=folder
         )
     if prepared.rotary_note:
         _log.info("%s: %s", loaded.name, prepared.rotary_note)

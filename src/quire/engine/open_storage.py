@@ -79,11 +79,11 @@ def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> Open
 def storage_of(config: EngineConfig, spec: KVSpec) -> str:
     """The storage's name, with "auto" resolved. *raises:* ArgumentError: the back end cannot use its memory."""
     name = config.storage
-    if not is_host_backend(config.backend):
+    if not is_host_backend(config.device_name):
         if name not in ("paged", "auto"):
             raise ArgumentError(
-                f'expected storage="paged" on backend {config.backend!r}, got {name!r}, which needs memory that any '
-                "code reaches - in `storage`"
+                f'expected storage="paged" on backend {config.device_name!r}, got {name!r}, which needs memory that '
+                "any code reaches - in `storage`"
             )
         return "paged"
     if name == "auto":
@@ -194,7 +194,7 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
         "block_size": storage.block_size,
         "prefix_caching": config.prefix_caching,
         "run_blocks": storage.run_blocks,
-        "backend": config.backend if is_host_backend(config.backend) else None,
+        "backend": config.device_name if is_host_backend(config.device_name) else None,
     }
     try:
         if storage.states is None:
@@ -244,7 +244,7 @@ def device_of(config: EngineConfig) -> DeviceMemory:
     """The device of the storage's memory."""
     from quire.devices import device_of
 
-    return device_of(config.backend)
+    return device_of(config.device_name)
 
 
 @functools.cache

@@ -1,28 +1,34 @@
-"""The device of a plan: this machine, its card, a device that was registered, or a card that is elsewhere.
+"""The device of a plan: that of the options `device` and `backend`, or a card that is elsewhere.
 
-    none, "cpu"          the device of the option `backend`
-    "cuda", "cuda:1"     this machine's card, through torch
-    "h100", "mine:40GiB" a card of `quire.spec.cards`, which need not be there
+    none                      the device of the config
+    "cpu", "cuda", "cuda:1"   in place of the config's `device`
+    "h100", "mine:40GiB"      a card of `quire.spec.cards`, with the abilities of the device "torch"
 
-A plan subtracts what the device holds from its memory; nothing here takes memory, except that torch opens a context on
-this machine's own card.
+Nothing here takes memory, except that torch opens a context on this machine's own card.
 
 Invariants
-    V1  `require` names each option and each kind of model that a start on such a device refuses, so that a plan that
-        fits starts.
+    V1  `PlanDevice.require` refuses each option and each kind of model that a start on such a device refuses, so that a
+        plan that fits starts.
 
 Cost: none; for this machine's card torch's start of CUDA, about a second.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from quire.config import EngineConfig
-from quire.errors import ArgumentError, BackendError
-from quire.spec import KVSpec
-from quire.spec.cards import CONTEXT_BYTES, Card, card_called, cuda_index, parse_card
-from quire.weights.linear import Packing
+from quire.devices import Device, device_of
+from quire.errors import ArgumentError, UnsupportedModelError
+from quire.spec.cards import CONTEXT_BYTES, Card, card_called, check_device, parse_card, spare_bytes
+from quire.spec.kv_dtype import with_kv_dtype
+from quire.weights.linear import Packing, packing_on
+
+if TYPE_CHECKING:
+    from quire.weights.load import UnloadedModel
 
 __all__ = ["PlanDevice", "plan_device"]
 
@@ -31,133 +37,129 @@ __all__ = ["PlanDevice", "plan_device"]
 class PlanDevice:
     """A device as a plan sees it.
 
-    free_bytes: for weights, keys and values. is_host: they lie in this machine's memory, and so does all else of the
-    process. used_bytes: of the device, that are not free; 0 on the host. packing: as of `planned_weights`. is_native:
-    as of `Device`. card: None unless it is a graphics card.
+    name: for people. device: has its abilities. total_bytes, free_bytes: of its memory; free ones are for weights, keys
+    and values. used_bytes: of its context. card: None unless it is a graphics card. is_present: on this machine.
     """
 
     name: str
+    device: Device
+    total_bytes: int
     free_bytes: int
-    used_bytes: int = 0
-    is_host: bool = True
-    is_native: bool = False
-    packing: Packing | None = None
+    used_bytes: int
     card: Card | None = None
+    is_present: bool = True
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is this machine's, which has all else of the process too."""
+        return self.device.is_host
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.device.is_elastic
+
+    @property
+    def is_native(self) -> bool:
+        return self.device.is_native
+
+    @property
+    def packing(self) -> Packing | None:
+        """As of `planned_weights`; another device's memory has dense weights."""
+        return packing_on(self.device) if self.is_host else "device"
 
     @property
     def title(self) -> str:
         """For people: "h100 (NVIDIA H100 80GB HBM3, sm_90)"."""
         card = self.card
-        if card is None or not card.architecture:
-            return self.name
-        return f"{self.name} ({card.title}, {card.architecture})"
+        return (
+            self.name
+            if card is None or not card.architecture
+            else f"{self.name} ({card.title}, {card.architecture})"
+        )
 
-    def require(self, config: EngineConfig, spec: KVSpec, *, is_quantized: bool, model_type: str) -> None:
-        """Checks what a card runs: dense weights, keys and values in the model's dtype, paged storage.
+    def require(self, config: EngineConfig, unloaded: UnloadedModel) -> None:
+        """Checks what a device with memory of its own runs.
 
-        *raises:* ArgumentError: an option, or the model, that a start on the card refuses.
+        Raises:
+            ArgumentError: an option that a start refuses. UnsupportedModelError: a model that it refuses.
         """
-        from quire.model.support import runs_by_own_forward
-
-        if self.card is None:
+        if self.is_host:
             return
         where = f"on device {self.name!r}"
+        if not self.is_present and config.backend in ("native", "python"):
+            raise ArgumentError(
+                f"expected a back end of a card {where}, got {config.backend!r} - in `backend`"
+            )
+        if config.storage not in ("paged", "auto"):
+            raise ArgumentError(f'expected storage="paged" {where}, got {config.storage!r} - in `storage`')
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.device.dtypes]
+        if self.card is not None:
+            dtypes = [dtype for dtype in dtypes if dtype in self.card.dtypes]
+        if (dtype := unloaded.spec.dtype) not in dtypes:
+            raise ArgumentError(
+                f"expected a model of {', '.join(dtypes)} {where}, got {dtype}; choose one - in `dtype`"
+            )
+        layers = with_kv_dtype(unloaded.spec, config.kv_dtype).layers
+        formats = {name for layer in layers for name in (layer.k_format, layer.v_format) if name}
+        if unknown := formats.difference(self.device.kv_formats):
+            raise ArgumentError(
+                f"expected a format of K and V that is attended to {where}, "
+                f"{', '.join(self.device.kv_formats) or 'the model dtype alone'}, got {', '.join(sorted(unknown))}; "
+                "take auto - in `kv_dtype`"
+            )
+        self._require_model(config, unloaded, where)
+
+    def _require_model(self, config: EngineConfig, unloaded: UnloadedModel, where: str) -> None:
+        from quire.model.support import runs_by_own_forward
+
         formats = config.weight_formats
-        model = f"model type {model_type}"
-        states = f"a model without state layers {where}, got {model} with {len(spec.states)}"
-        for is_refused, expected, option in (
-            (config.backend is not None, f"no backend {where}, got {config.backend!r}", "backend"),
-            (
-                config.storage not in ("paged", "auto"),
-                f"storage paged {where}, got {config.storage!r}",
-                "storage",
-            ),
-            (
-                spec.dtype not in self.card.dtypes,
-                f"a model of {', '.join(self.card.dtypes)} {where}, got {spec.dtype}; choose one",
-                "dtype",
-            ),
-            (
-                formats is not None and formats.has_rounding,
-                f"dense weights {where}, got {config.weights!r}; take bf16",
-                "weights",
-            ),
-            (
-                is_quantized,
-                f"dense weights {where}, got a quantized checkpoint; dequantize it with bf16",
-                "weights",
-            ),
-            (
-                spec.kv_dtype != spec.dtype,
-                f"keys and values in the model's dtype {where}, got {spec.kv_dtype_by_layers}; take auto",
-                "kv_dtype",
-            ),
-            (bool(spec.states), f"{states}; it runs without `device`", "model"),
-            (
-                runs_by_own_forward(model_type),
-                f"a model whose attention Quire replaces {where}, got {model}, which runs by its own forward",
-                "model",
-            ),
-        ):
-            if is_refused:
-                raise ArgumentError(f"expected {expected} - in `{option}`")
+        is_rounded = formats is not None and formats.has_rounding
+        if is_rounded or unloaded.codes:
+            got = repr(config.weights) if is_rounded else "those of a quantized checkpoint"
+            raise UnsupportedModelError(
+                f"expected dense weights {where}, got {got}; bf16 makes them dense - in `weights`"
+            )
+        if runs_by_own_forward(unloaded.model_type):
+            raise UnsupportedModelError(
+                f"model type {unloaded.model_type}: its own forward runs in host memory only, got a plan {where}"
+            )
 
 
-def plan_device(config: EngineConfig, device: str | None) -> PlanDevice:
-    """The device that `device` names; None or "cpu": that of `config`.
+def plan_device(config: EngineConfig, device: str | None) -> tuple[EngineConfig, PlanDevice]:
+    """The device that `device` names, None: that of `config`; and the config with it.
 
     Raises:
-        ArgumentError: an unknown name. BackendError: this machine has no such card, or its `backend` was not built.
+        ArgumentError: an unknown name. BackendError: this machine has no such device, or its back end was not built.
     """
     if device is not None and not isinstance(device, str):
         raise ArgumentError(f"expected the name of a device, got {device!r} - in `device`")
-    if device is None or device == "cpu":
-        return _configured(config)
-    if (index := cuda_index(device)) is not None:
-        return _own_card(device, index)
-    card = parse_card(device)
-    return _of_card(card.name, card, CONTEXT_BYTES)
+    if device is not None:
+        if (place := check_device(device)) is None:
+            return _elsewhere(config, parse_card(device))
+        config = replace(config, device=place)
+    found = device_of(config.device_name)
+    total_bytes, free_bytes = found.total_bytes(), found.free_bytes()
+    card = None
+    name = found.name if config.device == "cpu" else config.device
+    if not found.is_host and found.torch_device.type == "cuda":
+        card = _with_name(name, found.torch_device, total_bytes)
+    return config, PlanDevice(name, found, total_bytes, free_bytes, max(0, total_bytes - free_bytes), card)
 
 
-def _configured(config: EngineConfig) -> PlanDevice:
-    from quire.devices import device_of
-    from quire.weights.linear import packing_on
-
-    found = device_of(config.backend)
-    free_bytes = found.free_bytes()
-    return PlanDevice(
-        found.name,
-        free_bytes,
-        0 if found.is_host else max(0, found.total_bytes() - free_bytes),
-        found.is_host,
-        found.is_native,
-        packing_on(found),
+def _elsewhere(config: EngineConfig, card: Card) -> tuple[EngineConfig, PlanDevice]:
+    free_bytes = card.total_bytes - CONTEXT_BYTES - spare_bytes(card.total_bytes)
+    device = device_of("torch")
+    return replace(config, device="cpu"), PlanDevice(
+        card.name, device, card.total_bytes, free_bytes, CONTEXT_BYTES, card, is_present=False
     )
 
 
-def _of_card(name: str, card: Card, used_bytes: int) -> PlanDevice:
-    return PlanDevice(
-        name, card.total_bytes - used_bytes, used_bytes, is_host=False, packing="device", card=card
-    )
-
-
-def _own_card(name: str, index: int) -> PlanDevice:
-    """The card through torch: its memory, and what of it is free now."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= count:
-        built = torch.version.cuda or torch.version.hip
-        reason = f"which sees {count} cards" if built else "which is built without CUDA"
-        raise BackendError(
-            f"expected card {index} of this machine, got torch {torch.__version__}, {reason}; name a card such as "
-            "h100 to plan for one that is elsewhere - in `device`"
-        )
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    properties = torch.cuda.get_device_properties(index)
+def _with_name(name: str, place: torch.device, total_bytes: int) -> Card:
+    """This machine's card, with the bandwidth of the table."""
+    properties = torch.cuda.get_device_properties(place)
     known = card_called(properties.name)
     architecture = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-    card = Card(
+    return Card(
         name,
         properties.name,
         total_bytes,
@@ -165,4 +167,3 @@ def _own_card(name: str, index: int) -> PlanDevice:
         None if known is None else known.flops,
         architecture.partition(":")[0] or f"sm_{properties.major}{properties.minor}",
     )
-    return _of_card(name, card, total_bytes - free_bytes)

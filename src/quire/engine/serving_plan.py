@@ -37,7 +37,6 @@ from quire.engine.plan_device import PlanDevice, plan_device
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
-from quire.spec.cards import CONTEXT_BYTES
 from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_DENSE_WEIGHTS = {  # on a card, which packs none
+_DENSE_WEIGHTS = {  # outside of this machine's memory
     "linear": "linear layers",
     "latents": "latent heads",
     "embeddings": "embeddings",
@@ -235,13 +234,15 @@ def plan(
             "in `model`"
         )
 
-    place = plan_device(config, device)
+    config, place = plan_device(config, device)
     if memory is not None and not place.is_host:
         raise ArgumentError(
             f"expected no memory of this machine for a plan on device {place.name!r}, got {memory!r}; give the card's "
             "size as mine:40GiB - in `memory`"
         )
-    return _plan_of(config, _unloaded(config), context, concurrency, shared_prefix, memory, place)
+    unloaded = _unloaded(config)
+    place.require(config, unloaded)
+    return _plan_of(config, unloaded, context, concurrency, shared_prefix, memory, place)
 
 
 def require_room(config: EngineConfig) -> None:
@@ -257,7 +258,7 @@ def require_room(config: EngineConfig) -> None:
         unloaded = _unloaded(config)
     except QuireError:
         return  # `load` raises it, or fetches missing files
-    place = plan_device(config, None)
+    config, place = plan_device(config, None)
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None, place)
     if not found.fits:
         raise _refusal(found, config)
@@ -320,7 +321,6 @@ def _plan_of(
     from quire.model.prepare import resolve_length
 
     spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
-    place.require(config, spec, is_quantized=bool(unloaded.codes), model_type=unloaded.model_type)
     if context is not None:
         if config.max_model_len is not None and context > config.max_model_len:
             raise ArgumentError(
@@ -333,21 +333,20 @@ def _plan_of(
         if context is None:
             raise
         raise ArgumentError(_with_context(str(error))) from error
-    layout = kv_layout(
-        storage_of(config, spec) if place.card is None else "paged", config, spec, max_model_len
-    )
+    storage = storage_of(config, spec) if place.is_present else "paged"
+    layout = kv_layout(storage, config, spec, max_model_len)
     weights = _weight_rows(config, unloaded, place)
     process = [
         *_tokenizer_rows(unloaded),
         PlanRow("runtime", "python, torch, transformers", _process_bytes(), "this process after its imports"),
     ]
-    runtime_bytes, free_bytes = place.used_bytes, place.free_bytes
-    loaded = weights
+    free_bytes, memory_bytes, loaded = place.free_bytes, place.total_bytes, weights
     if place.is_host:
         loaded = [*weights, *process[:-1]]
         runtime_bytes = process[-1].num_bytes
         if memory is not None:
             free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
+        memory_bytes = free_bytes + runtime_bytes
     loaded_bytes = sum(row.num_bytes for row in loaded)
     left_bytes = free_bytes - loaded_bytes
     fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes, place)
@@ -393,7 +392,7 @@ def _plan_of(
         reason="" if fits else reason if context is None else _with_context(reason),
         max_context=max_context,
         max_concurrency=max_concurrency,
-        memory_bytes=free_bytes + runtime_bytes,
+        memory_bytes=memory_bytes,
         budget_bytes=0 if fit is None else fit.kv_bytes + fit.state_bytes,
         needed_bytes=needed_bytes,
         num_blocks=0 if fit is None else fit.num_blocks,
@@ -444,7 +443,9 @@ def _fit(
         )
         return None, f"expected memory for {parts} of {format_size(loaded_bytes)}, got {free} free {where}"
     try:
-        return fit_within(config, layout, max_model_len, left_bytes), ""
+        fit = fit_within(config, layout, max_model_len, left_bytes)
+        # Elsewhere blocks and state slots take their memory at once, so they exchange none.
+        return (fit if place.is_elastic else replace(fit, exchange_bytes=0)), ""
     except (ArgumentError, CapacityError) as error:
         return None, str(error)
 
@@ -462,8 +463,8 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevic
     from quire.model.weight_sizes import planned_weights
     from quire.weights.quantized_modules import planned_forms
 
-    names = _WEIGHTS if place.card is None else _DENSE_WEIGHTS
-    if unloaded.has_experts and place.card is not None:
+    names = _WEIGHTS if place.is_host else _DENSE_WEIGHTS
+    if unloaded.has_experts and not place.is_host:
         names = names | {"dense": "experts, norms and others"}
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
@@ -479,7 +480,7 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevic
             packing=place.packing,
             form_of=forms.get,
             codes=unloaded.codes,
-            backend=config.backend,
+            backend=config.device_name,
         )
     ]
 
@@ -565,7 +566,7 @@ def _process_rows(process: list[PlanRow], place: PlanDevice) -> list[PlanRow]:
     """The process itself; with a device of its own memory what is in use there, and the rows of this machine."""
     if place.is_host:
         return process[-1:]
-    note = "reserved" if place.card is not None and place.used_bytes == CONTEXT_BYTES else "in use now"
+    note = "in use now, with room for a step" if place.is_present else "reserved"
     return [
         PlanRow("runtime", "context, libraries' code", place.used_bytes, note),
         *(replace(row, part=_HOST) for row in process),

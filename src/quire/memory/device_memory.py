@@ -52,6 +52,17 @@ class DeviceMemory(Protocol):
         layers."""
         ...
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a reservation takes memory only where it is written and gives it back by `release`. Otherwise it
+        takes all of it at once: then a storage reserves its blocks and no more, and never grows."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model's modules compute."""
+        ...
+
     def total_bytes(self) -> int:
         """Total memory of the device: an allocation is never larger."""
         ...
@@ -94,7 +105,8 @@ class DeviceMemory(Protocol):
 class HostMemory:
     """This machine's own memory. copied_by: name of the back end whose code copies, see `quire.backends.extension`."""
 
-    is_host = True
+    is_host = is_elastic = True
+    torch_device = torch.device("cpu")
     copied_by: str | None = None
 
     def total_bytes(self) -> int:

@@ -82,7 +82,8 @@ class PagedStorage(BlockStorage):
         num_blocks: blocks to begin with.
         block_size: tokens of a block, 1 to 512; several times as many in a group with a smaller token
             (`KVGroup.tokens_per_block`).
-        max_blocks: blocks `resize` can reach; as many as the device's memory holds if not given.
+        max_blocks: blocks `resize` can reach; as many as an elastic device's memory holds if not given, else
+            `num_blocks`.
         device: owner of the memory; its copies move the bytes.
 
     Raises:
@@ -126,7 +127,9 @@ class PagedStorage(BlockStorage):
         self._block_elements = _block_elements(spec, block_size)
 
         if max_blocks is None:
-            max_blocks = max(num_blocks, device.total_bytes() // self.block_bytes)
+            max_blocks = num_blocks
+            if device.is_elastic:
+                max_blocks = max(num_blocks, device.total_bytes() // self.block_bytes)
             try:
                 self._reserve(max_blocks)
             except CapacityError:
@@ -237,7 +240,7 @@ class PagedStorage(BlockStorage):
             raise ArgumentError(f"expected at least 1 block, got {num_blocks}")
         if num_blocks > self.max_blocks:
             raise CapacityError(
-                f"cannot grow the KV storage to {num_blocks} blocks: address space was reserved for "
+                f"cannot grow the KV storage to {num_blocks} blocks: memory was reserved for "
                 f"{self.max_blocks} of {self.block_bytes} bytes, the number given at the start or allowed by the "
                 "process's limits; build it with a larger max_blocks, or raise the limit (ulimit -v)"
             )

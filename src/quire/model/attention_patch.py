@@ -95,7 +95,7 @@ def _bloom_arguments(
     assert context.biases is not None
     return {
         "residual": rows.flip(1),
-        "alibi": context.biases.to(rows.dtype),
+        "alibi": context.biases.to(rows),
         "attention_mask": _additive(mask, rows.dtype),
     }
 
@@ -116,7 +116,7 @@ def _mpt_arguments(
     module: Any, rows: torch.Tensor, mask: torch.Tensor, context: _AttentionContext
 ) -> dict[str, Any]:
     assert context.biases is not None
-    return {"position_bias": context.biases, "attention_mask": ~mask[None, None]}
+    return {"position_bias": context.biases.to(rows.device), "attention_mask": ~mask[None, None]}
 
 
 def _falcon_heads(module: Any, hidden: torch.Tensor, call: dict[str, Any]) -> _Heads:
@@ -138,7 +138,7 @@ def _falcon_arguments(
 ) -> dict[str, Any]:
     assert context.rotary is not None
     assert not module.config.alibi
-    positions = torch.arange(rows.shape[1])[None]
+    positions = torch.arange(rows.shape[1], device=rows.device)[None]
     return {
         "alibi": None,
         "attention_mask": _additive(mask, rows.dtype),
@@ -191,7 +191,8 @@ def patch_attention(model: PreTrainedModel) -> AttentionPatch | None:
 
     # transformers takes a mask of four dimensions for a finished one.
     needs_mask = any(kind.needs_mask for kind in kinds.values())
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool) if needs_mask else None
+    place = next(model.parameters()).device
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=place) if needs_mask else None
     return AttentionPatch(undo_all, context.slopes is not None, mask)
 
 
@@ -274,8 +275,11 @@ def _output(
 ) -> torch.Tensor:
     """The module's output without the residual, [1, positions, width], with its weights cast to `dtype`."""
     width = module.hidden_size
-    rows = torch.randn(1, _NUM_POSITIONS, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-    mask = torch.ones(_NUM_POSITIONS, _NUM_POSITIONS, dtype=torch.bool).tril()
+    place = next(module.parameters()).device
+    rows = torch.randn(1, _NUM_POSITIONS, width, generator=torch.Generator().manual_seed(width)).to(
+        place, dtype
+    )
+    mask = torch.ones(_NUM_POSITIONS, _NUM_POSITIONS, dtype=torch.bool, device=place).tril()
     with upcast_to(module, dtype):
         call = kind.arguments(module, rows, mask, context)
         return compute(module, kind, context, rows, call) - call.get("residual", 0.0)
@@ -302,4 +306,6 @@ def _patched_output(
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where the mask [T, T] is true, the lowest number elsewhere: [1, 1, T, T]."""
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)[None, None]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+        ~mask, torch.finfo(dtype).min
+    )[None, None]

@@ -222,7 +222,7 @@ class PagedCache(Cache):
         if layer_idx is None or self._step is None:
             return 0
         positions = self._step.position_ids
-        return positions - torch.arange(positions.numel())
+        return positions - torch.arange(positions.numel(), device=positions.device)
 
     def __len__(self) -> int:
         return len(self.layers)

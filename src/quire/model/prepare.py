@@ -43,6 +43,7 @@ from quire.model.cache_keyword import cache_keyword
 from quire.model.latent import install_latents
 from quire.model.model_lock import lock_model, unlock_model
 from quire.model.paged_cache import PagedCache, paged_cache_class
+from quire.model.placement import move_model, require_on
 from quire.model.prove.generated_tokens import check_generate
 from quire.model.prove.latent_proof import prove_latents
 from quire.model.prove.model_probe import Probe, run_probe_steps
@@ -150,7 +151,10 @@ class PreparedModel:
         attention_function.register()
         lock_model(loaded.model, self, self._undo)
         try:
-            with self._threads(), torch.autocast("cpu", enabled=False):
+            if not self.device.is_host:
+                self._move(loaded)
+            require_on(loaded.model, self.device.torch_device)
+            with self._threads(), torch.autocast(self.device.torch_device.type, enabled=False):
                 self._give_back_training = _eval(loaded.model)
                 self._undo.append(self._give_back_training)
                 observer().begin_phase("packing weights")
@@ -176,6 +180,15 @@ class PreparedModel:
         except BaseException:
             self.restore()
             raise
+
+    def _move(self, loaded: LoadedModel) -> None:
+        """Move the weights to the device. Only a caller's model is moved back in the end."""
+        file_ranges = loaded.file_ranges
+        observer().begin_phase("moving weights")
+        release = None if file_ranges is None else file_ranges.release
+        undo = move_model(loaded.model, self.device.torch_device, release)
+        if file_ranges is None:
+            self._undo.append(undo)
 
     @property
     def by_token(self) -> bool:
@@ -316,13 +329,15 @@ class PreparedModel:
         Linear layers and rotary embeddings are the prepared ones, no module is fused. The attention is the default of
         `generate` (sdpa for most models, which may differ from eager), or eager.
         """
+        place = self.device.torch_device
         with self.eager_attention() if eager else torch.inference_mode():
-            return self._model(
-                input_ids=input_ids.reshape(-1, positions.numel()),
+            logits = self._model(
+                input_ids=input_ids.reshape(-1, positions.numel()).to(place),
                 use_cache=True,
-                **self._positions(positions[None]),
+                **self._positions(positions[None].to(place)),
                 **{self._cache_keyword: cache},
             ).logits
+        return logits.cpu()
 
     def _positions(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Empty for a forward without position_ids: biases on the scores encode the positions (`attention_patch`)."""

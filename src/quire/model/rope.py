@@ -70,7 +70,7 @@ def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](  # type: ignore[operator]
                 module.config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
             )
-            replace(module, f"{prefix}inv_freq", frequencies)
+            replace(module, f"{prefix}inv_freq", frequencies.to(getattr(module, f"{prefix}inv_freq").device))
             if rope_type == "dynamic":
                 replace(module, f"{prefix}attention_scaling", scaling)
             rope_types = "default" if layer_type is None else {**rope_types, layer_type: "default"}

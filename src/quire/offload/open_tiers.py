@@ -251,7 +251,7 @@ def _disk_tier(config: EngineConfig) -> Tier:
         config.disk_cache,
         size,
         min_free_bytes=0 if spare is None else parse_size(spare, where="disk_cache_min_free"),
-        files=Files.with_backend(config.backend),
+        files=Files.with_backend(config.device_name),
     )
 
 

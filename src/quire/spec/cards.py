@@ -3,7 +3,7 @@
 A process cannot take the round number of a card's name: the driver's firmware, and the error correction of GDDR memory,
 take a part. `total_bytes` is the least total that torch reported for the card in public logs of out-of-memory errors
 ("GPU 0 has a total capacity of 79.11 GiB"), rounded down to 0.1 GiB. `CONTEXT_BYTES` of it are for the CUDA context,
-torch's and the kernels' code.
+torch's and the kernels' code. `spare_bytes` of a card are left to torch when a budget is made, there or in a plan.
 
 `bytes_per_s` and `flops` (16-bit numbers, matrix units, sums in float32, dense: without the doubling by sparsity) are
 the peaks of the makers' data sheets, so they serve as bounds: NVIDIA H100, H200, A100, L4, L40S, A10, T4, V100, HGX
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from quire.errors import ArgumentError
 from quire.sizes import parse_size
 
-__all__ = ["CARDS", "CONTEXT_BYTES", "Card", "card_called", "check_device", "cuda_index", "parse_card"]
+__all__ = ["CARDS", "CONTEXT_BYTES", "Card", "card_called", "check_device", "parse_card", "spare_bytes"]
 
 CONTEXT_BYTES = 512 << 20
-_CUDA = re.compile(r"cuda(?::(\d+))?")
+_SPARE_SHARE, _SPARE_BYTES = 0.05, 512 << 20
+_TORCH = re.compile(r"(?:cpu|cuda|mps|xpu)(?::\d+)?")
 _OWN = re.compile(r"([\w .-]+):([^:]+)(?::([^:]+)/s)?")
 
 
@@ -94,9 +95,9 @@ def parse_card(text: str) -> Card:
         )
     title, size, speed = own.groups()
     total_bytes = parse_size(size, where="`device`")
-    if total_bytes <= CONTEXT_BYTES:
+    if total_bytes <= (least := CONTEXT_BYTES + spare_bytes(total_bytes)):
         raise ArgumentError(
-            f"expected a card of more than the {CONTEXT_BYTES >> 20} MiB that its context takes, got {size!r} - in "
+            f"expected a card of more than the {least >> 20} MiB that its context and a step take, got {size!r} - in "
             "`device`"
         )
     return Card(
@@ -104,16 +105,18 @@ def parse_card(text: str) -> Card:
     )
 
 
-def cuda_index(text: str) -> int | None:
-    """The number of this machine's card of "cuda" or "cuda:1"; None for any other text."""
-    match = _CUDA.fullmatch(text)
-    return None if match is None else int(match[1] or 0)
+def check_device(text: str) -> str | None:
+    """Returns a device of torch ("cpu", "cuda:1"), or None for a card of `parse_card`. *raises:* ArgumentError:
+    neither."""
+    if _TORCH.fullmatch(text):
+        return text
+    parse_card(text)
+    return None
 
 
-def check_device(text: str) -> None:
-    """*raises:* ArgumentError: neither cpu nor cuda, and no card of `parse_card`."""
-    if text != "cpu" and cuda_index(text) is None:
-        parse_card(text)
+def spare_bytes(total_bytes: int) -> int:
+    """Memory of a card that is left to torch for the tensors of a step and its workspaces."""
+    return max(_SPARE_BYTES, int(total_bytes * _SPARE_SHARE))
 
 
 def card_called(title: str) -> Card | None:

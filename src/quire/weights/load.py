@@ -94,7 +94,7 @@ class LoadedModel:
     """A transformers model, with the facts that an engine needs.
 
     Args:
-        model: on the CPU, in the mode (training or not) that it came in.
+        model: on the CPU unless a caller gave it, in the mode (training or not) that it came in.
         tokenizer: None if there is none: then prompts are token ids.
         spec: its KV shape, in the dtype it computes in.
         name: for display: name of its folder or file, Hub id, "embedded".
@@ -452,12 +452,6 @@ def _describe(
     config = model.config
     text = config.get_text_config(decoder=True)
     model_type = str(text.model_type or config.model_type)
-    for parameter, tensor in model.named_parameters():
-        if tensor.device.type != "cpu":
-            raise ArgumentError(
-                f"expected a model on the CPU, got {parameter} on {tensor.device}; Quire runs on the CPU for now, move "
-                "it with model.to('cpu')"
-            )
     if (reason := why_not_dense(model)) is not None:
         raise UnsupportedModelError(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"

@@ -40,8 +40,8 @@ _READS_BEFORE_CACHED = 2
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """The bits of a dense tensor on the CPU, a buffer."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """The bits of a dense tensor, a buffer; a copy if it is on another device."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def hash_of(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.devices import device_of
 from quire.model.fused.attention import FusedAttention, RotaryTable, match_attention, rotary_table
 from quire.model.fused.layer import match_layer
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
@@ -188,7 +189,10 @@ class Proof:
         """Outputs of `part` for `call`, by rotation."""
         answers: dict[str, torch.Tensor] = {}
         dtype = call.hidden.dtype
-        with torch.inference_mode(), PagedCall(call, self._shape_of(call), dtype) as memory:
+        with (
+            torch.inference_mode(),
+            PagedCall(call, self._shape_of(call), dtype, device_of("native")) as memory,
+        ):
             whole = _table(call, call.parts[0])
             for rotation in (
                 [] if whole is None else part.rotations(0 if whole[0] is None else whole[0].shape[-1])
@@ -218,7 +222,10 @@ class Proof:
         layer = match_layer(module, {child: twin}, mlps, norms)
         if layer is None:
             return None
-        with torch.inference_mode(), PagedCall(call, self._shape_of(call), call.hidden.dtype) as memory:
+        with (
+            torch.inference_mode(),
+            PagedCall(call, self._shape_of(call), call.hidden.dtype, device_of("native")) as memory,
+        ):
             rows = [
                 layer(_part(call.hidden, span), memory.cache, table)
                 for span in memory.steps()

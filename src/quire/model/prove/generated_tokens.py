@@ -59,7 +59,7 @@ def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None
     model.generation_config = copy.deepcopy(own)
     for name in OBEYED.union(REFUSED) if own is not None else ():
         setattr(model.generation_config, name, None)
-    prompt = tokens[None, : len(tokens) - _NUM_STEPS]
+    prompt = tokens[None, : len(tokens) - _NUM_STEPS].to(model.device)
     options = GenerationConfig(
         max_new_tokens=_NUM_STEPS, do_sample=False, num_beams=1, use_cache=True, eos_token_id=None, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True,
@@ -76,5 +76,5 @@ def _generated(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor | None
         return None
     finally:
         model.generation_config = own
-    logits = torch.cat(output.logits)
-    return logits if torch.equal(output.sequences[0], tokens) else None
+    logits = torch.cat(output.logits).cpu()
+    return logits if torch.equal(output.sequences[0].cpu(), tokens) else None

@@ -76,15 +76,14 @@ def _own_output(
 
 def _paged_output(prepared: ModelToProve, module: nn.Module, call: Call, dtype: torch.dtype) -> torch.Tensor:
     """The call over paged memory, part by part: [1, rows, width]."""
-    native = prepared.device.is_native
     wide: Any = nullcontext()
     if dtype is not prepared.loaded.dtype:
-        wide = packed_as(module, dtype) if native else upcast_to(module, dtype)
+        wide = packed_as(module, dtype) if prepared.device.is_native else upcast_to(module, dtype)
     call = call.to_dtype(dtype)
     assert call.layer is not None
     assert call.cache_keyword is not None
     num_rows, rows = call.hidden.shape[1], []
-    pages = PagedCall(call, prepared.spec.layers[call.layer], dtype, call.layer, native)
+    pages = PagedCall(call, prepared.spec.layers[call.layer], dtype, prepared.device, call.layer)
     with prepared.paged_attention(), wide, pages:
         for part in pages.steps():
             keywords = {name: _rows_of(value, part, num_rows) for name, value in call.keywords.items()}

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from quire.attention import attention_batch
-from quire.devices import device_of
+from quire.devices import Device
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.paged_cache import PagedCache, empty_model_cache, model_cache_class, rows_to_store
@@ -101,28 +101,27 @@ def module_output(module: nn.Module, call: Call) -> torch.Tensor | None:
 class PagedCall:
     """Paged memory of one layer that has the tokens before a call; NaN everywhere else.
 
-    number: layer number that the module passes to the cache. native: whether the extension writes and attends,
-    else the reference.
+    number: layer number that the module passes to the cache. device: writes and attends, in its own memory.
     """
 
     def __init__(
-        self, call: Call, layer: LayerSpec, dtype: torch.dtype, number: int = 0, native: bool = True
+        self, call: Call, layer: LayerSpec, dtype: torch.dtype, device: Device, number: int = 0
     ) -> None:
         assert call.past is not None
         # The layers before it share its memory, so they store nothing of their own.
         others = (replace(layer, shares_kv_with=number),) * number
         spec = KVSpec((*others, layer), str(dtype).removeprefix("torch."))
         num_blocks = -(-(call.start + call.hidden.shape[1]) // _BLOCK_SIZE)
-        self._storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks)
+        self._storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks, device=device)
         self._storage.fill(float("nan"))
         self._blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)  # an order that hides no fault
-        device = device_of("native" if native else "python")
         k, v = call.past
         if k.shape[2]:
             positions = torch.arange(call.start - k.shape[2], call.start)
             slots = self._slots(positions)
-            device.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
+            device.write(self._storage.view(number), *rows_to_store(layer, k, v), device.to_device(slots))
         self.cache = PagedCache(spec, self._storage, device, "proof")
+        self._device = device
         self._call = call
 
     def __enter__(self) -> PagedCall:
@@ -140,7 +139,8 @@ class PagedCall:
                 [0, positions.numel()], [int(positions[-1]) + 1], self._blocks[None], _BLOCK_SIZE
             )
             zeros = torch.zeros_like(positions)
-            self.cache.begin(ForwardStep(zeros, positions, (plan,), (self._slots(positions),), zeros[:1]))
+            step = ForwardStep(zeros, positions, (plan,), (self._slots(positions),), zeros[:1])
+            self.cache.begin(step.on_device(self._device.to_device))
             try:
                 yield part
             finally:
@@ -238,7 +238,7 @@ class _CallRecorder:
         if cache is not None and layer is not None:
             past = cache.past_of(layer) if isinstance(cache, _RandomCache) else _cached_kv(cache, layer)
             if past is None:
-                past = _empty_past(self._spec[layer], hidden.dtype)
+                past = _empty_past(self._spec[layer], hidden)
         start = self._start or 0
         self.calls[module] = Call(hidden.detach().clone(), keywords, name, past, start, layer)
 
@@ -263,11 +263,11 @@ def _cached_kv(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | No
     return stored.keys.detach(), stored.values.detach()
 
 
-def _empty_past(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_past(layer: LayerSpec, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     k_width, v_width = layer.input_dims
     return (
-        torch.empty(1, layer.num_kv_heads, 0, k_width, dtype=dtype),
-        torch.empty(1, layer.num_kv_heads, 0, v_width, dtype=dtype),
+        hidden.new_empty(1, layer.num_kv_heads, 0, k_width),
+        hidden.new_empty(1, layer.num_kv_heads, 0, v_width),
     )
 
 
@@ -300,6 +300,7 @@ class _RandomCache(DynamicCache):
     def __init__(self, prepared: ModelToProve, start: int) -> None:
         super().__init__(config=prepared.loaded.model.config)
         self._spec, self._start, self._dtype = prepared.spec.layers, start, prepared.loaded.dtype
+        self._place = prepared.device.torch_device
 
     def past_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         stored = self._spec[layer]
@@ -309,7 +310,7 @@ class _RandomCache(DynamicCache):
             torch.randn(1, stored.num_kv_heads, count, width, generator=generator)
             for width in stored.input_dims
         )
-        return k.to(self._dtype), v.to(self._dtype)
+        return k.to(self._place, self._dtype), v.to(self._place, self._dtype)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         k, v = self.past_of(layer_idx)
