@@ -11,7 +11,6 @@
     ├── BackendError                      the native extension is requested and not available, or the like
     ├── DeviceLostError                   a device answers no call any more; the engine has to end
     ├── CancelledError                    the request was aborted by its owner
-    ├── DeviceLostError                   a card failed, and only a new process can use it again
     ├── OtherProcessError                 a child of os.fork used an object of its parent process
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
 
@@ -82,7 +81,7 @@ class BackendError(QuireError):
 
 
 class DeviceLostError(QuireError):
-    """A device whose context is lost, by an illegal access or a failed launch: every later call fails."""
+    """A device whose context is lost, by an illegal access or a failed launch: every later call of this process fails."""
 
 
 class CancelledError(QuireError):
@@ -91,10 +90,6 @@ class CancelledError(QuireError):
 
 class OtherProcessError(QuireError):
     """An object was used in a fork of the process that made it, where it cannot be used."""
-
-
-class DeviceLostError(QuireError):
-    """A card has failed, and every further call of it fails: only a new process can use it again."""
 
 
 class InvariantError(QuireError):
