@@ -9,6 +9,7 @@
     ├── UnsupportedModelError             the model cannot be run exactly, with its type and the reason
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
     ├── BackendError                      the native extension is requested and not available, or the like
+    ├── DeviceLostError                   a device answers no call any more; the engine has to end
     ├── CancelledError                    the request was aborted by its owner
     ├── OtherProcessError                 a child of os.fork used an object of its parent process
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
@@ -27,6 +28,7 @@ __all__ = [
     "CancelledError",
     "CapacityError",
     "ConfigError",
+    "DeviceLostError",
     "InvariantError",
     "LoadError",
     "OtherProcessError",
@@ -76,6 +78,10 @@ class LoadError(QuireError):
 
 class BackendError(QuireError):
     """A back end that is not available here."""
+
+
+class DeviceLostError(QuireError):
+    """A device whose context is lost, by an illegal access or a failed launch: every later call of this process fails."""
 
 
 class CancelledError(QuireError):

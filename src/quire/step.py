@@ -41,6 +41,7 @@ __all__ = [
     "NativePlan",
     "RecurrenceStep",
     "StatePlan",
+    "StepCache",
     "StepPlan",
     "StepRefusedError",
     "StepSequence",
@@ -239,6 +240,14 @@ class Batch(Generic[Chosen]):
 # For the model
 
 
+class StepCache(Protocol):
+    """The memory of a forward; `quire.model.paged_cache.PagedCache`. generation: changes with its views. compiled: data
+    of a device over those views; dropped when the cache is closed."""
+
+    generation: int
+    compiled: Any
+
+
 @dataclass(eq=False)
 class AttentionBatch:
     """Which rows read which blocks, through one table: the attention's part of a step, for all layers of the table.
@@ -281,6 +290,10 @@ class RecurrenceStep:
     def __post_init__(self) -> None:
         for row, slot in self.checkpoints:
             self._at_row.setdefault(row, []).append(slot)
+
+    def on_device(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> RecurrenceStep:
+        """The step with its positions on the device of the model's modules."""
+        return self if self.positions is None else replace(self, positions=to_device(self.positions))
 
     @property
     def num_rows(self) -> int:
@@ -335,4 +348,5 @@ class ForwardStep:
             position_ids=to_device(self.position_ids),
             slot_mappings=tuple(map(to_device, self.slot_mappings)),
             logits_rows=to_device(self.logits_rows),
+            states=None if self.states is None else self.states.on_device(to_device),
         )

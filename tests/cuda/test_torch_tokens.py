@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from support.engine_run import EngineRun
-from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
+from support.generate_oracle import MAX_TOKENS, PROMPTS, expected, generate
+from support.state_layers import tiny_model
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
@@ -126,7 +127,9 @@ def test_refusals() -> None:
         EngineConfig(device="CUDA")
     with pytest.raises(ArgumentError, match=r"expected a device that torch .* knows"):
         LLM((model, None), device="gpu")
-    with pytest.raises(ArgumentError, match=r'expected the back end "torch" on device .*, got \'native\''):
+    with pytest.raises(
+        ArgumentError, match=r'expected the back end "triton" or "torch" on device .*, got \'native\''
+    ):
         LLM((model, None), device="cuda", backend="native")
 
 
@@ -137,3 +140,22 @@ def test_a_missing_card_is_one_line() -> None:
     ) as refused:
         LLM(device="cuda")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_state_layers(name: str) -> None:
+    """States and their checkpoints are on the device; the same prompts again begin from checkpoints."""
+    model = tiny_model(name)
+    want = [generate(model, prompt, 8, eos_token_id=None, pad_token_id=0)[0] for prompt in PROMPTS]
+    options: dict[str, Any] = {
+        "backend": "torch",
+        "kv_memory": "8MiB",
+        "block_size": 4,
+        "max_batch_tokens": 11,
+    }
+    with LLM((model, None), **options) as llm:
+        for _ in range(2):
+            answers = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+            assert [answer.outputs[0].token_ids for answer in answers] == want
+        assert sum(answer.num_cached_tokens for answer in answers) > 0
+        llm.cache.check()

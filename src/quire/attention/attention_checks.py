@@ -18,7 +18,7 @@ from quire.errors import ArgumentError
 from quire.memory.view import KVView
 from quire.step import AttentionBatch
 
-__all__ = ["attention_batch", "check_run", "check_write"]
+__all__ = ["attention_batch", "check_new_rows", "check_run", "check_write"]
 
 
 def attention_batch(
@@ -85,7 +85,20 @@ def _int32(values: Any) -> np.ndarray:
 
 
 def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Checks k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] of the view. *raises:* ArgumentError."""
+    """Checks k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] of the view. *raises:* ArgumentError.
+
+    The values of slots on a device, which a caller made on this machine, are not checked: to read them is to wait.
+    """
+    check_new_rows(view, k, v, slot_mapping)
+    if slot_mapping.numel() and slot_mapping.device.type == "cpu":
+        num_slots = view.num_blocks * view.block_size
+        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
+        if low < 0 or high >= num_slots:
+            raise ArgumentError(f"expected slots of 0 to {num_slots - 1}, got {low} to {high}")
+
+
+def check_new_rows(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Checks shapes and dtypes alone, as `check_write` does: it reads no tensor. *raises:* ArgumentError."""
     num_tokens = slot_mapping.numel()
     heads = view.num_kv_heads
     if k.shape != (num_tokens, heads, view.k_head_dim) or v.shape != (num_tokens, heads, view.v_head_dim):
@@ -97,11 +110,6 @@ def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: to
         raise ArgumentError(
             f"expected slots as int64 [{num_tokens}], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
         )
-    if num_tokens:
-        num_slots = view.num_blocks * view.block_size
-        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
-        if low < 0 or high >= num_slots:
-            raise ArgumentError(f"expected slots of 0 to {num_slots - 1}, got {low} to {high}")
 
 
 def check_run(

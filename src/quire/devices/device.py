@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -21,6 +22,7 @@ from quire.backends import choose_backend
 from quire.memory.device_memory import DeviceMemory
 from quire.recurrence import RecurrenceBackend
 from quire.registry import Registry
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
 
@@ -74,8 +76,20 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         ...
 
     @property
-    def recurrence(self) -> RecurrenceBackend | None:
-        """Its recurrences of state layers; None: it runs no models with such layers."""
+    def recurrence(self) -> RecurrenceBackend:
+        """Its recurrences of state layers, on tensors of `torch_device`."""
+        ...
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        """Within it torch's operators compute each row by itself, as far as a device other than this machine promises
+        that; `quire.model.row_invariant` does it here."""
+        ...
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache, /
+    ) -> torch.Tensor:
+        """`forward` of a step in host memory: moves its tensors to the device. The result stays there, until the next
+        call. cache: the memory that the forward writes and reads. Only for a device that is not the host."""
         ...
 
     @property
@@ -92,6 +106,7 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
         "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
         "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
         "torch": lambda: device_of("torch@cpu"),
+        "triton": lambda: device_of("triton@cpu"),
     },
 )
 unregister = _MAKERS.unregister

@@ -101,7 +101,8 @@ class KVBudget:
             blocks += f" of {self.block_size} tokens"
         if self._states is not None:
             num_slots, size = self._cache.num_state_slots, format_size(self._states.bytes_per_slot)
-            blocks += f" and {num_slots} states of {size}, which exchange memory"
+            blocks += f" and {num_slots} states of {size}"
+            blocks += ", which exchange memory" if self._exchange is not None else ""
         spec = self._cache.spec
         kept = f" in {spec.kv_dtype_by_layers}" if spec.kv_dtype != spec.dtype else ""
         return (

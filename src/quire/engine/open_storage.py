@@ -80,12 +80,14 @@ def storage_of(config: EngineConfig, spec: KVSpec) -> str:
     """The storage's name, with "auto" resolved. *raises:* ArgumentError: the back end cannot use its memory."""
     name = config.storage
     if not is_host_backend(config.device_name):
-        if name not in ("paged", "auto"):
-            raise ArgumentError(
-                f'expected storage="paged" on backend {config.device_name!r}, got {name!r}, which needs memory that '
-                "any code reaches - in `storage`"
-            )
-        return "paged"
+        if name in ("paged", "auto"):
+            return "paged"
+        if name == "virtual" and device_of(config).has_virtual_rows:
+            return name
+        raise ArgumentError(
+            f'expected storage="paged" on backend {config.device_name!r}, got {name!r}, which needs memory that any '
+            "code reaches - in `storage`"
+        )
     if name == "auto":
         return _auto_storage() if spec.stores_kv else "paged"
     return name
@@ -121,8 +123,9 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any,
     from quire.memory.paged import PagedStorage
 
     fit = _fit("paged", config, spec, max_model_len)
-    states = _states(spec, fit) if spec.states else None
-    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
+    device = device_of(config)
+    states = _states(spec, fit, device) if spec.states else None
+    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device)
     storage.states = states
     return _with_cache(config, storage, fit)
 
@@ -139,13 +142,13 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         max_num_seqs=config.max_num_seqs,
         # With a prefix cache a parked row that is adopted whole is worth more than a short row.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
-        device=device_of(config),
+        device=device_of(config).mapped_memory(),
     )
     try:
         # After the rows have their addresses, which may be limited.
         fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
         if spec.states:
-            storage.states = _states(spec, fit)
+            storage.states = _states(spec, fit, device_of(config))
         storage.resize(fit.num_blocks)
     except BaseException:
         storage.close()
@@ -153,16 +156,21 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
     return _with_cache(config, storage, fit)
 
 
-def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
-    """The state slots of the start, with addresses for as many as the whole budget, and for more if there are any,
-    because the budget may be raised."""
+def _states(spec: KVSpec, fit: KVFit, device: DeviceMemory) -> StateSlots:
+    """The state slots of the start. On an elastic device they have addresses for as many as the whole budget, and for
+    more if there are any, because the budget may be raised."""
+    if not (device.is_elastic and device.is_host):  # other devices' slots are tensors of torch
+        return StateSlots(spec, fit.num_state_slots, device=device)
     max_slots = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
     try:
         return StateSlots(
-            spec, fit.num_state_slots, max(max_slots, HOST.total_bytes() // spec.bytes_per_state)
+            spec,
+            fit.num_state_slots,
+            max(max_slots, HOST.total_bytes() // spec.bytes_per_state),
+            device=device,
         )
     except CapacityError:
-        return StateSlots(spec, fit.num_state_slots, max_slots)
+        return StateSlots(spec, fit.num_state_slots, max_slots, device=device)
 
 
 def exchange_bytes_within(
@@ -206,7 +214,8 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
-            cache.exchange = _make_memory_split(storage, cache, fit)
+            if storage.device.is_elastic and storage.device.is_host:
+                cache.exchange = _make_memory_split(storage, cache, fit)
     except BaseException:
         storage.close()
         raise

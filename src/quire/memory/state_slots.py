@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.device_memory import HOST
+from quire.memory.device_memory import HOST, DeviceMemory
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 
@@ -32,11 +32,16 @@ _ALIGNMENT = mmap.PAGESIZE  # of a field: no page belongs to two
 class StateSlots:
     """`num_slots` slots for the states of `spec`. max_slots: upper limit of `resize`; `num_slots` if None.
 
+    device: where the model computes; on another than this machine the slots are tensors of torch, which take their
+    memory at once.
+
     *raises:* ArgumentError: no state layers, no slot, or `max_slots` below `num_slots`. CapacityError: the system
     refuses the reservation.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, max_slots: int | None = None) -> None:
+    def __init__(
+        self, spec: KVSpec, num_slots: int, max_slots: int | None = None, *, device: DeviceMemory = HOST
+    ) -> None:
         if not spec.states or num_slots < 1:
             raise ArgumentError(
                 f"expected a model with state layers and at least 1 slot, got {len(spec.states)} layers and {num_slots}"
@@ -57,13 +62,16 @@ class StateSlots:
         # Of each field: first byte, bytes of a slot, the first byte of the next.
         self._places = list(zip(starts, sizes, starts[1:], strict=False))
         try:
-            self._memory = HOST.reserve(starts[-1])
-        except CapacityError as error:
+            self._memory = HOST.reserve(starts[-1]) if device.is_host else None
+            if self._memory is None:
+                whole = torch.zeros(starts[-1], dtype=torch.uint8, device=device.torch_device)
+            else:
+                whole = self._memory.tensor(torch.uint8)
+        except (CapacityError, torch.OutOfMemoryError) as error:
             raise CapacityError(
                 f"the system gives no {starts[-1]} bytes for {self.max_slots} state slots: {error}; lower "
                 "max_num_seqs or kv_memory"
             ) from error
-        whole = self._memory.tensor(torch.uint8)
         self._fields: dict[int, dict[str, torch.Tensor]] = {}
         for (layer, field, dtype), (start, size, _) in zip(fields, self._places, strict=True):
             tensor = whole[start : start + size * self.max_slots].view(dtype)
@@ -78,6 +86,8 @@ class StateSlots:
         """Bytes of memory that the slots take now, as the operating system counts them; 0 once closed."""
         if not self._fields:
             return 0
+        if self._memory is None:
+            return self.max_slots * self.bytes_per_slot
         return sum(
             self._memory.committed_bytes(start, start + size * self.num_slots)
             for start, size, _ in self._places
@@ -103,6 +113,8 @@ class StateSlots:
         idle: further slots whose content is not needed. A page that a slot shares only with idle slots, or with the
         space behind the last slot, goes too.
         """
+        if self._memory is None:
+            return
         given = set(slots)
         runs, idle_runs = _runs(given), _runs(given.union(idle))
         for start, each, end in self._places:
@@ -135,7 +147,9 @@ class StateSlots:
 
     def read(self, slot: int) -> np.ndarray:
         """A copy of the slot's state, uint8 [bytes_per_slot], see `quire.spec.state_payload`."""
-        return np.concatenate([field.numpy().reshape(-1).view(np.uint8) for field in self._slot_fields(slot)])
+        return np.concatenate([
+            field.cpu().numpy().reshape(-1).view(np.uint8) for field in self._slot_fields(slot)
+        ])  # fmt: skip
 
     def write(self, slot: int, payload: np.ndarray) -> None:
         """Write a state that `read` returned. *raises:* ArgumentError: another number of bytes; nothing was written."""
@@ -146,7 +160,8 @@ class StateSlots:
         start = 0
         for field in self._slot_fields(slot):
             stop = start + 4 * field.numel()
-            field.numpy().reshape(-1).view(np.uint8)[:] = payload[start:stop]
+            new = torch.from_numpy(np.ascontiguousarray(payload[start:stop])).view(field.dtype)
+            field.copy_(new.view(field.shape))
             start = stop
 
     def _slot_fields(self, slot: int) -> list[torch.Tensor]:
@@ -162,7 +177,8 @@ class StateSlots:
         """Give the memory back; the slots must not be used afterwards."""
         if self._fields:
             self._fields = {}
-            self._memory.close()
+            if self._memory is not None:
+                self._memory.close()
 
 
 def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:

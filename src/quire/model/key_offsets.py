@@ -103,7 +103,7 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
     positions = torch.arange(count)
     states = None
     if spec.states:
-        storage.states = StateSlots(spec, 1)
+        storage.states = StateSlots(spec, 1, device=prepared.device)
         storage.states.apply([(ZERO_STATE, 0)])
         states = recurrence_step([0, count], [0], positions=positions)
     firsts = [group * group_blocks for group in range(len(spec.groups))]

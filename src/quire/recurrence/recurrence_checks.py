@@ -17,7 +17,15 @@ import torch
 from quire.errors import ArgumentError
 from quire.step import RecurrenceStep
 
-__all__ = ["check_floats", "check_is_bool", "check_out", "check_state", "num_shared_heads", "recurrence_step"]
+__all__ = [
+    "check_floats",
+    "check_is_bool",
+    "check_out",
+    "check_place",
+    "check_state",
+    "num_shared_heads",
+    "recurrence_step",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,9 +93,9 @@ def _whole_numbers(name: str, values: Iterable[int] | torch.Tensor) -> tuple[int
 
 def check_state(state: torch.Tensor, step: RecurrenceStep, sizes: tuple[str, ...]) -> Shape:
     """Checks a state whose slots have these sizes; returns the shape of one slot."""
-    if state.dtype != torch.float32 or state.dim() != len(sizes) + 1 or _is_off_host(state):
+    if state.dtype != torch.float32 or state.dim() != len(sizes) + 1:
         raise ArgumentError(
-            f"expected state as torch.float32 [num_slots, {', '.join(sizes)}] on the CPU, got {_describe(state)}"
+            f"expected state as torch.float32 [num_slots, {', '.join(sizes)}], got {_describe(state)}"
         )
     if 0 in state.shape[1:]:
         raise ArgumentError(f"expected state with sizes of 1 or more, got {_describe(state)}")
@@ -112,18 +120,16 @@ def check_floats(
     if tensor is None:
         return
     kinds = _FLOATS if dtype is None else (dtype,)
-    if tensor.dtype not in kinds or tensor.shape != shape or _is_off_host(tensor):
+    if tensor.dtype not in kinds or tensor.shape != shape:
         raise ArgumentError(
-            f"expected {name} as {' or '.join(map(str, kinds))} {list(shape)} on the CPU, got {_describe(tensor)}"
+            f"expected {name} as {' or '.join(map(str, kinds))} {list(shape)}, got {_describe(tensor)}"
         )
 
 
 def check_is_bool(name: str, tensor: torch.Tensor | None, shape: Shape) -> None:
     """Checks an optional input of booleans."""
-    if tensor is not None and (tensor.dtype != torch.bool or tensor.shape != shape or _is_off_host(tensor)):
-        raise ArgumentError(
-            f"expected {name} as torch.bool {list(shape)} on the CPU, got {_describe(tensor)}"
-        )
+    if tensor is not None and (tensor.dtype != torch.bool or tensor.shape != shape):
+        raise ArgumentError(f"expected {name} as torch.bool {list(shape)}, got {_describe(tensor)}")
 
 
 def num_shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
@@ -137,19 +143,21 @@ def num_shared_heads(name: str, tensor: torch.Tensor, num_heads: int) -> int:
     return count
 
 
+def check_place(name: str, argument: object, place: torch.device) -> None:
+    """Checks that an argument, if it is a tensor, is on the device of the state."""
+    if isinstance(argument, torch.Tensor) and argument.device != place:
+        raise ArgumentError(f"expected {name} on {place}, where the state is, got {_describe(argument)}")
+
+
 def check_out(out: torch.Tensor | None, dtype: torch.dtype, shape: Shape) -> None:
     """Checks the tensor for the result, None if there is none yet."""
     if out is None:
         return
-    if out.dtype != dtype or out.shape != shape or not out.is_contiguous() or _is_off_host(out):
+    if out.dtype != dtype or out.shape != shape or not out.is_contiguous():
         raise ArgumentError(
-            f"expected out as contiguous {dtype} {list(shape)} on the CPU, got {_describe(out)} with strides "
+            f"expected out as contiguous {dtype} {list(shape)}, got {_describe(out)} with strides "
             f"{out.stride()}"
         )
-
-
-def _is_off_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu"
 
 
 def _describe(tensor: torch.Tensor) -> str:

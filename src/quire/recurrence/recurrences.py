@@ -17,7 +17,7 @@ extension has refused a call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 
@@ -26,6 +26,7 @@ from quire.recurrence.recurrence_checks import (
     check_floats,
     check_is_bool,
     check_out,
+    check_place,
     check_state,
     num_shared_heads,
 )
@@ -62,6 +63,10 @@ class Recurrence(ABC):
 
     def check(self, step: RecurrenceStep, out: torch.Tensor | None) -> None:
         """Checks all arguments of a call, `out` as well. *raises:* ArgumentError."""
+        place = self.state.device
+        for name in (field.name for field in fields(self)):  # type: ignore[arg-type]  # every recurrence is one
+            check_place(name, getattr(self, name), place)
+        check_place("out", out, place)
         self.check_shapes(step)
         check_out(out, self.rows.dtype, self.rows.shape)
 

@@ -38,7 +38,7 @@ class ReferenceRecurrence:
         self, call: Recurrence, step: RecurrenceStep, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         call.check(step, out)
-        out = torch.empty(call.rows.shape, dtype=call.rows.dtype) if out is None else out
+        out = torch.empty_like(call.rows, memory_format=torch.contiguous_format) if out is None else out
         return _each_row(call.state, step, out, DEFINITIONS[type(call)](call))
 
 

@@ -18,11 +18,11 @@ __all__ = ["most_likely"]
 def most_likely(logits: torch.Tensor, native: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """The first largest logit of each row: int64 [num_rows] tokens, float32 [num_rows] logits.
 
-    logits: [num_rows, vocab]. native: the extension; None for torch. A row with a NaN gives that NaN.
+    logits: [num_rows, vocab], on any device. native: the extension; None for torch. A row with a NaN gives that NaN.
     """
     if native is None or logits.dtype not in DTYPE_NAMES or not logits.is_contiguous():
         tokens = torch.argmax(logits.float(), dim=-1)
-        return tokens.numpy(), logits.gather(1, tokens[:, None])[:, 0].float().numpy()
+        return tokens.cpu().numpy(), logits.gather(1, tokens[:, None])[:, 0].float().cpu().numpy()
     num_rows = logits.shape[0]
     tokens, best = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
     native.argmax_rows(logits, tokens, best)

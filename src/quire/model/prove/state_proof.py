@@ -40,13 +40,14 @@ def distance(adapter: StateAdapter, num_rows: int) -> float:
     """
     wide = adapter.float32_copy()
     generator = torch.Generator().manual_seed(num_rows)
-    hidden = torch.randn(num_rows, wide.hidden_size, generator=generator)
+    place = wide.first_projection.weight.device
+    hidden = torch.randn(num_rows, wide.hidden_size, generator=generator).to(place)
     with torch.no_grad():
         expected = wide.module_output(hidden)
         got = _in_parts(wide, hidden, [slice(0, num_rows)])
-        noise = torch.zeros(num_rows)
+        noise = torch.zeros(num_rows, device=place)
         for _ in range(2):
-            perturbations = (torch.rand(hidden.shape, generator=generator) < 0.5).float() * (
+            perturbations = (torch.rand(hidden.shape, generator=generator) < 0.5).float().to(place) * (
                 2 * _PERTURBATION
             ) - _PERTURBATION
             noise = torch.maximum(
@@ -59,8 +60,10 @@ def distance(adapter: StateAdapter, num_rows: int) -> float:
 def is_within_bounds(adapter: StateAdapter) -> bool:
     """Whether the adapter, in its mixer's type, loses no more than the mixer does (`error_bounds.within_bounds`)."""
     wide, num_rows = copy.deepcopy(adapter.module).float(), max(NUM_ROWS, adapter.text_lengths[-1])
-    dtype = adapter.first_projection.weight.dtype
-    hidden = torch.randn(num_rows, adapter.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = adapter.first_projection.weight
+    dtype = weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_rows, adapter.hidden_size, generator=generator).to(weight.device, dtype)
     parts = row_parts(num_rows)
     with torch.no_grad():
         expected = type(adapter)(wide, adapter.recurrence).module_output(hidden.float())
@@ -71,8 +74,8 @@ def is_within_bounds(adapter: StateAdapter) -> bool:
 
 def _in_parts(adapter: StateAdapter, hidden: torch.Tensor, parts: Iterable[slice]) -> torch.Tensor:
     """The adapter's output for the rows of one sequence, computed part by part."""
-    states = {name: torch.zeros(1, *shape) for name, shape in adapter.fields.items()}
-    steps = [torch.arange(part.start, part.stop) for part in parts]
+    states = {name: torch.zeros(1, *shape, device=hidden.device) for name, shape in adapter.fields.items()}
+    steps = [torch.arange(part.start, part.stop, device=hidden.device) for part in parts]
     return torch.cat([
         adapter.forward(hidden[rows], states, recurrence_step([0, len(rows)], [0], positions=rows))
         for rows in steps

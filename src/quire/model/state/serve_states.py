@@ -23,15 +23,9 @@ __all__ = ["find_states", "serve_states"]
 def find_states(loaded: LoadedModel, spec: KVSpec, device: Device) -> dict[int, StateAdapter]:
     """The adapters of all state layers, by layer.
 
-    *raises:* UnsupportedModelError: unknown mixers, or mixers that differ from the config; or a device whose memory
-    the recurrences cannot reach.
+    *raises:* UnsupportedModelError: unknown mixers, or mixers that differ from the config.
     """
     subject = f"model type {loaded.model_type}"
-    if not device.is_host:
-        raise UnsupportedModelError(
-            f"{subject}: expected a backend of this machine's memory for state layers, got {device.name!r}; use "
-            "backend='native' or 'python'"
-        )
     adapters = state_adapters(loaded.model, device.recurrence)
     expected = {state.layer: {field.name: field.shape for field in state.fields} for state in spec.states}
     adapter_fields = {
