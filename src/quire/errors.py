@@ -9,7 +9,6 @@
     ├── UnsupportedModelError             the model cannot be run exactly, with its type and the reason
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
     ├── BackendError                      the native extension is requested and not available, or the like
-    ├── DeviceLostError                   a device answers no call any more; the engine has to end
     ├── CancelledError                    the request was aborted by its owner
     ├── DeviceLostError                   a card failed, and only a new process can use it again
     ├── OtherProcessError                 a child of os.fork used an object of its parent process
@@ -79,10 +78,6 @@ class LoadError(QuireError):
 
 class BackendError(QuireError):
     """A back end that is not available here."""
-
-
-class DeviceLostError(QuireError):
-    """A device whose context is lost, by an illegal access or a failed launch: every later call fails."""
 
 
 class CancelledError(QuireError):
