@@ -43,7 +43,8 @@ class KernelVariant:
     Triton's type of each argument that is not a constant ("*bf16", "i32", "i64", "fp32"). constexprs: the value of each
     constant parameter. divisible: the arguments that are multiples of 16. targets: the targets that launch it.
     promises: instructions that the compiled code must contain (`PROMISES`). tags: further axes of the pairwise matrix,
-    such as {"head": 128}; the kernel, the types of its pointers and the target are axes already.
+    such as {"head": 128}; the kernel, the types of its pointers and the target are axes already. options:
+    further launch options, such as {"enable_fp_fusion": False}.
     """
 
     kernel: Any
@@ -56,3 +57,4 @@ class KernelVariant:
     targets: tuple[str, ...] = TARGETS
     promises: tuple[str, ...] = ()
     tags: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
