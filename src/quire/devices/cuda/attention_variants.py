@@ -158,7 +158,7 @@ def merge_variants(kernel: Any) -> Iterator[KernelVariant]:
     """Of `merge_partials`."""
     for dtype in _DTYPES:
         for _, v_width in ((64, 64), (128, 128), (256, 256), _LATENT):
-            for options in ((), ("sinks",), ("span",)):
+            for options in ((), ("sinks",), ("span",)) if (dtype, v_width) == ("bf16", 128) else ((),):
                 has_sinks = "sinks" in options
                 signature = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": f"*{dtype}"}
                 signature |= {"query_start": "*i32", "context_lengths": "*i32"}
@@ -229,8 +229,10 @@ def code_variants(write_codes: Any, rotate_queries: Any) -> Iterator[KernelVaria
                 tags={"head": width},
                 options={"enable_fp_fusion": False},
             )
+            if dtype != "bf16" and width != 128:
+                continue
             for kv_format, (k_bits, v_bits) in _FORMATS.items():
-                for has_offset in (False, True):
+                for has_offset in (False, True) if width == 128 else (False,):
                     strides = ("k_new_token", "k_new_head", "v_new_token", "v_new_head")
                     strides += tuple(f"{field}_{unit}" for field in ("k", "v") for unit in units)
                     strides += tuple(f"{field}_scale_{unit}" for field in ("k", "v") for unit in units)
