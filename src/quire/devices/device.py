@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -21,6 +22,7 @@ from quire.backends import choose_backend
 from quire.memory.device_memory import DeviceMemory
 from quire.recurrence import RecurrenceBackend
 from quire.registry import Registry
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
 
@@ -78,6 +80,18 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
         """Its recurrences of state layers, on tensors of `torch_device`."""
         ...
 
+    def exact_operators(self) -> AbstractContextManager[object]:
+        """Within it torch's operators compute each row by itself, as far as a device other than this machine promises
+        that; `quire.model.row_invariant` does it here."""
+        ...
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache, /
+    ) -> torch.Tensor:
+        """`forward` of a step in host memory: moves its tensors to the device. The result stays there, until the next
+        call. cache: the memory that the forward writes and reads. Only for a device that is not the host."""
+        ...
+
     @property
     def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
         """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.weights.linear`
@@ -92,6 +106,7 @@ _MAKERS: Registry[Callable[[], Device]] = Registry(
         "native": lambda: cast(Device, importlib.import_module("quire.devices.cpu.native_device").DEVICE),
         "python": lambda: cast(Device, importlib.import_module("quire.devices.reference_device").DEVICE),
         "torch": lambda: device_of("torch@cpu"),
+        "triton": lambda: device_of("triton@cpu"),
     },
 )
 unregister = _MAKERS.unregister

@@ -5,11 +5,15 @@ A device of one's own is most simply a subclass of `ReferenceDevice` with its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from quire.attention import reference_attention
 from quire.memory.device_memory import HostMemory
 from quire.recurrence import RecurrenceBackend, reference_recurrence
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["DEVICE", "ReferenceDevice"]
 
@@ -27,6 +31,14 @@ class ReferenceDevice(HostMemory):
     write = staticmethod(reference_attention.write)
     run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step)
 
 
 DEVICE = ReferenceDevice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +40,8 @@ class EngineParts:
 
     speeds: measurements of swap, loads and steps; the engine updates them. loads, stores: None without tiers.
     monitor: records the cache's events and ended requests (`monitor.py`); None if prefixes are not shared.
-    profile: records the times of every step. native: the extension, None without it.
+    profile: records the times of every step. native: the extension, None without it. is_lost: whether the device fails
+    every call from now on; asked after an error of a step.
     """
 
     runner: StepRunner
@@ -51,3 +53,4 @@ class EngineParts:
     monitor: CacheMonitor | None = None
     profile: Profile | None = None
     native: Any = None
+    is_lost: Callable[[], bool] = lambda: False

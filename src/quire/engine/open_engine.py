@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.backends import extension
+from quire.backends import extension, is_host_backend
 from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import KVCache, shares_prefixes
@@ -249,7 +249,8 @@ def _open_step_loop(
             stores=None if tiers is None else tiers.stores,
             monitor=monitor,
             profile=profile,
-            native=extension(config.device_name),
+            native=extension(config.device_name) if is_host_backend(config.device_name) else None,
+            is_lost=model.prepared.device.is_lost,
         ),
         ServedModel(
             loaded.vocab_size,

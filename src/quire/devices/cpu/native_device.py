@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from quire import _native
 from quire.devices.cpu import native_attention, native_recurrence
 from quire.memory.device_memory import HostMemory
 from quire.recurrence import RecurrenceBackend
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["DEVICE", "NativeDevice"]
 
@@ -25,6 +29,14 @@ class NativeDevice(HostMemory):
     write = staticmethod(native_attention.write)
     run = staticmethod(native_attention.run)
     recurrence: RecurrenceBackend = native_recurrence.BACKEND
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step)
 
 
 DEVICE = NativeDevice()

@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
-from quire.attention import reference_attention
-from quire.devices.cuda.torch_memory import TorchMemory
-from quire.errors import ArgumentError
+from quire.attention import AttentionOptions, reference_attention
+from quire.devices.cuda.step_tensors import device_batch, step_on_device
+from quire.devices.cuda.torch_memory import TorchMemory, require_device
+from quire.errors import ArgumentError, BackendError
+from quire.memory import KVView
 from quire.recurrence import RecurrenceBackend, reference_recurrence
+from quire.step import AttentionBatch, ForwardStep, StepCache
 
 __all__ = ["TorchDevice", "torch_device_of"]
+
+_TRITON_TYPES = ("cuda", "cpu")  # that its kernels are written for: CUDA and ROCm, and the interpreter
 
 
 class TorchDevice(TorchMemory):
@@ -31,7 +40,6 @@ class TorchDevice(TorchMemory):
     is_native = False
     pack = None
     write = staticmethod(reference_attention.write)
-    run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -46,16 +54,37 @@ class TorchDevice(TorchMemory):
             card = torch.cuda.get_device_name(self.torch_device)
         return hashlib.sha256(f"{torch.__version__} {card}".encode()).hexdigest()[:16]
 
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step_on_device(step, self.torch_device, with_tables=True))
+
+    def run(
+        self,
+        view: KVView,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tables = device_batch(batch, self.torch_device).block_tables
+        return reference_attention.run(view, query, replace(batch, block_tables=tables), options, out=out)
+
 
 @functools.cache
 def torch_device_of(kernels: str, place: str) -> TorchDevice:
-    """The device of `kernels`, "torch" or "" for the best there are, on torch's device `place`; one object for each.
+    """The device of `kernels` ("triton", "torch", or "" for the first that this machine has) on torch's device `place`;
+    one object for each.
 
-    *raises:* ArgumentError: other kernels. BackendError: this machine has no such device.
+    *raises:* ArgumentError: other kernels. BackendError: this machine has no such device, or no triton.
     """
-    if kernels not in ("", "torch"):
+    if kernels not in ("", "triton", "torch"):
         raise ArgumentError(
-            f'expected the back end "torch" on device {place!r}, got {kernels!r} - in `backend`'
+            f'expected the back end "triton" or "torch" on device {place!r}, got {kernels!r} - in `backend`'
         )
     try:
         torch_device = torch.device(place)
@@ -66,4 +95,15 @@ def torch_device_of(kernels: str, place: str) -> TorchDevice:
         ) from error
     if torch_device.index is None and torch_device.type != "cpu":
         torch_device = torch.device(torch_device.type, 0)
-    return TorchDevice(torch_device)
+    require_device(torch_device)
+    has_triton = find_spec("triton") is not None
+    if kernels == "triton" and not has_triton:
+        raise BackendError(
+            'expected triton for backend "triton", got none; install it (pip install "quire-kv[cuda]"), or take '
+            'backend="torch"'
+        )
+    if kernels == "torch" or not has_triton or torch_device.type not in _TRITON_TYPES:
+        return TorchDevice(torch_device)
+    from quire.devices.cuda.triton_device import TritonDevice
+
+    return TritonDevice(torch_device)

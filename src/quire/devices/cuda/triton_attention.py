@@ -1,7 +1,7 @@
 """Attention by Triton kernels: `write` and `run` as in `quire.attention.attention_backend`, on a card or interpreted.
 
 The kernels are in `attention_kernels` and `kv_write_kernels`, the sizes of tiles in `attention_tiles`, a step's tables
-in `device_batch`.
+in `step_tensors`.
 
 Calls do not wait for the device and read no tensor on it: checks are of shapes, dtypes and places. A slot of -1 is
 skipped. Grids follow from numbers of the batch that the host knows: rows, sequences, width of the tables.
@@ -35,8 +35,8 @@ from quire.devices.cuda.attention_tiles import (
     power_of_two,
     tiles_of,
 )
-from quire.devices.cuda.device_batch import DeviceBatch, device_batch
 from quire.devices.cuda.kv_write_kernels import rotate_queries, write_codes, write_rows
+from quire.devices.cuda.step_tensors import DeviceBatch, device_batch
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
 from quire.spec import format_of

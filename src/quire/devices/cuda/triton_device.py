@@ -1,0 +1,81 @@
+"""A device of torch with kernels in Triton: paged attention, and every operator of the model a function of its row.
+
+So a request has the same bits alone and in company, cold, hit, in chunks, preempted. Memory, recurrences and copies are
+those of `TorchDevice`, its twin without kernels. Triton's interpreter (TRITON_INTERPRET=1) runs it on CPU tensors,
+slowly.
+
+Cost: a launch is some us on the host; a kernel is compiled at its first launch and kept in triton's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from quire.devices.cuda import exact_operators
+from quire.devices.cuda.decode_graphs import CapturesGraphs, CudaGraphs, DecodeGraphs
+from quire.devices.cuda.exact_operators import ExactOperators
+from quire.devices.cuda.step_tensors import step_on_device
+from quire.devices.cuda.torch_device import TorchDevice
+from quire.devices.cuda.triton_attention import TritonAttention, is_interpreted
+from quire.errors import BackendError
+from quire.step import ForwardStep, StepCache
+
+__all__ = ["TritonDevice"]
+
+
+class TritonDevice(TorchDevice):
+    """See `quire.devices.device.Device`. name: "triton@cuda:0"."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        if torch_device.type == "cpu" and not is_interpreted():
+            raise BackendError(
+                'expected a card for backend "triton", got device "cpu", where only its interpreter runs the kernels; '
+                "set TRITON_INTERPRET=1 to try them"
+            )
+        self.name = f"triton@{torch_device}"
+        if is_interpreted():
+            self.dtypes = (torch.float32, torch.float16)
+        self._attention = TritonAttention(torch_device)
+        self.graphs: CapturesGraphs | None = CudaGraphs(torch_device) if torch_device.type == "cuda" else None
+        outside = _outside_modes if is_interpreted() else lambda call: call
+        self.write, self.run = outside(self._attention.write), outside(self._attention.run)
+
+    @property
+    def version(self) -> str:
+        """Of the kernels and their tiles, of torch and of the card."""
+        parts = (super().version, self._attention.version, exact_operators.version())
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        if self.graphs is not None:
+            captured = cache.compiled
+            if captured is None or captured.generation != cache.generation:
+                captured = cache.compiled = DecodeGraphs(self.torch_device, self.graphs, cache.generation)
+            logits = captured.run(step, forward)
+            if logits is not None:
+                return logits
+        return forward(step_on_device(step, self.torch_device, with_tables=True))
+
+    def exact_operators(self) -> AbstractContextManager[object]:
+        return ExactOperators()
+
+
+def _outside_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` outside of `exact_operators`: the interpreter copies its tensors by torch's operators."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return call(*args, **kwargs)
+
+    return run
