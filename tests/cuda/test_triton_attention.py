@@ -362,6 +362,31 @@ def test_launches_depend_on_numbers_of_the_batch_and_not_on_lengths(monkeypatch:
     ]
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 9}, {"chunk": 8}, {"sinks": True, "slopes": True}], ids=str
+)
+def test_a_row_without_context_reads_no_block(options: dict[str, Any]) -> None:
+    """The padding of a captured graph: a context of 0, and a table with no live entry."""
+    case = make_case(Shape(((SPLIT + 30, 1), (20, 1)), **options))
+    want = both(case)
+    tables = torch.full((4, case.plan.block_tables.shape[1]), -1, dtype=torch.int32)
+    tables[1:3] = case.plan.block_tables
+    query = torch.cat([case.query[:1] * torch.nan, case.query, case.query[:1]])
+    contexts = torch.tensor([0, SPLIT + 30, 20, 0], dtype=torch.int32)
+    padded = replace(
+        case.plan,
+        query_start=torch.arange(5, dtype=torch.int32),
+        context_lengths=contexts,
+        block_tables=tables,
+        num_sequences=4,
+        num_tokens=4,
+    )
+    for attention in (WHOLE, PARTIAL):
+        got = attention.run(case.view, query, replace(padded), case.options)
+        assert_same_bits(got[1:3], want, "beside rows without context")
+        assert bool((got[[0, 3]] == 0).all())
+
+
 def test_tables_are_copied_once_a_step() -> None:
     case = make_case(Shape(((30, 1), (9, 4))))
     run_once = WHOLE.run(case.view, case.query, case.plan, case.options)

@@ -21,7 +21,6 @@ model's dtype; scales are read as the 16 bits of a bfloat16.
 
 from __future__ import annotations
 
-# ruff: noqa: N803, N806 (Triton's constants are in capitals)
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from collections.abc import Iterator
 from itertools import chain

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: N803 (Triton's constants are in capitals)
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from collections.abc import Iterator
 from itertools import chain
