@@ -23,12 +23,11 @@ from quire.devices.cuda.driver_memory import DriverMemory
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.device_memory import HOST
 from quire.sizes import format_size
+from quire.spec.cards import spare_bytes
 
 __all__ = ["TorchMemory", "TorchRange", "require_device"]
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Left to torch for the tensors of a step and its workspaces when a budget is made.
-_SPARE_SHARE, _SPARE_BYTES = 0.05, 512 << 20
 
 
 def require_device(device: torch.device) -> None:
@@ -129,7 +128,7 @@ class TorchMemory:
     def free_bytes(self) -> int:
         """What the driver has free and what torch's allocator holds without need, less room for a step's tensors."""
         free, total = self._memory_info()
-        return max(0, free - max(_SPARE_BYTES, int(total * _SPARE_SHARE))) if total else 0
+        return max(0, free - spare_bytes(total)) if total else 0
 
     def _memory_info(self) -> tuple[int, int]:
         """Free bytes and all bytes."""
