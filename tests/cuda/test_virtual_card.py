@@ -17,6 +17,7 @@ from support.driver_device import DriverDevice, driver_device
 from support.fake_driver import OUT_OF_MEMORY, UNKNOWN, FakeDriver
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.sequences_case import NAN, Sequences
+from support.wide_model import wide_model
 
 from quire import LLM, Cache, SamplingParams
 from quire.attention import AttentionOptions, attention_batch, reference_attention
@@ -441,6 +442,46 @@ def test_block_size_follows_the_card_s_page() -> None:
         )
         assert storage.row_tokens == 4096
         storage.close()
+
+
+def test_tokens_on_pages_of_2_mib() -> None:
+    """Pages as a card has them: a block of 512 tokens, one handle in each layer buffer."""
+    model, tokens = wide_model()
+    with driver_device(2 << 20, 256 << 20) as (device, driver):
+        options: dict[str, Any] = {"kv_memory": "128MiB", "max_num_seqs": 4, "max_batch_tokens": 24}
+        with LLM((model, None), backend="driver", storage="virtual", **options) as llm:
+            assert llm.block_size == 512
+            for _ in range(2):
+                outputs = llm.generate(PROMPTS, GREEDY)
+                assert [output.outputs[0].token_ids for output in outputs] == tokens
+            assert llm.stats()["hit_tokens"] > 0
+            assert driver.calls("cuMemCreate") < 64 + device.pool.low_water
+
+
+def test_triton_s_kernels_touch_no_address_without_memory(card: tuple[DriverDevice, FakeDriver]) -> None:
+    """Under the interpreter, on rows that end in the middle of a block, beside the references."""
+    pytest.importorskip("triton")
+    from quire.devices.cuda.triton_attention import TritonAttention
+
+    device, _ = card
+    cache, storage = make(device, UNIFORM, 40, max_model_len=512)
+    triton = TritonAttention(torch.device("cpu"))
+    sequences = [
+        cache.open(list(range(start, start + length))) for start, length in ((0, 37), (100, 5), (200, 1))
+    ]
+    lengths = [sequence.num_tokens for sequence in sequences]
+    plan = cache.reserve(sequences, lengths)
+    assert plan is not None
+    ((entries, slot_mapping),) = storage.prepare(plan, np.array([sequence.id for sequence in sequences]))
+    view, num = storage.view(1), sum(lengths)
+    rng = torch.Generator().manual_seed(2)
+    k, v, query = (torch.randn(num, heads, 128, generator=rng) for heads in (2, 2, 4))
+    triton.write(view, k, v, torch.from_numpy(slot_mapping))
+    attention = attention_batch(plan.query_start, plan.context_lengths, entries, view.block_size)
+    options = AttentionOptions(scale=128**-0.5)
+    want = reference_attention.run(view, query, attention, options)
+    torch.testing.assert_close(triton.run(view, query, attention, options), want, rtol=1e-5, atol=1e-5)
+    storage.close()
 
 
 def test_other_devices_are_refused_by_name() -> None:
