@@ -9,8 +9,8 @@
     ├── UnsupportedModelError             the model cannot be run exactly, with its type and the reason
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
     ├── BackendError                      the native extension is requested and not available, or the like
-    ├── DeviceLostError                   a device answers no call any more; the engine has to end
     ├── CancelledError                    the request was aborted by its owner
+    ├── DeviceLostError                   a card failed, and only a new process can use it again
     ├── OtherProcessError                 a child of os.fork used an object of its parent process
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
 
@@ -80,16 +80,16 @@ class BackendError(QuireError):
     """A back end that is not available here."""
 
 
-class DeviceLostError(QuireError):
-    """A device whose context is lost, by an illegal access or a failed launch: every later call of this process fails."""
-
-
 class CancelledError(QuireError):
     """The request was aborted by its owner."""
 
 
 class OtherProcessError(QuireError):
     """An object was used in a fork of the process that made it, where it cannot be used."""
+
+
+class DeviceLostError(QuireError):
+    """A card has failed, and every further call of it fails: only a new process can use it again."""
 
 
 class InvariantError(QuireError):

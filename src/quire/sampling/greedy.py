@@ -22,7 +22,9 @@ def most_likely(logits: torch.Tensor, native: Any = None) -> tuple[np.ndarray, n
     """
     if native is None or logits.dtype not in DTYPE_NAMES or not logits.is_contiguous():
         tokens = torch.argmax(logits.float(), dim=-1)
-        return tokens.cpu().numpy(), logits.gather(1, tokens[:, None])[:, 0].float().cpu().numpy()
+        best = logits.gather(1, tokens[:, None])[:, 0].float()
+        found = torch.stack([tokens.int(), best.view(torch.int32)]).cpu().numpy()  # one copy, one wait
+        return found[0].astype(np.int64), found[1].view(np.float32)
     num_rows = logits.shape[0]
     tokens, best = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
     native.argmax_rows(logits, tokens, best)

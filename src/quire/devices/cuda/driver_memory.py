@@ -17,6 +17,7 @@ import torch
 from quire.devices.cuda.driver_pages import DriverPages
 from quire.devices.cuda.driver_placement import DriverPlacement
 from quire.devices.cuda.driver_range import DriverRange
+from quire.errors import QuireError
 
 __all__ = ["DriverMemory"]
 
@@ -75,6 +76,13 @@ class DriverMemory(DriverPages):
         for offset, address, num_rows, row_bytes, stride in pieces.tolist():
             self.driver.copy_rows(base + offset, address, num_rows, row_bytes, stride, to_device, stream)
         self.driver.synchronize(stream)
+
+    def is_lost(self) -> bool:
+        try:
+            self.driver.synchronize(self.stream())
+        except QuireError:
+            return True
+        return False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch_device)

@@ -1,7 +1,7 @@
 """The numbers of a step on a card: packed into one buffer in host memory, and one copy.
 
-Cost: a copy of the numbers in host memory and one over the bus, some us; the host's buffer is pinned for CUDA, so that
-the copy does not wait.
+Cost: a copy of the numbers in host memory and one over the bus, some us; the host's buffer is pinned for a card, so
+that the copy does not wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepBuffer:
         for shape, kind in shapes:
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
             starts.append(starts[-1] + -(-num_bytes // _ALIGNED) * _ALIGNED)
-        self._host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type not in ("cpu", "mps"))
         self._device = torch.empty(starts[-1], dtype=torch.uint8, device=device)
         self.host: list[np.ndarray] = []
         self.on_device: list[torch.Tensor] = []
