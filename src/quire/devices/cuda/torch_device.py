@@ -14,16 +14,18 @@ import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
-from quire.attention import reference_attention
-from quire.devices.cuda.step_tensors import has_late_copies, step_on_device
+from quire.attention import AttentionOptions, reference_attention
+from quire.devices.cuda.step_tensors import device_batch, has_late_copies, step_on_device
 from quire.devices.cuda.torch_memory import TorchMemory, require_device
 from quire.errors import ArgumentError, BackendError
+from quire.memory import KVView
 from quire.recurrence import RecurrenceBackend, reference_recurrence
-from quire.step import ForwardStep, StepCache
+from quire.step import AttentionBatch, ForwardStep, StepCache
 
 __all__ = ["TorchDevice", "torch_device_of"]
 
@@ -38,7 +40,6 @@ class TorchDevice(TorchMemory):
     is_native = False
     pack = None
     write = staticmethod(reference_attention.write)
-    run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -75,7 +76,19 @@ class TorchDevice(TorchMemory):
     def compute(
         self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
     ) -> torch.Tensor:
-        return forward(step_on_device(step, self.torch_device, with_tables=False))
+        return forward(step_on_device(step, self.torch_device, with_tables=True))
+
+    def run(
+        self,
+        view: KVView,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tables = device_batch(batch, self.torch_device).block_tables
+        return reference_attention.run(view, query, replace(batch, block_tables=tables), options, out=out)
 
 
 @functools.cache
