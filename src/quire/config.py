@@ -383,8 +383,8 @@ class EngineConfig:
     backend: str | None = option(
         None,
         "B",
-        "The back end: native, python or a registered device; on another device than the cpu torch. Default: native "
-        "if the extension is built.",
+        "The back end: native, python or a registered device; on a device of torch triton or torch. Default: native, "
+        "or triton, if it is installed.",
     )
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
         None,

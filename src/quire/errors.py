@@ -10,6 +10,7 @@
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
     ├── BackendError                      the native extension is requested and not available, or the like
     ├── CancelledError                    the request was aborted by its owner
+    ├── DeviceLostError                   a card failed, and only a new process can use it again
     ├── OtherProcessError                 a child of os.fork used an object of its parent process
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
 
@@ -27,6 +28,7 @@ __all__ = [
     "CancelledError",
     "CapacityError",
     "ConfigError",
+    "DeviceLostError",
     "InvariantError",
     "LoadError",
     "OtherProcessError",
@@ -84,6 +86,10 @@ class CancelledError(QuireError):
 
 class OtherProcessError(QuireError):
     """An object was used in a fork of the process that made it, where it cannot be used."""
+
+
+class DeviceLostError(QuireError):
+    """A card has failed, and every further call of it fails: only a new process can use it again."""
 
 
 class InvariantError(QuireError):

@@ -41,6 +41,7 @@ __all__ = [
     "NativePlan",
     "RecurrenceStep",
     "StatePlan",
+    "StepCache",
     "StepPlan",
     "StepRefusedError",
     "StepSequence",
@@ -237,6 +238,14 @@ class Batch(Generic[Chosen]):
 
 
 # For the model
+
+
+class StepCache(Protocol):
+    """The memory of a forward; `quire.model.paged_cache.PagedCache`. generation: changes with its views. compiled: data
+    of a device over those views; dropped when the cache is closed."""
+
+    generation: int
+    compiled: Any
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ def _scale(dtype: str, block: int) -> KernelVariant:
         {"BLOCK": block},
         divisible=("x", "out"),
         promises=("vector_load",),
-        tags={"block": block},
+        tags={"head": block},
     )
 
 
@@ -59,7 +59,7 @@ def _product(dtype: str, block: int) -> KernelVariant:
         divisible=("x", "weight", "out"),
         num_stages=3,
         promises=("tensor_core", "async_copy", "vector_load"),
-        tags={"block": block},
+        tags={"head": block},
     )
 
 

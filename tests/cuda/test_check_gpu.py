@@ -75,7 +75,7 @@ def test_one_bad_check_is_one_line(tmp_path: Path) -> None:
         "| trial | half | done | ok |",
         "| trial | wrong | ValueError: expected 1, got 2 | FAILED |",
         "| trial | crashes | its process ended with status -11 | FAILED |",
-        "| trial | hangs | its limit of 0 s | FAILED |",
+        "| trial | hangs | its limit of 3 s | FAILED |",
         "| trial | absent | no such part | not built |",
         "| trial | of a card | needs a card | - |",
         "| trial | last | cpu | ok |",
@@ -90,7 +90,7 @@ def test_a_stage_ends_at_its_limit(tmp_path: Path) -> None:
     program = tmp_path / "trial.py"
     program.write_text(TRIAL.replace("limit_s=0.5", "limit_s=600"))
     result = run(program, "--interpret", "trial", "--limit", "4", "--log", str(tmp_path / "log"))
-    assert "| trial | hangs | the stage's limit of 4.0 s | FAILED |" in result.stdout
+    assert "| trial | hangs | the stage's limit of 4 s | FAILED |" in result.stdout
     assert "| trial | last | no time was left | not run |" in result.stdout
     assert result.returncode == 1
 

@@ -53,8 +53,8 @@ def test_a_changed_number_and_a_missing_or_superfluous_row_are_differences(tmp_p
     assert changed.returncode == 1
     for told in (
         f"product_bf16_64 sm_90: registers {int(numbers[2]) + 1} -> {numbers[2]}",
-        f"{gone[0]} {gone[1]}: expected a row in the table, got none",
-        "departed sm_90: the table has it, no kernel does",
+        f"{gone[0]} {gone[1]}: no row in the table",
+        "departed sm_90: a row in the table, and no such kernel",
     ):
         assert told in changed.stdout.splitlines()
     table.write_text("\n".join(["# triton 0.1", *lines[1:]]) + "\n")
@@ -100,7 +100,7 @@ def test_a_wrong_declaration_is_a_fault(function: str, told: str) -> None:
 
 
 def test_pairwise_has_each_pair_once(tmp_path: Path) -> None:
-    """Of kernel, types, block and target; with fewer compilations than the whole matrix."""
+    """Of kernel, type, head and target; with fewer compilations than the whole matrix."""
     everything = run(*of_harness("variants"), "--list").stdout.split("\n")[:-1]
     chosen = run(*of_harness("variants"), "--list", "--pairwise").stdout.split("\n")[:-1]
     assert set(chosen) < set(everything)

@@ -127,7 +127,9 @@ def test_refusals() -> None:
         EngineConfig(device="CUDA")
     with pytest.raises(ArgumentError, match=r"expected a device that torch .* knows"):
         LLM((model, None), device="gpu")
-    with pytest.raises(ArgumentError, match=r'expected the back end "torch" on device .*, got \'native\''):
+    with pytest.raises(
+        ArgumentError, match=r'expected the back end "triton" or "torch" on device .*, got \'native\''
+    ):
         LLM((model, None), device="cuda", backend="native")
 
 

@@ -175,7 +175,7 @@ class SimulatedBackend:
     def committed_bytes(self, heap: _Memory) -> int:
         return len(heap.committed) * self.page_bytes
 
-    def buffer(self, address: int, num_bytes: int) -> Any:
+    def tensor(self, address: int, num_bytes: int, dtype: Any, owner: Any) -> Any:
         raise BackendError("expected memory with bytes in it, got a simulated one, which has none")
 
     def _translate(self, address: int, num_bytes: int) -> None:

@@ -85,9 +85,12 @@ def _int32(values: Any) -> np.ndarray:
 
 
 def check_write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Checks k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] of the view. *raises:* ArgumentError."""
+    """Checks k [T, Hkv, Dk], v [T, Hkv, Dv] and int64 slots [T] of the view. *raises:* ArgumentError.
+
+    The values of slots on a device, which a caller made on this machine, are not checked: to read them is to wait.
+    """
     check_new_rows(view, k, v, slot_mapping)
-    if slot_mapping.numel():
+    if slot_mapping.numel() and slot_mapping.device.type == "cpu":
         num_slots = view.num_blocks * view.block_size
         low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
         if low < 0 or high >= num_slots:

@@ -86,15 +86,16 @@ def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[t
     if the codec rotates them."""
     size = view.block_size
     blocks = table[begin // size : -(-stop // size)].long()
-    low, high = (int(bound) for bound in torch.aminmax(blocks))
-    if low < 0 or high >= view.num_blocks:
-        raise ArgumentError(
-            f"expected blocks of 0 to {view.num_blocks - 1} for positions {begin} to {stop - 1}, "
-            f"got {blocks.tolist()}"
-        )
-    positions = torch.arange(begin, stop)
-    of_position = blocks[positions // size - begin // size].to(view.k.device)
-    offsets = (positions % size).to(view.k.device)
+    if blocks.device.type == "cpu":  # to read another device's is to wait for it
+        low, high = (int(bound) for bound in torch.aminmax(blocks))
+        if low < 0 or high >= view.num_blocks:
+            raise ArgumentError(
+                f"expected blocks of 0 to {view.num_blocks - 1} for positions {begin} to {stop - 1}, "
+                f"got {blocks.tolist()}"
+            )
+    positions = torch.arange(begin, stop, device=view.k.device)
+    of_position = blocks.to(view.k.device)[positions // size - begin // size]
+    offsets = positions % size
 
     def rows(pool: torch.Tensor, scales: torch.Tensor | None, name: str) -> torch.Tensor:
         picked = pool[of_position, :, offsets].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""`quire plan`: a model's memory on this machine, or on another, before anything is loaded."""
+"""`quire plan`: a model's memory on this machine, another or a graphics card, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from quire import hub
 from quire.cli import options
 from quire.config import EngineConfig, with_flags
 from quire.errors import with_flag_names
+from quire.spec.cards import check_device
 
 __all__ = ["plan"]
 
 
-@options.engine_flags(without=("kv_dtype", "weights", "profile"))
+@options.engine_flags(without=("kv_dtype", "weights", "device", "profile"))
 def plan(
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a request, prompt and answer together.")
@@ -28,6 +29,14 @@ def plan(
         typer.Option(
             metavar="SIZE",
             help="Memory of the machine or container; this machine's free memory if not given.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A graphics card such as h100, a100 or 4090, or one by its sizes (mine:40GiB, mine:40GiB:1.5TB/s); "
+            "cuda: this machine's; cpu: this machine.",
         ),
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(metavar="F", help="Format of keys and values.")] = None,
@@ -50,11 +59,13 @@ def plan(
 
         table = dict(load_stored_as(config).model)
     given = with_flags(table, engine)
-    for name, value in (("kv_dtype", kv_dtype), ("weights", weights)):
-        given_there = given.pop(name, None)
-        if value is None and given_there is not None:
-            kv_dtype, weights = (given_there, weights) if name == "kv_dtype" else (kv_dtype, given_there)
+    own: dict[str, Any] = {"kv_dtype": kv_dtype, "weights": weights, "device": device}
+    for name, value in own.items():
+        of_file = given.pop(name, None)
+        own[name] = of_file if value is None else value
     checked = EngineConfig(**given)  # before the import below: bad options do not wait for torch
+    if own["device"] is not None:
+        check_device(own["device"])
     if hub.is_id(checked.model):
         hub.cached_folder(checked.model, checked.revision)
 
@@ -66,13 +77,12 @@ def plan(
         concurrency=concurrency,
         shared_prefix=shared_prefix,
         memory=memory,
-        kv_dtype=kv_dtype,
-        weights=weights,
+        **own,
     )
     if as_json:
         print(json.dumps(serving_plan.as_dict()))
     else:
-        names = (*EngineConfig.options(), "context", "concurrency", "shared_prefix", "memory")
+        names = (*EngineConfig.options(), "context", "concurrency", "shared_prefix", "memory", "device")
         reason = with_flag_names(serving_plan.reason, {name: options.flag(name) for name in names})
         print(replace(serving_plan, reason=reason))
     if not serving_plan.fits:

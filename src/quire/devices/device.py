@@ -22,6 +22,7 @@ from quire.backends import choose_backend
 from quire.memory.device_memory import DeviceMemory
 from quire.recurrence import RecurrenceBackend
 from quire.registry import Registry
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
 
@@ -82,6 +83,20 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
     def exact_operators(self) -> AbstractContextManager[object]:
         """Within it torch's operators compute each row by itself, as far as a device other than this machine promises
         that; `quire.model.row_invariant` does it here."""
+        ...
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache, /
+    ) -> torch.Tensor:
+        """`forward` of a step in host memory, whose token ids may be on the device: moves its tensors there. The result
+        stays there, until the next call. cache: the memory that the forward writes and reads. Only for a device that is
+        not the host."""
+        ...
+
+    @property
+    def read_later(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None:
+        """Begins a copy of a tensor to host memory, behind the work that was launched so far. The returned function
+        waits for that alone and returns the copy. None if results are there when a call returns, as on the host."""
         ...
 
     @property

@@ -5,6 +5,7 @@ A device of one's own is most simply a subclass of `ReferenceDevice` with its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from quire.attention import reference_attention
 from quire.memory.device_memory import HostMemory
 from quire.recurrence import RecurrenceBackend, reference_recurrence
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["DEVICE", "ReferenceDevice"]
 
@@ -25,13 +27,18 @@ class ReferenceDevice(HostMemory):
     kv_formats = ("int8", "int4")
     is_native = False
     copied_by = "python"
-    pack = None
+    pack = read_later = None
     write = staticmethod(reference_attention.write)
     run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step)
 
 
 DEVICE = ReferenceDevice()

@@ -6,7 +6,7 @@
 Invariants
     E1  after a request has ended, for any reason, it holds no block and the engine no reference to it.
     E2  an error of one sequence (its logits, its text) ends only that sequence; an error of a step ends the requests of
-        that step; waiting requests continue. An interruption ends all requests and is raised.
+        that step; waiting requests continue. An interruption and a lost device end all requests and are raised.
     E3  a step that the storage has no memory for has no effect; only a request that runs alone may end with it.
 
 Cost per step without the model: O(running sequences), and text for sequences that stream or have stop strings.
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,10 @@ from quire.cache.protocol import PrefixKVCache, shares_prefixes
 from quire.cache.results import Dropped
 from quire.engine.engine_parts import EngineParts, StepLimits
 from quire.engine.outputs import Outputs
-from quire.errors import ArgumentError, QuireError
+from quire.errors import ArgumentError, DeviceLostError, QuireError
 from quire.offload.swap import Swap
 from quire.sampling.detokenizer import Detokenizer
+from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
 from quire.scheduler.prompts import Prompt
@@ -67,9 +69,13 @@ class Engine:
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         """Called before an idle engine checks a request; its errors go to the request's caller."""
-        self._runner, self._cache, self._native = parts.runner, parts.cache, parts.native
+        self._runner, self._cache = parts.runner, parts.cache
+        self._launches_ahead = parts.launch_ahead is not None
+        self._choose = partial(most_likely, native=parts.native)
+        if parts.launch_ahead is not None:
+            self._choose = parts.launch_ahead.most_likely
         self._speeds, self._profile = parts.speeds, parts.profile
-        self._loads, self._stores = parts.loads, parts.stores
+        self._loads, self._stores, self._is_lost = parts.loads, parts.stores, parts.is_lost
         self.swap = parts.swap or Swap(parts.cache)
         self.monitor = parts.monitor
         self._clock = clock
@@ -105,6 +111,7 @@ class Engine:
             loads=self._loads,
             on_reserved=self._on_reserved,
             memory_limits=self.memory_limits,
+            launches_ahead=self._launches_ahead,
         )
 
     def _connect(self) -> None:
@@ -325,12 +332,17 @@ class Engine:
                 profile.lap("forward")
             tokens = np.zeros(0, np.int64)
             if scheduled.sampled:
-                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._native)
+                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._choose)
             if profile is not None:
                 profile.lap("sampling")
         except StepRefusedError as refused:  # E3
             return self.scheduler.refuse(scheduled, refused.__cause__)
         except Exception as error:  # E2: the step's requests end with it
+            if self._is_lost():
+                raise DeviceLostError(
+                    f"expected a card that computes, got one that fails every call ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())[:300]}); the engine has ended: start the process again"
+                ) from error
             ended = [sequence for s in scheduled.sequences for sequence in s.request.sequences]
             for sequence in ended:
                 self.scheduler.finish(sequence, "error", error)

@@ -14,12 +14,15 @@ Cost: O(layers); `max_num_tokens` O(layers) for each binary digit of the tokens.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.backends import is_host_backend
 from quire.baselines.buffers import Buffers, LayerBuffer, parse_growth
 from quire.cache.block_counts import blocks_with_prefix, num_blocks_for
 from quire.config import EngineConfig
+from quire.devices import device_of
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.free_memory import free_memory_bytes
 from quire.sizes import parse_budget, parse_size
@@ -167,7 +170,11 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout
             "got 'virtual' - in `storage`"
         )
     spec = spec.for_pieces()
-    block_size = virtual_block_size(spec, parse_size(config.piece_size, where="piece_size"))
+    piece_bytes, page_bytes = parse_size(config.piece_size, where="piece_size"), mmap.PAGESIZE
+    if not is_host_backend(config.device_name):
+        page_bytes = device_of(config.device_name).mapped_memory().open_placement().page_bytes
+        piece_bytes = max(piece_bytes, page_bytes)
+    block_size = virtual_block_size(spec, piece_bytes, page_bytes=page_bytes)
     return layout_of_blocks("virtual", spec, block_size, virtual_block_bytes(spec, block_size))
 
 

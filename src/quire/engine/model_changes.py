@@ -53,7 +53,7 @@ class ModelChanges:
 
     def refuse_autocast(self) -> None:
         """*raises:* ArgumentError: the calling thread is inside `torch.autocast`."""
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(self._prepared.device.torch_device.type):
             raise ArgumentError(
                 f"expected no torch.autocast around an LLM, which computes in its model's {self._opened.spec.dtype}; "
                 "leave that block, or open the LLM with the dtype you want"

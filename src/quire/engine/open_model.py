@@ -66,6 +66,7 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
     from quire.devices import device_of
     from quire.memory.heap import give_back_freed
     from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
+    from quire.model.placement import free_weights
     from quire.weights.dense_weights import dense_parameters
     from quire.weights.quantized_modules import bytes_by_format, quantized_weights
 
@@ -80,6 +81,8 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
     fingerprint = engine_fingerprint(loaded, config.device_name) if config.has_tiers else b""
     weight_bytes, is_quantized = bytes_by_format(loaded.model), bool(quantized_weights(loaded.model))
     prepared = _prepare(config, loaded, folder)
+    if loaded.file_ranges is not None and not prepared.device.is_host:  # no caller has this model
+        resources.callback(free_weights, loaded.model, prepared.device.torch_device)
     resources.callback(prepared.restore)
     if loaded.file_ranges is not None:
         loaded.file_ranges.release_files(dense_parameters(loaded.model))

@@ -80,12 +80,14 @@ def storage_of(config: EngineConfig, spec: KVSpec) -> str:
     """The storage's name, with "auto" resolved. *raises:* ArgumentError: the back end cannot use its memory."""
     name = config.storage
     if not is_host_backend(config.device_name):
-        if name not in ("paged", "auto"):
-            raise ArgumentError(
-                f'expected storage="paged" on backend {config.device_name!r}, got {name!r}, which needs memory that '
-                "any code reaches - in `storage`"
-            )
-        return "paged"
+        if name in ("paged", "auto"):
+            return "paged"
+        if name == "virtual" and device_of(config).has_virtual_rows:
+            return name
+        raise ArgumentError(
+            f'expected storage="paged" on backend {config.device_name!r}, got {name!r}, which needs memory that any '
+            "code reaches - in `storage`"
+        )
     if name == "auto":
         return _auto_storage() if spec.stores_kv else "paged"
     return name
@@ -140,13 +142,13 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         max_num_seqs=config.max_num_seqs,
         # With a prefix cache a parked row that is adopted whole is worth more than a short row.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
-        device=device_of(config),
+        device=device_of(config).mapped_memory(),
     )
     try:
         # After the rows have their addresses, which may be limited.
         fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
         if spec.states:
-            storage.states = _states(spec, fit, HOST)
+            storage.states = _states(spec, fit, device_of(config))
         storage.resize(fit.num_blocks)
     except BaseException:
         storage.close()
@@ -157,7 +159,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 def _states(spec: KVSpec, fit: KVFit, device: DeviceMemory) -> StateSlots:
     """The state slots of the start. On an elastic device they have addresses for as many as the whole budget, and for
     more if there are any, because the budget may be raised."""
-    if not device.is_elastic:
+    if not (device.is_elastic and device.is_host):  # other devices' slots are tensors of torch
         return StateSlots(spec, fit.num_state_slots, device=device)
     max_slots = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
     try:
@@ -212,7 +214,7 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
-            if storage.device.is_elastic:
+            if storage.device.is_elastic and storage.device.is_host:
                 cache.exchange = _make_memory_split(storage, cache, fit)
     except BaseException:
         storage.close()

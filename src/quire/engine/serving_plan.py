@@ -5,13 +5,17 @@
     kv        keys and values of the requests, by kind of layer
     states    states of the requests
     scratch   memory of a step: activations of its tokens, logits
-    runtime   Python, torch, transformers and this model's code in this process
+    runtime   Python, torch, transformers and this model's code in this process; on a card what its context takes
+    host      on a card: the parts that stay in this machine's memory
 
 It reads config and headers, makes a model without memory, and uses the allocator's own arithmetic (`kv_capacity`):
 blocks,
 their padding, state slots, the budget of `kv_memory` from the memory that the weights leave free. `Plan.fits` is the
 verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of its
 error.
+
+On a device with memory of its own (`plan_device`) these rows are of that memory, and the tokenizer and the process are
+rows of the host, which `total_bytes` leaves out. For a card of known bandwidth `decode_bound` bounds tokens per second.
 
 Not a promise of speed. Not known ahead: memory that other processes take meanwhile.
 
@@ -27,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig
+from quire.engine.decode_bound import DecodeBound, decode_bound
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
+from quire.engine.plan_device import PlanDevice, plan_device
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
 
+_HOST = "host"  # the part of rows that a device's memory does not hold
+
 _WEIGHTS = {
     "codes": "in codes",
     "linear": "linear layers, packed",
@@ -46,6 +54,12 @@ _WEIGHTS = {
     "latents": "latent heads, packed",
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
+}
+_DENSE_WEIGHTS = {  # outside of this machine's memory
+    "linear": "linear layers",
+    "latents": "latent heads",
+    "embeddings": "embeddings",
+    "dense": "norms and others",
 }
 # Threads, buffers of the kernels, the rest of the proof; and more if attention has partial sums.
 _ENGINE_BYTES, _LONG_PROMPT_BYTES = 17 << 20, 19 << 20
@@ -60,7 +74,7 @@ _PARTIAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, tokenizer, kv, states, scratch or runtime. name: a piece of the part. note: its origin."""
+    """part: weights, tokenizer, kv, states, scratch, runtime or host. name: a piece of the part. note: its origin."""
 
     part: str
     name: str
@@ -74,13 +88,16 @@ class Plan:
 
     Attributes:
         model, model_type, dtype, kv_dtype, storage, block_size: of the start (block_size 1: blocks are not of tokens).
-        rows: the parts of `total_bytes`.
+        device: the device that holds and computes all this; device_title: for people, empty for this machine.
+        rows: the parts of `total_bytes`, and those of the host next to a card.
         context, concurrency, shared_prefix: the requests of the rows: those asked for, or the most that fit.
         max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
         fits: True if they fit. reason: why they do not.
-        memory_bytes: all memory for the process: `memory`, or its present memory and the free memory.
+        memory_bytes: all memory for the process: `memory`, or its present memory and the free memory; or the card's.
         budget_bytes: for keys, values and states by `kv_memory`. needed_bytes: the requests' need of it.
         num_blocks, num_state_slots: of that budget.
+        decode_bound: the most tokens a second that these requests get; None unless they fit on a card whose bandwidth
+            is known.
         support: the level of proof of the model's type and of each format of its weights.
     """
 
@@ -90,6 +107,8 @@ class Plan:
     kv_dtype: str
     storage: str
     block_size: int
+    device: str
+    device_title: str
     context: int
     concurrency: int
     shared_prefix: int
@@ -102,6 +121,7 @@ class Plan:
     needed_bytes: int
     num_blocks: int
     num_state_slots: int
+    decode_bound: DecodeBound | None
     rows: tuple[PlanRow, ...] = field(repr=False)
     support: tuple[Support, ...] = field(repr=False)
 
@@ -111,8 +131,8 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the process with these requests."""
-        return sum(row.num_bytes for row in self.rows)
+        """Bytes of the process, or of the card, with these requests."""
+        return sum(row.num_bytes for row in self.rows if row.part != _HOST)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, and `total_bytes`."""
@@ -120,11 +140,13 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The rows as a table, the verdict, and the reason if the requests do not fit."""
-        shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
-        shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
+        total = PlanRow("total", "", self.total_bytes, f"of {format_size(self.memory_bytes)}")
+        rows = sorted((*self.rows, total), key=lambda row: row.part == _HOST)
+        shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in rows]
         widths = [max(len(row[column]) for row in shown) for column in range(3)]
         kept = f", K and V in {self.kv_dtype}" * (self.kv_dtype != self.dtype)
-        lines = [f"{self.model} ({self.model_type}), {self.dtype}{kept}, storage {self.storage}"]
+        where = f", on {self.device_title}" * bool(self.device_title)
+        lines = [f"{self.model} ({self.model_type}), {self.dtype}{kept}, storage {self.storage}{where}"]
         before = ""
         for part, name, size, note in shown:
             first = part if part != before else ""
@@ -141,6 +163,8 @@ class Plan:
             + f"; {self.requests} need {format_size(self.needed_bytes)}"
         )
         lines.append(self.verdict)
+        if self.decode_bound is not None:
+            lines.append(str(self.decode_bound))
         if self.reason:
             lines.append(f"why: {self.reason}")
         return lines
@@ -171,6 +195,7 @@ def plan(
     concurrency: int | None = None,
     shared_prefix: int = 0,
     memory: str | int | None = None,
+    device: str | None = None,
     kv_dtype: str | Mapping[str | int, str] | None = None,
     weights: str | None = None,
     **options: Any,
@@ -183,12 +208,15 @@ def plan(
         concurrency: requests at once; the most that fit if not given.
         shared_prefix: tokens at the beginning that all of them have in common.
         memory: memory of the machine or container, in place of the free memory of this process.
+        device: a graphics card such as "h100" (`quire.spec.cards`), which need not be there; one by its sizes, such as
+            "mine:40GiB" or "mine:40GiB:1.5TB/s"; "cuda" or "cuda:1", this machine's card; None or "cpu": this machine.
         kv_dtype, weights: as of `LLM`.
         options: as of `LLM` (`config=`: all of them at once).
 
     Raises:
-        ArgumentError: a wrong option, or an unknown format. LoadError, ConfigError,
-        UnsupportedModelError: the model, as far as its config and headers tell.
+        ArgumentError: a wrong option, an unknown format, or one that the device does not run. BackendError: this
+        machine has no such card. LoadError, ConfigError, UnsupportedModelError: the model, as far as its config and
+        headers tell.
     """
     config = EngineConfig.from_arguments(model, options)
     forms = {"kv_dtype": kv_dtype, "weights": weights}
@@ -206,7 +234,15 @@ def plan(
             "in `model`"
         )
 
-    return _plan_of(config, _unloaded(config), context, concurrency, shared_prefix, memory)
+    config, place = plan_device(config, device)
+    if memory is not None and not place.is_host:
+        raise ArgumentError(
+            f"expected no memory of this machine for a plan on device {place.name!r}, got {memory!r}; give the card's "
+            "size as mine:40GiB - in `memory`"
+        )
+    unloaded = _unloaded(config)
+    place.require(config, unloaded)
+    return _plan_of(config, unloaded, context, concurrency, shared_prefix, memory, place)
 
 
 def require_room(config: EngineConfig) -> None:
@@ -222,7 +258,8 @@ def require_room(config: EngineConfig) -> None:
         unloaded = _unloaded(config)
     except QuireError:
         return  # `load` raises it, or fetches missing files
-    found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
+    config, place = plan_device(config, None)
+    found = _plan_of(config, unloaded, config.max_model_len, None, 0, None, place)
     if not found.fits:
         raise _refusal(found, config)
 
@@ -278,8 +315,9 @@ def _plan_of(
     concurrency: int | None,
     shared_prefix: int,
     memory: str | int | None,
+    place: PlanDevice,
 ) -> Plan:
-    from quire.engine.open_storage import device_of, storage_of
+    from quire.engine.open_storage import storage_of
     from quire.model.prepare import resolve_length
 
     spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
@@ -295,16 +333,23 @@ def _plan_of(
         if context is None:
             raise
         raise ArgumentError(_with_context(str(error))) from error
-    layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
-    weights = _weight_rows(config, unloaded)
-    tokenizer = _tokenizer_rows(unloaded)
-    runtime_bytes = _process_bytes()
-    loaded_bytes = sum(row.num_bytes for row in (*weights, *tokenizer))
-    free_bytes = device_of(config).free_bytes()
-    if memory is not None:
-        free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
+    storage = storage_of(config, spec) if place.is_present else "paged"
+    layout = kv_layout(storage, config, spec, max_model_len)
+    weights = _weight_rows(config, unloaded, place)
+    process = [
+        *_tokenizer_rows(unloaded),
+        PlanRow("runtime", "python, torch, transformers", _process_bytes(), "this process after its imports"),
+    ]
+    free_bytes, memory_bytes, loaded = place.free_bytes, place.total_bytes, weights
+    if place.is_host:
+        loaded = [*weights, *process[:-1]]
+        runtime_bytes = process[-1].num_bytes
+        if memory is not None:
+            free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
+        memory_bytes = free_bytes + runtime_bytes
+    loaded_bytes = sum(row.num_bytes for row in loaded)
     left_bytes = free_bytes - loaded_bytes
-    fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes)
+    fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes, place)
 
     asked = context or max_model_len
     if fit is None:
@@ -338,6 +383,8 @@ def _plan_of(
         kv_dtype=spec.kv_dtype_by_layers,
         storage=layout.storage,
         block_size=layout.block_size,
+        device=place.name,
+        device_title="" if place.is_host else place.title,
         context=asked,
         concurrency=wanted,
         shared_prefix=shared_prefix,
@@ -345,21 +392,21 @@ def _plan_of(
         reason="" if fits else reason if context is None else _with_context(reason),
         max_context=max_context,
         max_concurrency=max_concurrency,
-        memory_bytes=free_bytes + runtime_bytes,
+        memory_bytes=memory_bytes,
         budget_bytes=0 if fit is None else fit.kv_bytes + fit.state_bytes,
         needed_bytes=needed_bytes,
         num_blocks=0 if fit is None else fit.num_blocks,
         num_state_slots=0 if fit is None else fit.num_state_slots,
+        decode_bound=decode_bound(unloaded, spec, place.card, asked, wanted, shared_prefix)
+        if fits and place.card is not None
+        else None,
         rows=(
-            *weights,
-            *tokenizer,
+            *loaded,
             *_kv_rows(layout, asked, wanted, shared_prefix),
             *of_prompts,
             *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
-            *_scratch_rows(config, unloaded, asked, wanted),
-            PlanRow(
-                "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
-            ),
+            *_scratch_rows(config, unloaded, asked, wanted, place),
+            *_process_rows(process, place),
         ),
         support=_support_of(config, unloaded, spec),
     )
@@ -382,17 +429,23 @@ def _support_of(config: EngineConfig, unloaded: UnloadedModel, spec: KVSpec) -> 
 
 
 def _fit(
-    config: EngineConfig, layout: KVLayout, max_model_len: int, left_bytes: int, loaded_bytes: int
+    config: EngineConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    left_bytes: int,
+    loaded_bytes: int,
+    place: PlanDevice,
 ) -> tuple[KVFit | None, str]:
     if left_bytes < 0:
         free = format_size(left_bytes + loaded_bytes)
-        return (
-            None,
-            f"expected memory for weights and tokenizer of {format_size(loaded_bytes)}, got {free} free to this "
-            "process",
+        parts, where = (
+            ("weights and tokenizer", "to this process") if place.is_host else ("weights", f"on {place.name}")
         )
+        return None, f"expected memory for {parts} of {format_size(loaded_bytes)}, got {free} free {where}"
     try:
-        return fit_within(config, layout, max_model_len, left_bytes), ""
+        fit = fit_within(config, layout, max_model_len, left_bytes)
+        # Elsewhere blocks and state slots take their memory at once, so they exchange none.
+        return (fit if place.is_elastic else replace(fit, exchange_bytes=0)), ""
     except (ArgumentError, CapacityError) as error:
         return None, str(error)
 
@@ -406,25 +459,25 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
     return f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.num_bytes)} ({held})"
 
 
-def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
-    from quire.devices import device_of
+def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevice) -> list[PlanRow]:
     from quire.model.weight_sizes import planned_weights
-    from quire.weights.linear import packing_on
     from quire.weights.quantized_modules import planned_forms
 
-    packing = packing_on(device_of(config.device_name))
+    names = _WEIGHTS if place.is_host else _DENSE_WEIGHTS
+    if unloaded.has_experts and not place.is_host:
+        names = names | {"dense": "experts, norms and others"}
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
         PlanRow(
             "weights",
-            ", ".join(filter(None, (_WEIGHTS[row.kind], row.label))),
+            ", ".join(filter(None, (names[row.kind], row.label))),
             row.num_bytes,
             f"{row.num_tensors} tensors",
         )
         for row in planned_weights(
             unloaded.model,
-            packing=packing,
+            packing=place.packing,
             form_of=forms.get,
             codes=unloaded.codes,
             backend=config.device_name,
@@ -509,32 +562,49 @@ def _state_rows(
     return rows
 
 
+def _process_rows(process: list[PlanRow], place: PlanDevice) -> list[PlanRow]:
+    """The process itself; with a device of its own memory what is in use there, and the rows of this machine."""
+    if place.is_host:
+        return process[-1:]
+    note = "in use now, with room for a step" if place.is_present else "reserved"
+    return [
+        PlanRow("runtime", "context, libraries' code", place.used_bytes, note),
+        *(replace(row, part=_HOST) for row in process),
+    ]
+
+
 def _scratch_rows(
-    config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
+    config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int, place: PlanDevice
 ) -> list[PlanRow]:
     """Memory of a step, measured for models of ten kinds and rounded up; no allocator limits it (docs/plan.md)."""
-    from quire.devices import device_of
     from quire.model.weight_sizes import outputs_per_token
 
     spec = unloaded.spec
     num_tokens = min(config.max_batch_tokens, context * concurrency)
     num_rows = min(concurrency, config.max_num_seqs, num_tokens)
-    is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
+    is_plain = (
+        place.is_host
+        and not spec.states
+        and not any(layer.latent for layer in spec.layers)
+        and not unloaded.has_experts
+    )
     copies = 1 if is_plain else _COPIES
     code_bytes = _CODE_BYTES if is_plain else _CODE_BYTES_IN_LAYERS
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
-    partial_bytes = (
-        _partial_bytes(unloaded, num_tokens, context) if device_of(config.device_name).is_native else 0
-    )
+    partial_bytes = _partial_bytes(unloaded, num_tokens, context) if place.is_native else 0
     engine_bytes = _ENGINE_BYTES + (_LONG_PROMPT_BYTES if partial_bytes else 0)
     # In the model's dtype, and in float32 for sampling.
     logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
+    layers = PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens")
+    logits = PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}")
+    if not place.is_host:
+        return [layers, logits]
     return [
-        PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
+        layers,
         PlanRow(
             "scratch", "attention's partial sums", partial_bytes, f"at most, prompts of {context} tokens"
         ),
-        PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
+        logits,
         PlanRow("scratch", "engine and kernels", engine_bytes, "about, measured"),
         PlanRow("scratch", "libraries' code", code_bytes, "about, measured: what serving reads of it"),
         *_rounding_rows(config),

@@ -243,11 +243,11 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
 
     Args:
         backend: name of the back end that computes, see `quire.devices.device_of`; by default the extension, if
-            built. On another device than this machine caches are `QuireCache(model.config, storage="growing",
-            backend=...)`.
+            built; for a model on a card the kernels for it. On another device than this machine caches are
+            `QuireCache(model.config, storage="growing", backend=...)`.
 
     Raises:
-        ArgumentError: not a transformers model, a model that is not on the CPU, that an open LLM runs or that is
+        ArgumentError: not a transformers model, a model on several devices, that an open LLM runs or that is
             accelerated on another back end, or an unknown back end.
         BackendError: the extension was requested but is not built.
     """
@@ -261,14 +261,17 @@ def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceler
                 f"{backend!r}; restore(model) first"
             )
         return known[0].acceleration
-    elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
-    if elsewhere:
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
         raise ArgumentError(
-            f"expected a model on the CPU to accelerate, got weights on {', '.join(sorted(elsewhere))}; move it with "
-            "model.to('cpu')"
+            f"expected a model on one device to accelerate, got weights on {', '.join(sorted(places))}; move it with "
+            "model.to(...)"
         )
     require_unlocked(model)
-    if backend is None and extension() is not None:
+    place = places.pop()
+    if backend is None and place != "cpu":
+        backend = f"@{place}"
+    elif backend is None and extension() is not None:
         backend = "native"
     accelerated = _Accelerated(model, None if backend is None else device_of(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)
@@ -371,7 +374,6 @@ class _Steps:
             or ids.dim() != 2
             or ids.dtype is not torch.int64
             or ids.numel() == 0
-            or ids.device.type != "cpu"
             or type(kept) is not int
             or not self._fits_model(cache, ids.shape[0])
             or any(
@@ -382,16 +384,23 @@ class _Steps:
             or self._requests_more_outputs()
         ):
             return None
-        length = cache.get_seq_length()
+        length, place, ids = cache.get_seq_length(), ids.device, ids.cpu()
         pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.device)
         positions = _positions(given.get("position_ids"), ids.shape, length)
         if pads is None or positions is None or (self._counts_padding and pads.any()):
             return None
-        return self._run(cache, ids, positions, pads, min(kept, ids.shape[1]) or ids.shape[1])
+        return self._run(cache, ids, positions, pads, min(kept, ids.shape[1]) or ids.shape[1], place)
 
     def _run(
-        self, cache: QuireCache, ids: torch.Tensor, positions: torch.Tensor, pads: np.ndarray, kept: int
+        self,
+        cache: QuireCache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pads: np.ndarray,
+        kept: int,
+        place: torch.device,
     ) -> CausalLMOutputWithPast | None:
+        """The output of a step in host memory; its logits are on `place`."""
         storage = self._storage_of(cache)
         cache.check_whole()
         self._measure_offsets(cache)
@@ -405,6 +414,8 @@ class _Steps:
             )  # a RowStorage has the part of a Storage that a forward uses
             storage.paged.key_offsets = cache.key_offsets
         logits = self._prepared.forward(step.forward, storage.paged)
+        if place.type == "cpu":
+            logits = self._prepared.device.to_host(logits)
         storage.advance(ids.shape[1])
         if cache.filled_by is None:
             cache.filled_by = self._model
@@ -502,7 +513,7 @@ def _in_batch_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> tor
         if whole:
             return logits.clone()
         out = logits.new_zeros((num_rows, logits.shape[1]))
-        out[at] = logits
+        out[at.to(logits.device)] = logits
         return out
 
 
@@ -522,9 +533,7 @@ def _pads(mask: Any, num_rows: int, length: int, backend: Device) -> np.ndarray 
         return np.zeros(num_rows, np.int64)
     if not isinstance(mask, torch.Tensor) or mask.shape != (num_rows, length) or mask.is_floating_point():
         return None
-    if mask.device.type != "cpu":
-        return None
-    seen = mask.numpy() != 0
+    seen = mask.cpu().numpy() != 0
     pads = np.argmax(seen, axis=1)
     if not backend.is_host:
         pads[~seen.any(axis=1)] = length
@@ -539,4 +548,4 @@ def _positions(given: Any, shape: torch.Size, length: int) -> torch.Tensor | Non
         return torch.arange(length, length + shape[1]).expand(shape)
     if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != shape[1]:
         return None
-    return given.expand(shape) if given.dtype is torch.int64 else None
+    return given.cpu().expand(shape) if given.dtype is torch.int64 else None

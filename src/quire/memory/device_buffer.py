@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.memory.device_memory import Allocation, DeviceMemory
+from quire.errors import CapacityError
+from quire.memory.device_memory import Allocation, DeviceMemory, page_allocation
 
 __all__ = ["DeviceBuffer", "read", "write"]
 
@@ -32,6 +33,12 @@ class DeviceBuffer:
                 self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
             else:
                 self._allocation = device.reserve(num_bytes)
+                if (pages := page_allocation(self._allocation)) is not None:
+                    try:
+                        pages.commit(0, num_bytes)
+                    except CapacityError:
+                        pages.close()
+                        raise
                 self.tensor = self._allocation.tensor(torch.uint8)[:num_bytes]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -24,8 +24,17 @@ import torch
 from quire.backends import extension
 from quire.memory.free_memory import free_address_bytes, free_memory_bytes, taken_bytes
 from quire.memory.heap import Heap, physical_bytes
+from quire.memory.placement import MemfdBackend, PlacementBackend
 
-__all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory"]
+__all__ = [
+    "HOST",
+    "Allocation",
+    "DeviceMemory",
+    "HostMemory",
+    "MappedMemory",
+    "PageAllocation",
+    "page_allocation",
+]
 
 
 class Allocation(Protocol):
@@ -42,14 +51,40 @@ class Allocation(Protocol):
     def close(self) -> None: ...
 
 
+class PageAllocation(Allocation, Protocol):
+    """An allocation that has memory only where `commit` was called: touching any other byte is a fault of the device.
+
+    `commit` raises CapacityError if there is no memory; nothing has changed then. `commit_ahead` does the same soon, by
+    a thread of its own, or nothing. page_bytes: unit of its memory. commits_on_write: False.
+    """
+
+    page_bytes: int
+    commits_on_write: bool
+
+    def commit_ahead(self, start: int, stop: int) -> None: ...
+
+
+def page_allocation(allocation: Allocation) -> PageAllocation | None:
+    """The allocation, if its user has to commit before a write; None if a write commits."""
+    return None if getattr(allocation, "commits_on_write", True) else cast(PageAllocation, allocation)
+
+
 class DeviceMemory(Protocol):
     """The allocator and the copies of a device."""
 
     @property
     def is_host(self) -> bool:
-        """Whether any code may read and write its bytes in place. Only such a device has storages other than `paged`
-        (`virtual` rows and views of rows in `quire.hf`), disk reads straight into a block, and the extension's fused
-        layers."""
+        """Whether any code may read and write its bytes in place. Only such a device has storages of rows other than
+        `virtual`, views of rows in `quire.hf`, disk reads straight into a block, and the extension's fused layers."""
+        ...
+
+    @property
+    def has_virtual_rows(self) -> bool:
+        """Whether it has memory that can be mapped into rows of addresses (`storage="virtual"`)."""
+        ...
+
+    def mapped_memory(self) -> MappedMemory:
+        """That memory; its own, if any of it can be mapped. *raises:* BackendError: it has none, with the reason."""
         ...
 
     @property
@@ -93,6 +128,10 @@ class DeviceMemory(Protocol):
         """
         ...
 
+    def is_lost(self) -> bool:
+        """Whether every call of the device fails from now on. Asked after an error."""
+        ...
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory as the model's modules take it; the same object if the device is the host."""
         ...
@@ -102,12 +141,26 @@ class DeviceMemory(Protocol):
         ...
 
 
+class MappedMemory(DeviceMemory, Protocol):
+    """Memory of a device that can be mapped into rows of addresses, and its copies."""
+
+    def open_placement(self) -> PlacementBackend:
+        """The calls that map it."""
+        ...
+
+
 class HostMemory:
     """This machine's own memory. copied_by: name of the back end whose code copies, see `quire.backends.extension`."""
 
-    is_host = is_elastic = True
+    is_host = is_elastic = has_virtual_rows = True
     torch_device = torch.device("cpu")
     copied_by: str | None = None
+
+    def mapped_memory(self) -> MappedMemory:
+        return self
+
+    def open_placement(self) -> PlacementBackend:
+        return MemfdBackend()
 
     def total_bytes(self) -> int:
         """At most half of what the process's address limit leaves; the other half is for everything else."""
@@ -135,6 +188,9 @@ class HostMemory:
             for row in range(num_rows):
                 ours, theirs = base + offset + row * row_bytes, address + row * stride
                 ctypes.memmove(theirs if to_device else ours, ours if to_device else theirs, row_bytes)
+
+    def is_lost(self) -> bool:
+        return False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -16,19 +16,22 @@ Invariants
     S2  a block never moves: addresses stay the same through `resize`.
     S3  bytes of blocks at or above `num_blocks` are given back (except the page that the boundary cuts), and committed
         memory never exceeds the blocks' bytes, whatever the page size.
-    S4  a write commits memory, or `commit_ahead` does; after the first give-back `commit_ahead` never does again.
+    S4  a write commits memory, or `commit_ahead` does; after the first give-back `commit_ahead` never does again. If a
+        device's memory is not committed by a write, a block has memory before a step writes there.
     S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused;
         `KVSpec.groups` keeps that small (K4).
 
 Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two device copies for each row, over all
-layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
+layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours. On a
+device whose memory is not committed by a write, `prepare` commits new blocks, and has the page behind them committed
+ahead.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +39,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.errors import ArgumentError, CapacityError
+from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device_memory import HOST, DeviceMemory
+from quire.memory.device_memory import HOST, DeviceMemory, page_allocation
 from quire.memory.heap import HUGE_PAGE_BYTES
 from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
@@ -161,6 +164,9 @@ class PagedStorage(BlockStorage):
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """Run the plan's copies; its placements are the plan's own tables."""
+        if self._pages is not None:
+            with self._committing:
+                self._back(self._written_blocks(plan))
         tables: list[TablePlan] = []
         for index, group in enumerate(plan.groups):
             if len(copies := group.copies):
@@ -170,6 +176,9 @@ class PagedStorage(BlockStorage):
 
     def run_copies(self, plan: StepPlan) -> None:
         """See `BlockStorage.run_copies`: the plan's copies."""
+        if self._pages is not None:
+            with self._committing:
+                self._back(np.concatenate([group.block_tables.reshape(-1) for group in plan.groups]))
         for index, group in enumerate(plan.groups):
             self.copy(group.copies, index)
 
@@ -246,9 +255,10 @@ class PagedStorage(BlockStorage):
             )
         if num_blocks < self.num_blocks:
             with self._giving_back():
+                (first,), _ = self._unbacked(np.array([num_blocks]), np.array([self.num_blocks - 1]))
                 for start, block_bytes in self._slots():
                     self._heap.release(
-                        start + num_blocks * block_bytes, start + self.num_blocks * block_bytes
+                        start + int(first) * block_bytes, start + self.num_blocks * block_bytes
                     )
                 self.num_blocks = num_blocks
         self.num_blocks = num_blocks
@@ -271,12 +281,7 @@ class PagedStorage(BlockStorage):
         ends = np.flatnonzero(np.diff(ids) != 1)
         firsts, lasts = ids[np.r_[0, ends + 1]], ids[np.r_[ends, ids.size - 1]]
         with self._giving_back():
-            for (start, block_bytes), room in zip(
-                self._slots(), [self._slot_bytes] * self.num_slots, strict=True
-            ):
-                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-                    size = (last + 1) * block_bytes if last + 1 < self.num_blocks else room
-                    self._heap.release(start + first * block_bytes, start + size)
+            self._release(*self._unbacked(firsts, lasts))
 
     def commit_ahead(self, first: int, stop: int) -> bool:
         """Commit memory for blocks `first` .. `stop` before anything is written there; their content stays.
@@ -287,6 +292,12 @@ class PagedStorage(BlockStorage):
         with self._committing:
             if self._gave_back or not 0 <= first < stop <= self.num_blocks:
                 return False
+            if self._pages is not None:
+                try:
+                    self._back(np.arange(first, stop))
+                except CapacityError:
+                    return False
+                return True
             return all(
                 self._heap.commit(start + first * block_bytes, start + stop * block_bytes)
                 for start, block_bytes in self._slots()
@@ -294,6 +305,9 @@ class PagedStorage(BlockStorage):
 
     def fill(self, value: float) -> None:
         """Set every element of every block, which commits them all. For tests that poison unwritten slots."""
+        if self._pages is not None:
+            with self._committing:
+                self._back(np.arange(self.num_blocks))
         elements = self._heap.tensor(self.dtype)
         for start, block_bytes in self._slots():
             first = start // self.dtype.itemsize
@@ -312,11 +326,70 @@ class PagedStorage(BlockStorage):
             self._gave_back = True
             yield
 
+    # Memory that a write does not commit
+
+    def _written_blocks(self, plan: StepPlan) -> np.ndarray:
+        """The blocks that a step writes: those of new tokens, of lookahead positions, and targets of copies."""
+        found: list[np.ndarray] = []
+        for group, kind in zip(plan.groups, self.spec.groups, strict=True):
+            tokens = kind.tokens_per_block(self.block_size)
+            found += [group.slot_mapping // tokens, group.lookahead_slots // tokens, group.copies[:, 1]]
+        return np.concatenate(found)
+
+    def _back(self, block_ids: np.ndarray) -> None:
+        """Commit memory for these blocks, -1 for none.
+
+        *raises:* CapacityError: the device has not so much; the memory of blocks is as before then.
+        """
+        pages, backed = self._pages, self._is_backed
+        assert pages is not None
+        if backed[block_ids].all():  # the last entry stands for -1
+            return
+        lacking = np.unique(block_ids[~backed[block_ids]])
+        ends = np.flatnonzero(np.diff(lacking) != 1)
+        firsts, lasts = lacking[np.r_[0, ends + 1]], lacking[np.r_[ends, lacking.size - 1]]
+        try:
+            for start, block_bytes in self._slots():
+                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                    pages.commit(start + first * block_bytes, start + (last + 1) * block_bytes)
+        except BaseException:
+            with suppress(CapacityError, BackendError):
+                self._release(*self._unbacked(firsts, lasts))
+            raise
+        backed[lacking] = True
+        first = int(lasts[-1]) + 1
+        for start, block_bytes in self._slots() if first < self.num_blocks else []:
+            stop = min(first + -(-pages.page_bytes // block_bytes), self.num_blocks)
+            pages.commit_ahead(start + first * block_bytes, start + stop * block_bytes)
+
+    def _unbacked(self, firsts: np.ndarray, lasts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Runs of blocks that lose their memory, extended by the neighbours without any: so a page that several blocks
+        share goes with the last of them."""
+        if self._pages is None:
+            return firsts, lasts
+        backed = self._is_backed
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            backed[first : last + 1] = False
+        edges = np.r_[-1, np.flatnonzero(backed[: self.num_blocks]), self.num_blocks]
+        behind = np.searchsorted(edges, firsts)
+        return edges[behind - 1] + 1, edges[behind] - 1
+
+    def _release(self, firsts: np.ndarray, lasts: np.ndarray) -> None:
+        """Give the memory of runs of blocks back; that behind the last block goes with it."""
+        for start, block_bytes in self._slots():
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                size = (last + 1) * block_bytes if last + 1 < self.num_blocks else self._slot_bytes
+                self._heap.release(start + first * block_bytes, start + size)
+
     def _reserve(self, max_blocks: int) -> None:
         # Regions begin on huge pages, so that giving back a region's tail does not split its neighbour's huge page.
         size = max_blocks * self._block_elements * self.dtype.itemsize
         self._slot_bytes = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._heap = self.device.reserve(self.num_slots * self._slot_bytes)
+        self._pages = page_allocation(self._heap)  # None: a write commits
+        # Whether each block has memory, and a last entry for "no block"; unused if a write commits.
+        self._is_backed = np.zeros(1 if self._pages is None else max_blocks + 1, bool)
+        self._is_backed[-1] = True
         self.max_blocks = max_blocks
         self._prefer_huge_pages()
 

@@ -10,6 +10,7 @@ Others may use the names below, and
     unsupported                  why a model cannot be run, and how it attends
     model_lock                   one holder of a model
     rope                         rotary embeddings
+    placement                    weights on the device that computes
     support                      how well a model type and forms of weights are proved
     state, state.state_source    mixers of state layers: adapters, their proof and installation
     prove.model_record           whether a model is still the one that was proved

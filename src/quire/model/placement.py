@@ -16,7 +16,7 @@ from torch import nn
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.weights.quantized_modules import quantized_weights
 
-__all__ = ["move_model", "require_on"]
+__all__ = ["free_weights", "move_model", "require_on"]
 
 
 def move_model(
@@ -56,6 +56,13 @@ def move_model(
         undo()
         raise
     return undo
+
+
+def free_weights(model: nn.Module, device: torch.device) -> None:
+    """Free the memory of the weights of `model` on `device`, which nothing computes with again."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device == device:
+            tensor.data = tensor.new_empty(0)
 
 
 def require_on(model: nn.Module, device: torch.device) -> None:

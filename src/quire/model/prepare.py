@@ -18,6 +18,7 @@ probe's eleven small forwards, or none of them with a saved proof.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import weakref
@@ -169,6 +170,7 @@ class PreparedModel:
             now = facts(loaded.model)
             volatile = frozenset(name for name in before if before[name] != now.get(name))
             self.model_record = ModelRecord(loaded.model, now, volatile)
+            self._undo.append(self.model_record.release)
         except UnsupportedModelError as error:
             self.restore()
             missing = None if self.by_own_forward else unsupported_feature(loaded.model)
@@ -262,7 +264,8 @@ class PreparedModel:
             cache: over the storage of the step; default: over the attached file.
 
         Returns:
-            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, in host memory.
+            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, where the model computes.
+            On another device than this machine the next forward may overwrite them.
 
         Raises:
             LoadError: saved packed weights were found to be damaged (`saved_check`).
@@ -273,7 +276,7 @@ class PreparedModel:
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
         if not self.device.is_host:
-            return self.device.to_host(self._forward(step.on_device(self.device.to_device), cache))
+            return self.device.compute(step, functools.partial(self._forward, cache=cache), cache)
         return self._forward(step, cache)
 
     def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "Form",
     "Support",
     "family_support",
+    "runs_by_own_forward",
     "weight_support",
 ]
 
@@ -108,6 +109,11 @@ def family_support(model_type: str) -> Support:
     """The support of a model type of transformers, known or unknown."""
     level, note = FAMILIES.get(_families().get(model_type, ""), _UNKNOWN)
     return Support("family", model_type, level, note)
+
+
+def runs_by_own_forward(model_type: str) -> bool:
+    """Whether models of the type run by their own forward, as far as families.txt knows."""
+    return _families().get(model_type, "").startswith("own")
 
 
 def weight_support(name: str) -> Support:

@@ -6,6 +6,7 @@ Others may use the names below, and
     kv_dtype        the format of each layer
     payload, state_payload   the layout of tokens' and states' bytes outside the pool
     state_spec      the states of each sequence in state layers
+    cards           memory and bandwidth of graphics cards
     weight_formats  how weights of a dense checkpoint are rounded
 """
 

@@ -93,10 +93,12 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
 def packing_on(backend: Device) -> Packing | None:
     """The packing that `pack_linears` has to use for a model on `backend`; None: by dtype, as `choose_packing` says.
 
-    Torch computes if the extension is built but the back end does not use it.
+    Torch computes on another device than the host, and if the extension is built but the back end does not use it.
     """
     if backend.pack is not None:
         return "device"
+    if not backend.is_host:
+        return "watched"
     return "watched" if not backend.is_native and native_module() is not None else None
 
 

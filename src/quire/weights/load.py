@@ -452,6 +452,11 @@ def _describe(
     config = model.config
     text = config.get_text_config(decoder=True)
     model_type = str(text.model_type or config.model_type)
+    for parameter, tensor in model.named_parameters():
+        if tensor.is_meta:
+            raise ArgumentError(
+                f"expected a model with its weights in memory, got {parameter} on meta; load them with from_pretrained"
+            )
     if (reason := why_not_dense(model)) is not None:
         raise UnsupportedModelError(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"

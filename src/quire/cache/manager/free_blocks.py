@@ -10,7 +10,7 @@ reads contiguous memory. The block at position b of a sequence gets, in this ord
 With runs of 1 the second equals the third: the choice seeks only neighbours. A run is a power of two.
 
 The twin of `native/core/free_blocks.hpp`: here a set is an integer whose bit u is set for block u.
-Cost: O(blocks / 64) machine words in a few operations of Python's integers.
+Cost: O(blocks / 64) machine words in a few operations of Python's integers; the number of blocks O(1).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class FreeBlocks:
         self._run = run
         self._num_ids = num_ids
         self._mask = (1 << num_ids) - 1
+        self._num_free = num_ids  # set bits of the mask, which are counted by no call
 
     def __len__(self) -> int:
-        return self._mask.bit_count()
+        return self._num_free
 
     def __contains__(self, block_id: int) -> bool:
         return block_id >= 0 and self._mask >> block_id & 1 == 1
@@ -63,15 +64,18 @@ class FreeBlocks:
         return block_id
 
     def add(self, block_id: int) -> None:
+        self._num_free += block_id not in self
         self._mask |= 1 << block_id
 
     def remove(self, block_id: int) -> None:
+        self._num_free -= block_id in self
         self._mask &= ~(1 << block_id)
 
     def grow(self, num_new: int) -> None:
         """Adds so many ids, all free."""
         self._mask |= ((1 << num_new) - 1) << self._num_ids
         self._num_ids += num_new
+        self._num_free += num_new
 
     def _first_of_a_free_run(self) -> int:
         """The first block of the lowest wholly free run, -1 if there is none."""

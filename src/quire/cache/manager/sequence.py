@@ -154,6 +154,11 @@ class ManagedSequence(KnownTokens):
 
     def slots(self, group: int, start: int, stop: int, block_size: int) -> Int64Array:
         """Slot (block * block_size + offset) of each position start .. stop - 1; -1 where the block is given up."""
+        if stop - start < 2:  # a decode, or no lookahead
+            table = self.tables[group]
+            blocks = [table[position // block_size] for position in range(start, stop)]
+            found = [GIVEN_UP if block < 0 else block * block_size + start % block_size for block in blocks]
+            return np.array(found, np.int64)
         positions = np.arange(start, stop, dtype=np.int64)
         block_ids = self.tables[group].block_ids[positions // block_size].astype(np.int64)
         return np.where(block_ids == GIVEN_UP, GIVEN_UP, block_ids * block_size + positions % block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,6 +11,7 @@ from quire import _native
 from quire.devices.cpu import native_attention, native_recurrence
 from quire.memory.device_memory import HostMemory
 from quire.recurrence import RecurrenceBackend
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["DEVICE", "NativeDevice"]
 
@@ -23,13 +25,18 @@ class NativeDevice(HostMemory):
     kv_formats = ("int8", "int4")
     is_native = True
     copied_by = "native"
-    pack = None
+    pack = read_later = None
     write = staticmethod(native_attention.write)
     run = staticmethod(native_attention.run)
     recurrence: RecurrenceBackend = native_recurrence.BACKEND
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step)
 
 
 DEVICE = NativeDevice()

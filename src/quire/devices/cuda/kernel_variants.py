@@ -42,8 +42,9 @@ class KernelVariant:
     kernel: a function decorated by triton.jit. name: of the variant, such as "decode_bf16_d128_g4_p16". signature:
     Triton's type of each argument that is not a constant ("*bf16", "i32", "i64", "fp32"). constexprs: the value of each
     constant parameter. divisible: the arguments that are multiples of 16. targets: the targets that launch it.
-    promises: instructions that the compiled code must contain (`PROMISES`). tags: further axes of the pairwise matrix,
-    such as {"head": 128}; the kernel, the types of its pointers and the target are axes already.
+    promises: instructions that the compiled code must contain (`PROMISES`). tags: further axes of the pairwise matrix;
+    "head" is paired with kernel, dtype and target, any other with the kernel alone. options: further launch options,
+    such as {"enable_fp_fusion": False}.
     """
 
     kernel: Any
@@ -56,3 +57,4 @@ class KernelVariant:
     targets: tuple[str, ...] = TARGETS
     promises: tuple[str, ...] = ()
     tags: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)

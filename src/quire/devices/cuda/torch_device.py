@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
-from quire.attention import reference_attention
+from quire.attention import AttentionOptions, reference_attention
+from quire.devices.cuda.step_tensors import device_batch, has_late_copies, step_on_device
 from quire.devices.cuda.torch_memory import TorchMemory, require_device
 from quire.errors import ArgumentError, BackendError
+from quire.memory import KVView
 from quire.recurrence import RecurrenceBackend, reference_recurrence
+from quire.step import AttentionBatch, ForwardStep, StepCache
 
 __all__ = ["TorchDevice", "torch_device_of"]
 
@@ -35,7 +40,6 @@ class TorchDevice(TorchMemory):
     is_native = False
     pack = None
     write = staticmethod(reference_attention.write)
-    run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -50,8 +54,41 @@ class TorchDevice(TorchMemory):
             card = torch.cuda.get_device_name(self.torch_device)
         return hashlib.sha256(f"{torch.__version__} {card}".encode()).hexdigest()[:16]
 
+    @property
+    def read_later(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None:
+        return self._read_later if has_late_copies(self.torch_device) else None
+
+    def _read_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged.copy_(tensor, non_blocking=True)
+        copied = torch.Event(self.torch_device)
+        copied.record(torch.accelerator.current_stream(self.torch_device))
+
+        def read() -> torch.Tensor:
+            copied.synchronize()
+            return staged
+
+        return read
+
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        return forward(step_on_device(step, self.torch_device, with_tables=True))
+
+    def run(
+        self,
+        view: KVView,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tables = device_batch(batch, self.torch_device).block_tables
+        return reference_attention.run(view, query, replace(batch, block_tables=tables), options, out=out)
 
 
 @functools.cache

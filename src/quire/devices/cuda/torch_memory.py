@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.devices.cuda.driver_calls import virtual_memory_reason
+from quire.devices.cuda.driver_memory import DriverMemory
+from quire.devices.cuda.step_tensors import has_late_copies
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.device_memory import HOST
 from quire.sizes import format_size
+from quire.spec.cards import spare_bytes
 
 __all__ = ["TorchMemory", "TorchRange", "require_device"]
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Left to torch for the tensors of a step and its workspaces when a budget is made.
-_SPARE_SHARE, _SPARE_BYTES = 0.05, 512 << 20
 
 
 def require_device(device: torch.device) -> None:
@@ -91,8 +93,11 @@ class TorchRange:
         )
 
     def close(self) -> None:
+        """The memory goes back now, whatever tensors were made of it."""
         if self._bytes is not None:
             self._memory.remove(self)
+            if self._memory.torch_device.type != "cpu":
+                self._bytes.untyped_storage().resize_(0)
             self._bytes = None
 
 
@@ -105,6 +110,7 @@ class TorchMemory:
         require_device(torch_device)
         self.torch_device = torch_device
         self._lock = threading.Lock()
+        self._mapped_memory: DriverMemory | None = None
         self._ranges: list[TorchRange] = []  # open ones, in the order of their addresses
 
     def add(self, new: TorchRange) -> None:
@@ -123,7 +129,7 @@ class TorchMemory:
     def free_bytes(self) -> int:
         """What the driver has free and what torch's allocator holds without need, less room for a step's tensors."""
         free, total = self._memory_info()
-        return max(0, free - max(_SPARE_BYTES, int(total * _SPARE_SHARE))) if total else 0
+        return max(0, free - spare_bytes(total)) if total else 0
 
     def _memory_info(self) -> tuple[int, int]:
         """Free bytes and all bytes."""
@@ -136,6 +142,24 @@ class TorchMemory:
 
     def reserve(self, num_bytes: int) -> TorchRange:
         return TorchRange(self, num_bytes)
+
+    @property
+    def has_virtual_rows(self) -> bool:
+        return (
+            self.torch_device.type == "cuda" and virtual_memory_reason(self.torch_device.index or 0) is None
+        )
+
+    def mapped_memory(self) -> DriverMemory:
+        """The card's memory by the driver's calls, for rows alone; one object for each device."""
+        if self.torch_device.type != "cuda":
+            raise BackendError(
+                f"expected a card of CUDA, whose memory can be mapped, got {self.torch_device}"
+            )
+        with self._lock:
+            if self._mapped_memory is None:
+                self._mapped_memory = DriverMemory(self.torch_device)
+        torch.cuda.empty_cache()  # the driver cannot take what torch's allocator holds
+        return self._mapped_memory
 
     def copy_blocks(self, pools: Sequence[torch.Tensor], copies: np.ndarray) -> None:
         for source, destination, num_tokens in copies.tolist():
@@ -187,7 +211,19 @@ class TorchMemory:
         else:
             payload[in_payload] = words[places].cpu().view(torch.uint8).view(len(offsets), width).numpy()
 
+    def is_lost(self) -> bool:
+        """After an error in a kernel CUDA answers every call with an error."""
+        module: Any = getattr(torch, self.torch_device.type, None)
+        try:
+            if hasattr(module, "synchronize"):
+                module.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cpu and has_late_copies(self.torch_device):
+            return tensor.pin_memory().to(self.torch_device, non_blocking=True)
         return tensor.to(self.torch_device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

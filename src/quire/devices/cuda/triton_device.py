@@ -19,10 +19,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quire.devices.cuda import exact_operators
+from quire.devices.cuda.decode_graphs import CapturesGraphs, CudaGraphs, DecodeGraphs
 from quire.devices.cuda.exact_operators import ExactOperators
+from quire.devices.cuda.step_tensors import step_on_device
 from quire.devices.cuda.torch_device import TorchDevice
 from quire.devices.cuda.triton_attention import TritonAttention, is_interpreted
 from quire.errors import BackendError
+from quire.step import ForwardStep, StepCache
 
 __all__ = ["TritonDevice"]
 
@@ -41,6 +44,7 @@ class TritonDevice(TorchDevice):
         if is_interpreted():
             self.dtypes = (torch.float32, torch.float16)
         self._attention = TritonAttention(torch_device)
+        self.graphs: CapturesGraphs | None = CudaGraphs(torch_device) if torch_device.type == "cuda" else None
         outside = _outside_modes if is_interpreted() else lambda call: call
         self.write, self.run = outside(self._attention.write), outside(self._attention.run)
 
@@ -49,6 +53,18 @@ class TritonDevice(TorchDevice):
         """Of the kernels and their tiles, of torch and of the card."""
         parts = (super().version, self._attention.version, exact_operators.version())
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        if self.graphs is not None:
+            captured = cache.compiled
+            if captured is None or captured.generation != cache.generation:
+                captured = cache.compiled = DecodeGraphs(self.torch_device, self.graphs, cache.generation)
+            logits = captured.run(step, forward)
+            if logits is not None:
+                return logits
+        return forward(step_on_device(step, self.torch_device, with_tables=True))
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return ExactOperators()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -118,8 +117,5 @@ class AddressRange:
             used = [index for index, size in enumerate(self.piece_bytes) if size]
             raise ArgumentError(f"expected a layer buffer that the range uses, of {used}, got {layer_buffer}")
         num_bytes = before + self.num_positions * self.piece_bytes[layer_buffer] + behind
-        buffer: Any = self._backend.buffer(self.address + self.offsets[layer_buffer] - before, num_bytes)
-        buffer.reservation = (
-            self._reservation
-        )  # A1: the tensor keeps the buffer alive, which keeps the addresses
-        return torch.frombuffer(buffer, dtype=dtype)
+        first = self.address + self.offsets[layer_buffer] - before
+        return self._backend.tensor(first, num_bytes, dtype, self._reservation)  # A1

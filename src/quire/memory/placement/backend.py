@@ -1,13 +1,14 @@
 """The calls that a placement heap needs of a machine: address ranges, memory, and mapping memory into ranges.
 
 They are few, so that a device can offer them too. Aliasing means mapping the same bytes of a heap at two addresses.
-Back ends: `memfd` (Linux), and for tests one without memory (`tests/support/simulated_heap.py`).
+Back ends: `memfd` (Linux), a card's (`quire.devices.cuda.driver_placement`), and for tests one without memory
+(`tests/support/simulated_heap.py`).
 
 Back ends count no users: `placement_heap.PlacementHeap` counts references and mappings and undoes a failed change.
 
 Invariants
-    B1  a call that fails raises, and has not released the mapping it was to replace: the caller maps the old state
-        again.
+    B1  a call that fails raises OSError, CapacityError or BackendError, and has not released the mapping it was to
+        replace: the caller maps the old state again.
     B2  all addresses, offsets and sizes are multiples of `page_bytes`.
     B3  a heap's huge page stays one until any of it is given back.
 """
@@ -15,6 +16,8 @@ Invariants
 from __future__ import annotations
 
 from typing import Any, Protocol
+
+import torch
 
 from quire.byte_counter import ByteCounter
 from quire.errors import CapacityError
@@ -111,6 +114,6 @@ class PlacementBackend(Protocol):
         """Memory the heap takes, as the machine counts it."""
         ...
 
-    def buffer(self, address: int, num_bytes: int) -> Any:
-        """An object with the buffer protocol over a reservation; making it touches no address."""
+    def tensor(self, address: int, num_bytes: int, dtype: torch.dtype, owner: Any) -> torch.Tensor:
+        """A 1-D tensor over addresses of a reservation, which keeps `owner` alive; making it touches no address."""
         ...

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quire.errors import BackendError, CapacityError
 from quire.memory.placement.address_range import AddressRange
 from quire.memory.placement.heap_files import HeapFiles, with_capacity_error
 
@@ -188,6 +189,6 @@ def _restore(files: HeapFiles, address_range: AddressRange, layer_buffer: int, s
         extent = start + first, int(block_ids[first]), last - first
         whole = _whole_pages(files, address_range, layer_buffer, *extent)
         for _ in range(_ATTEMPTS):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CapacityError, BackendError):
                 _map_extent(files, address_range, layer_buffer, *whole, True)
                 break

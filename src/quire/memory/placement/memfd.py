@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.memory.placement.backend import MappingBudget
 from quire.memory.placement.system_calls import HUGE_PAGE_BYTES, SystemCalls
 
@@ -187,8 +189,10 @@ class MemfdBackend:
     def committed_bytes(self, heap: _Memfd) -> int:
         return self._calls.committed_bytes(heap.fd)
 
-    def buffer(self, address: int, num_bytes: int) -> Any:
-        return (ctypes.c_uint8 * num_bytes).from_address(address)
+    def tensor(self, address: int, num_bytes: int, dtype: torch.dtype, owner: Any) -> torch.Tensor:
+        buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
+        buffer.owner = owner  # the tensor keeps the buffer alive
+        return torch.frombuffer(buffer, dtype=dtype)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -27,17 +27,17 @@ def virtual_block_size(
     piece_bytes: int = DEFAULT_PIECE_BYTES,
     *,
     max_tokens: int = 4096,
+    page_bytes: int = mmap.PAGESIZE,
 ) -> int:
     """Tokens of the smallest block such that keys (or values) of one layer of any block take at most `piece_bytes`, as
     much as whole pages allow.
 
     If the shape needs more for whole pages, the smallest block size with whole pages. max_tokens: limit of tokens of a
-    block, the cache's.
+    block, the cache's. page_bytes: of the device's memory.
 
     *raises:* ArgumentError: a piece below a page or not a multiple of it, or a shape that needs blocks of more than
     `max_tokens` tokens.
     """
-    page_bytes = mmap.PAGESIZE
     if piece_bytes < page_bytes or piece_bytes % page_bytes or piece_bytes > max(2 << 20, page_bytes):
         raise ArgumentError(
             f"expected a piece size of {page_bytes} bytes to 2MiB, a multiple of the page of {page_bytes}, "

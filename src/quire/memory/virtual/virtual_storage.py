@@ -34,7 +34,7 @@ import numpy as np
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device_memory import HOST, DeviceMemory
+from quire.memory.device_memory import HOST, MappedMemory
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import PlacementBackend, PlacementHeap, unsupported_reason
 from quire.memory.placement.memfd import MemfdBackend
@@ -67,10 +67,10 @@ class VirtualStorage(BlockStorage):
             `virtual_block_size`.
         max_model_len: maximum tokens of a sequence, the length of a row. max_num_seqs: number of rows.
         max_blocks: blocks `resize` can reach; as many as the machine's memory holds if not given.
-        backend: of the placement heap; this machine's memory if not given.
+        backend: of the placement heap; the device's if not given.
         step_tokens: maximum tokens that a step adds to a sequence, lookahead included; if given, groups with a window
             have rings.
-        device: this machine, whose MMU translates and whose copies move bytes.
+        device: its page tables translate, and its copies move bytes.
 
     Raises:
         ArgumentError: an argument out of range.
@@ -92,7 +92,7 @@ class VirtualStorage(BlockStorage):
         max_blocks: int | None = None,
         backend: PlacementBackend | None = None,
         step_tokens: int | None = None,
-        device: DeviceMemory = HOST,
+        device: MappedMemory = HOST,
     ) -> None:
         for name, value in (
             ("num_blocks", num_blocks),
@@ -104,7 +104,9 @@ class VirtualStorage(BlockStorage):
                 raise ArgumentError(f"expected a {name} of at least 1, got {value}")
         if max_blocks is not None and max_blocks < num_blocks:
             raise ArgumentError(f"expected max_blocks of at least num_blocks={num_blocks}, got {max_blocks}")
-        if backend is None:
+        if backend is None and not device.is_host:
+            backend = device.open_placement()
+        elif backend is None:
             if (reason := unsupported_reason()) is not None:
                 raise BackendError(
                     f"storage virtual does not work on this machine: {reason}; use storage paged"
@@ -132,7 +134,8 @@ class VirtualStorage(BlockStorage):
         layer_buffers = [largest[lane] for lane in used]
         piece_bytes = [[sizes[lane] for lane in used] for sizes in piece_bytes]
         self.run_blocks = run_blocks(layer_buffers)
-        self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(layer_buffers))
+        total_bytes = physical_bytes() if device.is_host else device.total_bytes()
+        self.max_blocks = max_blocks or max(num_blocks, total_bytes // sum(layer_buffers))
         self._heap = PlacementHeap(layer_buffers, max_blocks=self.max_blocks, backend=backend)
         # Rows of all groups have equally many tokens: whole nodes.
         node_tokens, frame = spec.tokens_per_node(block_size), self._heap.frame_blocks

@@ -161,7 +161,7 @@ def _paged(prepared: ModelToProve, sequences: list[torch.Tensor], block_size: in
     """Logits [sum of lengths, vocab_size], computed step by step from paged memory."""
     logits = [torch.empty(0)] * sum(_LENGTHS)
     for pieces in _STEPS:
-        rows = prepared.forward(_step(prepared, sequences, pieces, block_size))
+        rows = prepared.device.to_host(prepared.forward(_step(prepared, sequences, pieces, block_size)))
         expected = sum(layer.attends for layer in prepared.spec.layers)
         if prepared.num_attended != expected:
             raise UnsupportedModelError(

@@ -4,7 +4,8 @@
                       texts, containers of such: epsilons, scalings, an adapter's name and state), the config
     of each tensor    parameters and buffers: place in memory, shape, dtype, device; number of writes; a hash of the
                       bytes of a small one (norms, biases), since torch does not count a write through `.data`. Packed
-                      weights (`packed_parameter`) count every write.
+                      weights (`packed_parameter`) count every write. A device hashes the bytes of its tensors itself,
+                      all into one number.
     in addition       hooks, and whether a module is in training mode: `ModelChange` has fields for them
 
 Values that change while the model runs (a rotary embedding that notes the longest row) are left out: they differ
@@ -72,6 +73,10 @@ class ModelRecord:
             self._record(now)
         return ModelChange(None, self._hooks, self._training)
 
+    def release(self) -> None:
+        """Let go of the memory of the weights, which leave a device now. `compare` then goes by the facts alone."""
+        self._bytes, self._on_device = [], None
+
     def _record(self, now: dict[str, Any]) -> None:
         model = self._model
         modules = list(model.modules())
@@ -97,13 +102,17 @@ class ModelRecord:
         self._packed: list[LazyDenseWeight] = []
         self._dense: list[tuple[torch.Tensor, int]] = []
         small: list[Any] = []
+        on_device: list[torch.Tensor] = []
         for _, tensor in _tensors(model):
             if isinstance(tensor, PackedParameter):
                 self._packed.append(tensor.lazy_weight)
-            elif tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
+            elif _has_bytes(tensor):
                 self._dense.append((tensor, tensor.data_ptr()))
-                small.append(_bytes(tensor))
-        self._bytes = small
+                if tensor.device.type == "cpu":
+                    small.append(_bytes(tensor).numpy())
+                else:
+                    on_device.append(_sampled(_bytes(tensor)))
+        self._bytes, self._on_device = small, _DeviceHash(on_device) if on_device else None
         self._counts = self._tensor_states()
         self._objects = self._attribute_values()
         self._classes = [(module, type(module)) for module in modules]
@@ -147,8 +156,25 @@ class ModelRecord:
             *[packed.num_writes for packed in self._packed],
             *[tensor.data_ptr() == place for tensor, place in self._dense],
             *[_version(tensor) for tensor, _ in self._dense],
-            *[xxhash.xxh3_64_intdigest(_sampled(view)) for view in self._bytes],
+            *[_hash(_sampled(view)) for view in self._bytes],
+            0 if self._on_device is None else self._on_device.value(),
         ]
+
+
+class _DeviceHash:
+    """A hash of the bytes of `views`, uint8 on one device: the sum of their words times fixed odd numbers, modulo 2^64.
+
+    Cost: a copy of the bytes on the device, and one of 8 bytes to this machine.
+    """
+
+    def __init__(self, views: list[torch.Tensor]) -> None:
+        num_bytes = sum(map(len, views))
+        self._views = [*views, views[0].new_zeros(-num_bytes % 8)]
+        draw = np.random.default_rng(1).integers(-(2**63), 2**63, -(-num_bytes // 8), np.int64) | 1
+        self._factors = torch.from_numpy(draw).to(views[0].device)
+
+    def value(self) -> int:
+        return int((torch.cat(self._views).view(torch.int64) * self._factors).sum())
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
@@ -239,26 +265,34 @@ def _tensor_fact(tensor: torch.Tensor) -> tuple[Any, ...]:
     if isinstance(tensor, PackedParameter):
         tensor.lazy_weight.settle()
         return (*description, id(tensor.lazy_weight), tensor.lazy_weight.num_writes)
-    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if not _has_bytes(tensor):
         return (*description, type(tensor), id(tensor), _version(tensor))
     view = _bytes(tensor)
-    num_writes = 0 if view.size <= _HASHED_WHOLE else _version(tensor)
-    return (*description, tensor.data_ptr(), num_writes, xxhash.xxh3_64_intdigest(_sampled(view)))
+    num_writes = 0 if view.numel() <= _HASHED_WHOLE else _version(tensor)
+    return (*description, tensor.data_ptr(), num_writes, _hash(_sampled(view).cpu().numpy()))
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [n]: a view of its memory if that is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sampled(view: np.ndarray) -> Any:
-    if view.size <= _HASHED_WHOLE:
-        return view.data
-    return np.ascontiguousarray(view[:: max(1, view.size // _NUM_SAMPLES) | 1]).data
+def _sampled(view: Any) -> Any:
+    """view: uint8 [n], of numpy or torch."""
+    num_bytes = len(view)
+    return view if num_bytes <= _HASHED_WHOLE else view[:: max(1, num_bytes // _NUM_SAMPLES) | 1]
+
+
+def _hash(values: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).data)
 
 
 def _simple(value: Any) -> tuple[Any] | None:
