@@ -44,6 +44,7 @@ __all__ = [
     "TILES",
     "UNALIGNED_TILES",
     "Tile",
+    "architecture_of",
     "choose_tile",
     "multiply",
     "multiply_batch",
@@ -382,7 +383,7 @@ def multiply_batch(
     kind, bias = _bias_form(bias, out.shape)
     num_bytes = a.element_size()
     num_slices = -(-K // SLICE)
-    arch = _architecture(a.device)
+    arch = architecture_of(a.device)
     is_aligned = _is_aligned(a, K) and _is_aligned(b, K)
     chosen, apart = choose_tile(arch, num_bytes, M, N, K, batch_size, is_aligned)
     tile = chosen if tile is None else tile
@@ -421,7 +422,7 @@ def multiply_groups(
     a = _with_contiguous_rows(a[None])[0]
     b, by_columns = _with_contiguous_side(b)
     num_bytes = a.element_size()
-    arch = _architecture(a.device)
+    arch = architecture_of(a.device)
     is_aligned = _is_aligned(a, K) and _is_aligned(b, K)
     rows_each = -(-num_rows // num_groups)
     tile, _ = choose_tile(arch, num_bytes, rows_each, N, K, min(num_rows, num_groups), is_aligned)
@@ -579,7 +580,7 @@ def version() -> str:
 
 
 @functools.cache
-def _architecture(device: torch.device) -> str:
+def architecture_of(device: torch.device) -> str:
     """The key of `TILES` for a device; the interpreter's, on a CPU, are those of sm_90."""
     if device.type != "cuda":
         return "sm_90"
