@@ -86,10 +86,7 @@ _HOPPER = (
     (64, (Tile(64, 128, 4, 4), Tile(64, 64, 4, 5), Tile(64, 32, 4, 6), Tile(64, 16, 4, 8))),
     (_ALL, (Tile(128, 128, 8, 3), Tile(128, 64, 4, 4))),
 )
-_BLACKWELL = (
-    (128, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5), Tile(128, 32, 4, 5))),
-    (_ALL, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5))),
-)
+_BLACKWELL = ((_ALL, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5), Tile(128, 32, 8, 5))),)
 _MFMA = (
     (32, (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 2, 2))),
     (64, (Tile(64, 128, 4, 2), Tile(64, 64, 4, 2))),
@@ -463,9 +460,10 @@ def variants() -> Iterator[KernelVariant]:
         if arch not in TARGETS:
             continue
         tiles = list(dict.fromkeys(tile for _, tiles in by_rows for tile in tiles))
+        narrowest = {tiles[-1] for _, tiles in by_rows}  # slices are apart for these alone
         for dtype in ("bf16", "fp16") if num_bytes == 2 else ("fp32",):
             for tile in tiles:
-                for form in ("whole", "in_order", "apart"):
+                for form in ("whole", "in_order", *(("apart",) if tile in narrowest else ())):
                     yield _product_variant(arch, dtype, tile, form)
                 yield _product_variant(arch, dtype, tile, "in_order", b_by_columns=False)
                 yield _product_variant(arch, dtype, tile, "in_order", bias="columns")
