@@ -463,7 +463,11 @@ def test_tokens_on_pages_of_2_mib() -> None:
 
 def test_triton_s_kernels_touch_no_address_without_memory(card: tuple[DriverDevice, FakeDriver]) -> None:
     """Under the interpreter, on rows that end in the middle of a block, beside the references."""
-    pytest.importorskip("triton")
+    triton_language = pytest.importorskip("triton.language")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not isinstance(triton_language.zeros, InterpretedFunction):
+        pytest.skip("this process imported triton before this folder chose its interpreter")
     from quire.devices.cuda.triton_attention import TritonAttention
 
     device, _ = card
