@@ -399,8 +399,11 @@ def test_tokens_are_those_of_generate(name: str, card: tuple[DriverDevice, FakeD
 
 
 @pytest.mark.parametrize("storage", ["virtual", "paged"])
-def test_a_full_card_lets_requests_wait(storage: str, card: tuple[DriverDevice, FakeDriver]) -> None:
-    """The card has memory for one sequence, as another process has taken the rest after the budget was made."""
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
+def test_a_full_card_ends_requests_with_an_error_or_right(
+    storage: str, share: float, card: tuple[DriverDevice, FakeDriver]
+) -> None:
+    """A limit below the budget, as if another process had taken the rest."""
     device, _ = card
     model, tokens, _ = expected("qwen3")
     options: dict[str, Any] = {
@@ -410,13 +413,26 @@ def test_a_full_card_lets_requests_wait(storage: str, card: tuple[DriverDevice, 
         "kv_memory": "8MiB",
     }
     with LLM((model, None), backend="driver", storage=storage, **options) as llm:
-        alone = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
-        assert alone == tokens
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == tokens
+        device.ahead.join()
+        most = device.pool.num_in_use
+        llm.flush()
         llm.trim()
-        most = max(device.pool.num_created, 1)
-        device.set_limit((device.pool.num_in_use + most + 20) * PAGE)
-        with pytest.raises(CapacityError):
-            device.reserve(64 << 20).commit(0, 64 << 20)
+        assert device.pool.num_in_use == 0
+        device.set_limit(int(most * share) * PAGE)
+        ids = [llm.engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+        outputs: dict[str, Any] = {}
+        while llm.engine.has_work:
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+            llm.cache.check()
+        errors = [outputs[request].error for request in ids]
+        for request, want, error in zip(ids, tokens, errors, strict=True):
+            assert error is not None or outputs[request].outputs[0].token_ids == want
+            assert error is None or "pages of 4096 bytes on the card" in str(error)
+        assert any(errors)
+        assert all(errors) or share > 0.0
+        assert not all(errors) or share < 0.8
+        assert device.pool.num_created <= most * share
         device.set_limit(None)
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == tokens
 
