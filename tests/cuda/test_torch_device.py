@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_llm
+from support import every_type, tiny_llm
 from support.architectures import tiny
 from support.card import card, counted, limited_memory
 from support.conversations_case import START, TURNS
@@ -20,6 +20,7 @@ from support.engine_run import EngineRun
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.preempted import generate_preempted
 from support.state_layers import tiny_model
+from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, BackendError, CapacityError, UnsupportedModelError
@@ -272,6 +273,14 @@ def test_no_room_on_the_card_is_one_error() -> None:
     ):
         open_llm("qwen3", kv_memory="8MiB")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "rwkv"])
+def test_a_model_that_runs_by_its_own_forward_is_refused(name: str) -> None:
+    model = every_type.build(AutoModelForCausalLM, name)
+    with pytest.raises(UnsupportedModelError, match="its own forward runs in host memory only"):
+        LLM((model, None), kv_memory="4MiB", **ON_CARD)
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
 
 
 def test_refusals_have_names() -> None:
