@@ -6,10 +6,12 @@ where the machine has no compiler: `test_torch_tokens.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from support import every_type, tiny_llm
@@ -19,11 +21,13 @@ from support.conversations_case import START, TURNS
 from support.engine_run import EngineRun
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.preempted import generate_preempted
+from support.running_server import running
 from support.state_layers import tiny_model
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, BackendError, CapacityError, UnsupportedModelError
+from quire.server.settings import ServerSettings
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 TURN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -184,6 +188,31 @@ def test_drawn_tokens_and_their_log_probabilities() -> None:
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs is not None
         assert ours.logprobs == [pytest.approx(row, abs=1e-3) for row in theirs.logprobs or []]
+
+
+def test_answers_follow_an_expression() -> None:
+    """The grammar's masks are of this machine, the logits of the card."""
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, regex=r"[0-9]{3}-[0-9]{4}")
+    with small_llm() as llm:
+        ruled, free = llm.generate(["tel = ", "tel = "], [params, TURN])
+        assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", ruled.outputs[0].text)
+        assert free.outputs[0].token_ids == host_tokens(free.prompt_token_ids)
+
+
+def test_a_server_answers_from_the_card() -> None:
+    body = {"model": "any", "prompt": START, "max_tokens": 9, "temperature": 0, "logprobs": 2}
+    found = []
+    for llm in (tiny_llm.llm(backend="python"), small_llm()):
+        with llm, running(llm, ServerSettings()) as (url, _):
+            body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json()["choices"][0])
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert "quire:" in httpx.get(f"{url}/metrics").text
+    ours, theirs = found
+    assert (ours["text"], ours["finish_reason"]) == (theirs["text"], theirs["finish_reason"])
+    assert ours["logprobs"]["token_logprobs"] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
