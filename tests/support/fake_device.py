@@ -126,6 +126,7 @@ class FakeDevice:
     kv_formats = ()
     is_native = is_host = has_virtual_rows = False
     is_elastic = True
+    read_later = None
     torch_device = torch.device("cpu")
     recurrence = reference_recurrence.BACKEND
 

@@ -88,8 +88,15 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
     def compute(
         self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache, /
     ) -> torch.Tensor:
-        """`forward` of a step in host memory: moves its tensors to the device. The result stays there, until the next
-        call. cache: the memory that the forward writes and reads. Only for a device that is not the host."""
+        """`forward` of a step in host memory, whose token ids may be on the device: moves its tensors there. The result
+        stays there, until the next call. cache: the memory that the forward writes and reads. Only for a device that is
+        not the host."""
+        ...
+
+    @property
+    def read_later(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None:
+        """Begins a copy of a tensor to host memory, behind the work that was launched so far. The returned function
+        waits for that alone and returns the copy. None if results are there when a call returns, as on the host."""
         ...
 
     @property

@@ -27,7 +27,7 @@ class ReferenceDevice(HostMemory):
     kv_formats = ("int8", "int4")
     is_native = False
     copied_by = "python"
-    pack = None
+    pack = read_later = None
     write = staticmethod(reference_attention.write)
     run = staticmethod(reference_attention.run)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from quire.engine.outputs import Outputs
 from quire.errors import ArgumentError, DeviceLostError, QuireError
 from quire.offload.swap import Swap
 from quire.sampling.detokenizer import Detokenizer
+from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
 from quire.scheduler.prompts import Prompt
@@ -67,7 +69,11 @@ class Engine:
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         """Called before an idle engine checks a request; its errors go to the request's caller."""
-        self._runner, self._cache, self._native = parts.runner, parts.cache, parts.native
+        self._runner, self._cache = parts.runner, parts.cache
+        self._launches_ahead = parts.launch_ahead is not None
+        self._choose = partial(most_likely, native=parts.native)
+        if parts.launch_ahead is not None:
+            self._choose = parts.launch_ahead.most_likely
         self._speeds, self._profile = parts.speeds, parts.profile
         self._loads, self._stores, self._is_lost = parts.loads, parts.stores, parts.is_lost
         self.swap = parts.swap or Swap(parts.cache)
@@ -105,6 +111,7 @@ class Engine:
             loads=self._loads,
             on_reserved=self._on_reserved,
             memory_limits=self.memory_limits,
+            launches_ahead=self._launches_ahead,
         )
 
     def _connect(self) -> None:
@@ -325,7 +332,7 @@ class Engine:
                 profile.lap("forward")
             tokens = np.zeros(0, np.int64)
             if scheduled.sampled:
-                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._native)
+                tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._choose)
             if profile is not None:
                 profile.lap("sampling")
         except StepRefusedError as refused:  # E3

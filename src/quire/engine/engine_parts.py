@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.cache.protocol import KVCache
+from quire.engine.launch_ahead import LaunchAhead
 from quire.engine.monitor import CacheMonitor
 from quire.engine.profile import Profile
 from quire.offload.store import TierStores
@@ -41,7 +42,7 @@ class EngineParts:
     speeds: measurements of swap, loads and steps; the engine updates them. loads, stores: None without tiers.
     monitor: records the cache's events and ended requests (`monitor.py`); None if prefixes are not shared.
     profile: records the times of every step. native: the extension, None without it. is_lost: whether the device fails
-    every call from now on; asked after an error of a step.
+    every call from now on; asked after an error of a step. launch_ahead: the runner's; None without it.
     """
 
     runner: StepRunner
@@ -54,3 +55,4 @@ class EngineParts:
     profile: Profile | None = None
     native: Any = None
     is_lost: Callable[[], bool] = lambda: False
+    launch_ahead: LaunchAhead | None = None

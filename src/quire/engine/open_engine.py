@@ -46,6 +46,7 @@ from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Transcript, TranscriptReader
 
 if TYPE_CHECKING:
+    from quire.engine.launch_ahead import LaunchAhead
     from quire.engine.model_changes import ModelChanges
     from quire.engine.runner import Runner
     from quire.memory.storage import Storage
@@ -156,13 +157,19 @@ def open_engine(config: EngineConfig) -> OpenEngine:
 
 def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resources: ExitStack) -> OpenEngine:
     """The engine of an open model and storage. Its driver takes the resources: nothing can fail after its start."""
+    from quire.engine.launch_ahead import launch_ahead_of
     from quire.engine.model_changes import ModelChanges
     from quire.engine.runner import Runner
 
     prepared, cache, storage = model.prepared, opened.cache, opened.storage
     profile = Profile(config.device_name) if config.profile else None
-    runner = Runner(prepared, storage, num_threads=config.num_threads, profile=profile)
-    engine, tiers = _open_step_loop(config, model, opened, runner, profile, resources)
+    launch_ahead = launch_ahead_of(prepared, storage)
+    if launch_ahead is not None:
+        resources.callback(launch_ahead.close)
+    runner = Runner(
+        prepared, storage, num_threads=config.num_threads, profile=profile, launch_ahead=launch_ahead
+    )
+    engine, tiers = _open_step_loop(config, model, opened, runner, profile, launch_ahead, resources)
     budget = KVBudget(opened, engine, config, max_model_len=model.max_model_len)
     refuse_if_none_fits(budget.fit, config, model.max_model_len)
     changes = ModelChanges(prepared, engine, opened, tiers, config.device_name)
@@ -233,6 +240,7 @@ def _open_step_loop(
     opened: OpenStorage,
     runner: Runner,
     profile: Profile | None,
+    launch_ahead: LaunchAhead | None,
     resources: ExitStack,
 ) -> tuple[Engine, OpenTiers | None]:
     """The engine, and the tiers below its cache; `resources` closes those."""
@@ -251,6 +259,7 @@ def _open_step_loop(
             profile=profile,
             native=extension(config.device_name) if is_host_backend(config.device_name) else None,
             is_lost=model.prepared.device.is_lost,
+            launch_ahead=launch_ahead,
         ),
         ServedModel(
             loaded.vocab_size,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quire.engine.launch_ahead import LaunchAhead
 from quire.engine.profile import Profile
 from quire.errors import CapacityError
 from quire.memory.storage import Storage
@@ -24,7 +25,8 @@ class Runner:
     """Runs steps of one prepared model over one storage.
 
     prepared: a `quire.model.prepare.PreparedModel`; the runner attaches it to `storage`.
-    num_threads: of the attention kernels; torch's number if None. profile: the engine's.
+    num_threads: of the attention kernels; torch's number if None. profile: the engine's. launch_ahead: takes and
+    launches steps of decodes ahead; then `most_likely` of it reads the logits.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class Runner:
         *,
         num_threads: int | None = None,
         profile: Profile | None = None,
+        launch_ahead: LaunchAhead | None = None,
     ) -> None:
         self._prepared = prepared
         self._storage = storage
         self._num_threads = num_threads
         self._profile = profile
+        self._launch_ahead = launch_ahead
         self.prepare_seconds = 0.0  # total time of the preparation of the storage
         # Tokens per entry of each table; constant, like a view's shape except its number of blocks. Without attention
         # layers the only table is unused, and its blocks are the cache's.
@@ -100,4 +104,6 @@ class Runner:
         )
         if self._profile is not None:
             self._profile.lap("plan")
+        if self._launch_ahead is not None:
+            return self._launch_ahead.run(batch, step)
         return self._prepared.forward(step)

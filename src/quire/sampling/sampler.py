@@ -13,8 +13,8 @@ Cost: O(rows * vocabulary); rows with equal warper settings are processed togeth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -68,17 +68,20 @@ def new_generator(seed: int, index: int) -> torch.Generator:
 
 
 def sample_tokens(
-    logits: torch.Tensor, sequences: Sequence[DrawingSequence], rows: np.ndarray, native: Any = None
+    logits: torch.Tensor,
+    sequences: Sequence[DrawingSequence],
+    rows: np.ndarray,
+    choose: Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]] = most_likely,
 ) -> np.ndarray:
     """One token for each sequence.
 
     logits: [num_rows, vocab] of the model's dtype, on any device, not changed; all that follows is computed in float32
     on this machine. rows: int [len(sequences)], the row of each sequence (the n sequences of a new request share one).
-    native: as in `most_likely`. Returns int64 [len(sequences)].
+    choose: another `most_likely`. If all requests are plain, only it reads the logits. Returns int64 [len(sequences)].
     *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled: its token is then
     meaningless.
     """
-    chosen, best = most_likely(logits, native)
+    chosen, best = choose(logits)
     tokens = chosen[rows]
     finite = np.isfinite(best)
     if not finite.all():

@@ -50,7 +50,7 @@ from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
 from quire.scheduler.request import Request, RequestSequence, SequenceStatus
 from quire.scheduler.tenant_quotas import MemoryLimits
-from quire.step import Batch, Int64Array
+from quire.step import Batch, Int64Array, StepPlan
 
 __all__ = ["Scheduler"]
 
@@ -65,7 +65,8 @@ class Scheduler:
     max_num_seqs: sequences that run at once. watermark: share of the blocks that an admission must leave while others
     run, so that they need not preempt it at once. clock: seconds. swap: swaps preempted sequences out; without it they
     are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
-    reserved and before they are written.
+    reserved and before they are written. launches_ahead: the runner may launch the step after a batch of plain greedy
+    decodes; such a batch is given a lookahead slot for each sequence, if blocks suffice.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scheduler:
         loads: TierLoads | None = None,
         on_reserved: Callable[[], None] | None = None,
         memory_limits: MemoryLimits | None = None,
+        launches_ahead: bool = False,
     ) -> None:
         self._cache = cache
         self._memory_limits = memory_limits or MemoryLimits(cache)
@@ -88,6 +90,7 @@ class Scheduler:
             None if loads is None else LoadingQueue(cache, loads, self._memory_limits, on_reserved)
         )
         self._on_reserved = on_reserved
+        self._launches_ahead = launches_ahead
         self._admission = Admission(
             cache, self._memory_limits, self._swap, watermark=watermark, open_sequence=self._open
         )
@@ -112,6 +115,9 @@ class Scheduler:
         self._drawn: Int64Array = np.empty(0, np.int64)
         self._paired_sequences: list[RequestSequence] = []  # the sequences of `_pairs`, each with 1 token
         self._pairs: list[tuple[RequestSequence, int]] = []
+        self._are_plain = (
+            False  # the sequences of the last reserved step: all decodes of plain greedy requests
+        )
         self._clients = ClientFairness()
 
     # -- requests in and out ---------------------------------------------------------------------------
@@ -289,7 +295,7 @@ class Scheduler:
                 else:
                     ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
                     num_new = np.array([n for _, n in chosen], np.int64)
-                plan = self._cache.reserve_unchecked(ids, num_new)
+                plan = self._reserve(chosen, ids, num_new, is_steady=steady is not None)
                 if plan is not None:
                     if self._on_reserved is not None:
                         self._on_reserved()
@@ -311,6 +317,33 @@ class Scheduler:
                 return None
             may_admit = not self.running
         return None
+
+    def _reserve(
+        self,
+        chosen: list[tuple[RequestSequence, int]],
+        ids: Int64Array,
+        num_new: Int64Array,
+        *,
+        is_steady: bool,
+    ) -> StepPlan | None:
+        """The plan of a step; None: no room. Only a lack of room for the step itself makes it so.
+
+        A lookahead slot is one that the next step needs: no admission has to count it.
+        """
+        if self._launches_ahead:
+            if not is_steady:
+                self._are_plain = all(
+                    n == 1 and sequence.request.is_plain and sequence.num_computed + 1 == sequence.num_tokens
+                    for sequence, n in chosen
+                )
+            # A step after this one will exist unless all sequences reach their length.
+            if self._are_plain and any(
+                len(sequence.output_ids) + 1 < sequence.request.max_tokens for sequence, _ in chosen
+            ):
+                plan = self._cache.reserve_unchecked(ids, num_new, 1)
+                if plan is not None:
+                    return plan
+        return self._cache.reserve_unchecked(ids, num_new)
 
     def update(self, step: Batch[RequestSequence], tokens: Sequence[int] | np.ndarray) -> None:
         """Applies a computed step, with the token that each of `step.sampled` drew.

@@ -25,7 +25,7 @@ class NativeDevice(HostMemory):
     kv_formats = ("int8", "int4")
     is_native = True
     copied_by = "native"
-    pack = None
+    pack = read_later = None
     write = staticmethod(native_attention.write)
     run = staticmethod(native_attention.run)
     recurrence: RecurrenceBackend = native_recurrence.BACKEND

@@ -114,7 +114,8 @@ class _Graph:
         """The logits of the step's rows. They are overwritten by the next call."""
         n = step.input_ids.numel()
         ids, positions, _, _, *arrays = self._buffer.host
-        ids[:n], positions[:n] = step.input_ids.numpy(), step.position_ids.numpy()
+        is_here = step.input_ids.is_cpu
+        ids[:n], positions[:n] = step.input_ids.numpy() if is_here else 0, step.position_ids.numpy()
         for index, (batch, slots) in enumerate(zip(step.batches, step.slot_mappings, strict=True)):
             our_slots, our_contexts, our_table = arrays[3 * index : 3 * index + 3]
             our_slots[:n], our_contexts[:n] = slots.numpy(), batch.context_lengths.numpy()
@@ -122,6 +123,8 @@ class _Graph:
             our_table[:n, : table.shape[1]] = table
         self._clear(n)
         self._buffer.copy()
+        if not is_here:
+            self._buffer.on_device[0][:n] = step.input_ids
         self._replay()
         return self._result[:n]
 

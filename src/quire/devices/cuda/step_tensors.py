@@ -1,7 +1,7 @@
 """The numbers of a step on a card: packed into one buffer in host memory, and one copy.
 
-Cost: a copy of the numbers in host memory and one over the bus, some us; the host's buffer is pinned for a card, so
-that the copy does not wait.
+Cost: two copies of the numbers in host memory and one over the bus, some us; the last one is from pinned memory, so
+that it does not wait.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import torch
 
 from quire.step import AttentionBatch, ForwardStep
 
-__all__ = ["DeviceBatch", "StepBuffer", "device_batch", "move_together", "step_on_device"]
+__all__ = ["DeviceBatch", "StepBuffer", "device_batch", "has_late_copies", "move_together", "step_on_device"]
 
 _ALIGNED = 16  # bytes; also table entries of a row, in units of int32
+
+
+def has_late_copies(device: torch.device) -> bool:
+    """Whether copies between the device and pinned memory run while the host goes on."""
+    return device.type not in ("cpu", "mps")
 
 
 class StepBuffer:
     """Arrays of fixed shapes and types, in one range of host memory and one on the device.
 
-    host: numpy arrays to write. on_device: tensors that have their numbers after `copy`.
+    host: numpy arrays to write, at any time. on_device: tensors that have their numbers after `copy`.
     """
 
     def __init__(self, shapes: Sequence[tuple[tuple[int, ...], type]], device: torch.device) -> None:
@@ -30,7 +35,7 @@ class StepBuffer:
         for shape, kind in shapes:
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
             starts.append(starts[-1] + -(-num_bytes // _ALIGNED) * _ALIGNED)
-        self._host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type not in ("cpu", "mps"))
+        self._host = torch.empty(starts[-1], dtype=torch.uint8)
         self._device = torch.empty(starts[-1], dtype=torch.uint8, device=device)
         self.host: list[np.ndarray] = []
         self.on_device: list[torch.Tensor] = []
@@ -41,8 +46,12 @@ class StepBuffer:
             self.on_device.append(self._device[start:stop].view(dtype).view(shape))
 
     def copy(self) -> None:
-        """Copy all arrays to the device, in the order of its stream."""
-        self._device.copy_(self._host, non_blocking=True)
+        """Copy all arrays to the device, in the order of its stream. That copy may be late: it reads pinned memory of
+        its own, which torch keeps for so long."""
+        staged = self._host
+        if has_late_copies(self._device.device):
+            staged = torch.empty_like(staged, pin_memory=True).copy_(staged)
+        self._device.copy_(staged, non_blocking=True)
 
 
 def move_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -91,11 +100,16 @@ def device_batch(batch: AttentionBatch, device: torch.device) -> DeviceBatch:
 
 
 def step_on_device(step: ForwardStep, device: torch.device, *, with_tables: bool) -> ForwardStep:
-    """The step with its tensors on `device`, by one copy. with_tables: also those of its batches (`device_batch`)."""
-    parts = [step.input_ids, step.position_ids, *step.slot_mappings, step.logits_rows]
+    """The step with its tensors on `device`, by one copy. with_tables: also those of its batches (`device_batch`).
+
+    Its token ids may be there already.
+    """
+    parts = [step.position_ids, *step.slot_mappings, step.logits_rows]
     states = step.states
     if states is not None and states.positions is not None:
         parts.append(states.positions)
+    if step.input_ids.is_cpu:
+        parts.append(step.input_ids)
     arrays = [part.numpy() for part in parts]
     tables = [_arrays_of(batch) for batch in step.batches] if with_tables else []
     moved = move_together([*arrays, *(array for table in tables for array in table)], device)
@@ -104,13 +118,13 @@ def step_on_device(step: ForwardStep, device: torch.device, *, with_tables: bool
         first = len(arrays) + 3 * index
         batch.native_handle = _batch_of(batch, moved[first : first + 3])
     if states is not None and states.positions is not None:
-        states = replace(states, positions=moved[len(arrays) - 1])
+        states = replace(states, positions=moved[2 + num_slots])
     return replace(
         step,
-        input_ids=moved[0],
-        position_ids=moved[1],
-        slot_mappings=tuple(moved[2 : 2 + num_slots]),
-        logits_rows=moved[2 + num_slots],
+        input_ids=moved[len(arrays) - 1] if step.input_ids.is_cpu else step.input_ids,
+        position_ids=moved[0],
+        slot_mappings=tuple(moved[1 : 1 + num_slots]),
+        logits_rows=moved[1 + num_slots],
         states=states,
     )
 

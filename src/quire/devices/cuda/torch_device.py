@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import torch
 
 from quire.attention import AttentionOptions, reference_attention
-from quire.devices.cuda.step_tensors import device_batch, step_on_device
+from quire.devices.cuda.step_tensors import device_batch, has_late_copies, step_on_device
 from quire.devices.cuda.torch_memory import TorchMemory, require_device
 from quire.errors import ArgumentError, BackendError
 from quire.memory import KVView
@@ -53,6 +53,22 @@ class TorchDevice(TorchMemory):
         if card == "cuda":
             card = torch.cuda.get_device_name(self.torch_device)
         return hashlib.sha256(f"{torch.__version__} {card}".encode()).hexdigest()[:16]
+
+    @property
+    def read_later(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None:
+        return self._read_later if has_late_copies(self.torch_device) else None
+
+    def _read_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged.copy_(tensor, non_blocking=True)
+        copied = torch.Event(self.torch_device)
+        copied.record(torch.accelerator.current_stream(self.torch_device))
+
+        def read() -> torch.Tensor:
+            copied.synchronize()
+            return staged
+
+        return read
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -20,6 +20,7 @@ import torch
 
 from quire.devices.cuda.driver_calls import virtual_memory_reason
 from quire.devices.cuda.driver_memory import DriverMemory
+from quire.devices.cuda.step_tensors import has_late_copies
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.device_memory import HOST
 from quire.sizes import format_size
@@ -221,6 +222,8 @@ class TorchMemory:
         return False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cpu and has_late_copies(self.torch_device):
+            return tensor.pin_memory().to(self.torch_device, non_blocking=True)
         return tensor.to(self.torch_device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
