@@ -124,7 +124,7 @@ class SilentDevice(TorchDevice):
         if self.is_silent:
             self.num_calls += 1
         else:
-            TorchDevice.write(view, k, v, slot_mapping)
+            super().write(view, k, v, slot_mapping)
 
     def run(
         self,
@@ -137,7 +137,7 @@ class SilentDevice(TorchDevice):
     ) -> torch.Tensor:
         if self.is_silent:
             return self.zeros((*query.shape[:2], view.v_head_dim), query.dtype)
-        return TorchDevice.run(view, query, batch, options, out=out)
+        return super().run(view, query, batch, options, out=out)
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         return _SilentWeight(self, weight)
