@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import every_type, tiny_llm
 from support.architectures import tiny
-from support.card import card, counted, limited_memory
+from support.card import card, counted, limited_memory, lost_card
 from support.conversations_case import START, TURNS
 from support.engine_run import EngineRun
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
@@ -26,7 +26,7 @@ from support.state_layers import tiny_model
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.errors import ArgumentError, BackendError, CapacityError, UnsupportedModelError
+from quire.errors import ArgumentError, BackendError, CapacityError, DeviceLostError, UnsupportedModelError
 from quire.server.settings import ServerSettings
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -293,6 +293,25 @@ def test_a_change_on_the_card_is_followed(name: str) -> None:
         for num_cached in (0, len(PROMPTS[3]) - 1):
             output = llm.generate([PROMPTS[3]], GREEDY)[0]
             assert ([output.outputs[0].token_ids], output.num_cached_tokens) == (want, num_cached)
+
+
+@pytest.mark.parametrize("model", ["given", "loaded"])
+def test_a_lost_card_ends_the_engine_in_order(model: str, tmp_path: Path) -> None:
+    """Every call of the card fails from then on: requests have one clear error, and the engine still closes."""
+    source = (tiny("qwen3"), None) if model == "given" else None
+    options: dict[str, Any] = {"kv_memory": "4MiB", "max_num_seqs": 1, "swap_memory": "4MiB"}
+    options |= {"disk_cache": tmp_path, "disk_cache_size": "64MiB"}
+    with LLM(source, **options, **ON_CARD) as llm:
+        tokens_of(llm, [PROMPTS[1]])
+        with lost_card():
+            for prompts in (PROMPTS[:3], PROMPTS[:1]):  # later requests too
+                with pytest.raises(
+                    DeviceLostError, match=r"got one that fails every call .*illegal memory access"
+                ):
+                    llm.generate(prompts, GREEDY)
+            assert llm.stats()["num_running"] == llm.stats()["num_waiting"] == 0
+            llm.cache.check()
+            llm.close()
 
 
 def test_no_room_on_the_card_is_one_error() -> None:
