@@ -18,7 +18,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from quire import LLM, plan
 from quire.cli.main import app
 from quire.config import EngineConfig
-from quire.devices.cuda import torch_device
+from quire.devices.cuda import open_device
 from quire.engine.decode_bound import decode_bound
 from quire.errors import ArgumentError, BackendError, UnsupportedModelError
 from quire.spec.cards import CARDS, CONTEXT_BYTES, Card, check_device, parse_card, spare_bytes
@@ -219,7 +219,7 @@ def test_its_own_card_is_planned_by_its_free_memory(monkeypatch: pytest.MonkeyPa
         ("get_device_properties", lambda device: properties),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch_device, "torch_device_of", torch_device.torch_device_of.__wrapped__)
+    monkeypatch.setattr(open_device, "torch_device_of", open_device.torch_device_of.__wrapped__)
     options: dict[str, Any] = {"backend": "torch", "context": 64, "concurrency": 1}
     for said in (
         plan(device="cuda:1", **options),
