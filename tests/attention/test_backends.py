@@ -31,7 +31,8 @@ def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: p
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ArgumentError, match=r"a back end, one of \['native', 'python'\], got 'cuda' - in `backend`"
+        ArgumentError,
+        match=r"a back end, one of \['native', 'python', 'torch', 'triton'\], got 'cuda' - in `backend`",
     ):
         device_of("cuda")
     monkeypatch.setenv("QUIRE_BACKEND", "fast")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import tiny
-from support.card import CopyCounts, card, counted, limited_memory
+from support.card import CopyCounts, card, counted, limited_memory, lost_card
 from support.generate_oracle import PROMPTS
 from support.state_layers import tiny_model
 from transformers import PreTrainedModel
@@ -155,6 +155,26 @@ def test_memory_is_limited_and_given_back(device: torch.device) -> None:
     del x
     assert module.memory_allocated() == used
     assert torch.empty(1000, device=device).isnan().all()
+
+
+def test_a_lost_card_fails_every_call(device: torch.device) -> None:
+    module: Any = torch.get_device_module(device)
+    x = torch.ones(4, device=device)
+    calls: list[Callable[[], Any]] = [
+        x.cpu,
+        x.sum,
+        x.tolist,
+        lambda: torch.ones(2).to(device),
+        module.synchronize,
+    ]
+    with lost_card():
+        for call in calls:
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                call()
+        used = module.memory_allocated()
+        y = x[1:]
+        del x, y, calls
+        assert module.memory_allocated() == used - 512
 
 
 @pytest.mark.parametrize("access", ["read", "write"])

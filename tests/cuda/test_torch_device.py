@@ -6,23 +6,28 @@ where the machine has no compiler: `test_torch_tokens.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from support import tiny_llm
+from support import every_type, tiny_llm
 from support.architectures import tiny
-from support.card import card, counted, limited_memory
+from support.card import card, counted, limited_memory, lost_card
 from support.conversations_case import START, TURNS
 from support.engine_run import EngineRun
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.preempted import generate_preempted
+from support.running_server import running
 from support.state_layers import tiny_model
+from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.errors import ArgumentError, BackendError, CapacityError, UnsupportedModelError
+from quire.errors import ArgumentError, BackendError, CapacityError, DeviceLostError, UnsupportedModelError
+from quire.server.settings import ServerSettings
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 TURN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -185,6 +190,31 @@ def test_drawn_tokens_and_their_log_probabilities() -> None:
         assert ours.logprobs == [pytest.approx(row, abs=1e-3) for row in theirs.logprobs or []]
 
 
+def test_answers_follow_an_expression() -> None:
+    """The grammar's masks are of this machine, the logits of the card."""
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, regex=r"[0-9]{3}-[0-9]{4}")
+    with small_llm() as llm:
+        ruled, free = llm.generate(["tel = ", "tel = "], [params, TURN])
+        assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", ruled.outputs[0].text)
+        assert free.outputs[0].token_ids == host_tokens(free.prompt_token_ids)
+
+
+def test_a_server_answers_from_the_card() -> None:
+    body = {"model": "any", "prompt": START, "max_tokens": 9, "temperature": 0, "logprobs": 2}
+    found = []
+    for llm in (tiny_llm.llm(backend="python"), small_llm()):
+        with llm, running(llm, ServerSettings()) as (url, _):
+            body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json()["choices"][0])
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert "quire:" in httpx.get(f"{url}/metrics").text
+    ours, theirs = found
+    assert (ours["text"], ours["finish_reason"]) == (theirs["text"], theirs["finish_reason"])
+    assert ours["logprobs"]["token_logprobs"] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-3)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_a_step_is_one_copy_there_and_one_back(name: str) -> None:
     """Its numbers and tables, and the tokens it draws with their logits; the host waits for the card once a step. The
@@ -265,6 +295,25 @@ def test_a_change_on_the_card_is_followed(name: str) -> None:
             assert ([output.outputs[0].token_ids], output.num_cached_tokens) == (want, num_cached)
 
 
+@pytest.mark.parametrize("model", ["given", "loaded"])
+def test_a_lost_card_ends_the_engine_in_order(model: str, tmp_path: Path) -> None:
+    """Every call of the card fails from then on: requests have one clear error, and the engine still closes."""
+    source = (tiny("qwen3"), None) if model == "given" else None
+    options: dict[str, Any] = {"kv_memory": "4MiB", "max_num_seqs": 1, "swap_memory": "4MiB"}
+    options |= {"disk_cache": tmp_path, "disk_cache_size": "64MiB"}
+    with LLM(source, **options, **ON_CARD) as llm:
+        tokens_of(llm, [PROMPTS[1]])
+        with lost_card():
+            for prompts in (PROMPTS[:3], PROMPTS[:1]):  # later requests too
+                with pytest.raises(
+                    DeviceLostError, match=r"got one that fails every call .*illegal memory access"
+                ):
+                    llm.generate(prompts, GREEDY)
+            assert llm.stats()["num_running"] == llm.stats()["num_waiting"] == 0
+            llm.cache.check()
+            llm.close()
+
+
 def test_no_room_on_the_card_is_one_error() -> None:
     module: Any = torch.get_device_module("card")
     with (
@@ -273,6 +322,14 @@ def test_no_room_on_the_card_is_one_error() -> None:
     ):
         open_llm("qwen3", kv_memory="8MiB")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "rwkv"])
+def test_a_model_that_runs_by_its_own_forward_is_refused(name: str) -> None:
+    model = every_type.build(AutoModelForCausalLM, name)
+    with pytest.raises(UnsupportedModelError, match="its own forward runs in host memory only"):
+        LLM((model, None), kv_memory="4MiB", **ON_CARD)
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
 
 
 def test_refusals_have_names() -> None:

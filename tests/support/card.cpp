@@ -13,6 +13,8 @@
 // card. A copy with non_blocking=True between the card and pinned memory is late, as on a card: bytes for the host
 // come at the next wait for the card, and until then the destination holds 0xFF; the host's bytes of a copy to the
 // card may not change before the next wait (`races` counts those that did).
+//
+// Loss: after `card_set_lost(1)` every call fails but those that free memory, as after an error in a kernel of CUDA.
 
 #include <sys/mman.h>
 
@@ -48,6 +50,13 @@ struct Counts {
     std::atomic<int64_t> to_card{0}, to_card_bytes{0}, to_host{0}, to_host_bytes{0}, waits{0}, races{0}, launches{0};
 };
 Counts counts;
+
+// Once a kernel has failed, a card fails every call but those that free memory.
+std::atomic<bool> is_lost{false};
+
+void require_card() {
+    TORCH_CHECK(!is_lost, "card error: an illegal memory access was encountered");
+}
 
 // Memory
 
@@ -236,16 +245,19 @@ c10::DeleterFnPtr PinnedMemory::raw_deleter() const {
 }
 
 void wait_for_card() {
+    require_card();
     ++counts.waits;
     late_copies().finish();
 }
 
 void copied_to_card(int64_t num_bytes) {
+    require_card();
     ++counts.to_card;
     counts.to_card_bytes += num_bytes;
 }
 
 void copied_to_host(int64_t num_bytes) {
+    require_card();
     ++counts.to_host;
     counts.to_host_bytes += num_bytes;
     wait_for_card();
@@ -495,6 +507,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const size_t num_arguments = op.schema().arguments().size();
     const size_t first = stack->size() - num_arguments;
     check_devices(op, c10::ArrayRef<c10::IValue>(*stack).slice(first));
+    if (!op.schema().hasAnyAliasInfo() || op.schema().is_mutable()) require_card();  // views launch nothing
     ++counts.launches;
     if (waits(op)) copied_to_host(sizeof(int64_t));
 
@@ -552,6 +565,7 @@ at::Tensor empty_strided(
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
+    require_card();
     Overlay overlay;
     const auto from = overlay.lay(source);
     auto to = overlay.lay(destination);
@@ -701,5 +715,11 @@ void card_read_counts(int64_t* values) {
 int64_t card_used_bytes() { return static_cast<int64_t>(memory().used()); }
 int64_t card_total_bytes() { return static_cast<int64_t>(memory().limit); }
 void card_set_total_bytes(int64_t num_bytes) { memory().limit = static_cast<size_t>(num_bytes); }
-void card_wait() { wait_for_card(); }
+// Status 1: the card is lost.
+int card_wait() {
+    if (is_lost) return 1;
+    wait_for_card();
+    return 0;
+}
+void card_set_lost(int lost) { is_lost = lost != 0; }
 }

@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["CARD", "CopyCounts", "card", "counted", "limited_memory"]
+__all__ = ["CARD", "CopyCounts", "card", "counted", "limited_memory", "lost_card"]
 
 CARD = torch.device("privateuseone:0")  # "card:0" once the library is loaded
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -90,6 +90,16 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
         library.card_set_total_bytes(before)
 
 
+@contextmanager
+def lost_card() -> Iterator[None]:
+    """Every call of the card fails but those that free memory, as after an error in a kernel of CUDA."""
+    _library().card_set_lost(1)
+    try:
+        yield
+    finally:
+        _library().card_set_lost(0)
+
+
 def _counts() -> list[int]:
     values = (ctypes.c_int64 * len(fields(CopyCounts)))()
     _library().card_read_counts(values)
@@ -137,6 +147,11 @@ def _built() -> Path:
     return library
 
 
+def _wait(library: ctypes.CDLL) -> None:
+    if library.card_wait():
+        raise RuntimeError("card error: an illegal memory access was encountered")
+
+
 def _device_module(library: ctypes.CDLL) -> ModuleType:
     """`torch.card`, with the names of `torch.cuda` that a user of one card calls."""
     module: Any = ModuleType("torch.card")
@@ -152,7 +167,7 @@ def _device_module(library: ctypes.CDLL) -> ModuleType:
     module.set_rng_state = lambda state, device="card": torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.empty_cache = lambda: None
-    module.synchronize = lambda device=None: library.card_wait()
+    module.synchronize = lambda device=None: _wait(library)
     module.memory_allocated = module.memory_reserved = lambda device=None: library.card_used_bytes()
     module.mem_get_info = lambda device=None: (
         library.card_total_bytes() - library.card_used_bytes(),

@@ -182,9 +182,19 @@ class Engine:
         return [request.request_id for request in made]
 
     def _begin_work(self) -> None:
-        """Calls `on_work` if the engine is idle; before the check, because it may remove pins that the check counts."""
-        if not self.scheduler.has_work:
+        """Calls `on_work` if the engine is idle; before the check, because it may remove pins that the check counts.
+
+        On a lost device the request is taken, and its step ends the engine.
+        """
+        if self.scheduler.has_work:
+            return
+        try:
             self.on_work()
+        except QuireError:
+            raise
+        except Exception:
+            if not self._is_lost():
+                raise
 
     def check_requests(self) -> None:
         """Checks queued requests after a change of limits or pins. *raises:* CapacityError: one no longer fits."""

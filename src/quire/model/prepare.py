@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from quire.model.fused import Fused, FusedDecoder
 
 __all__ = ["PreparedModel", "resolve_length"]
+
+_log = logging.getLogger("quire")
 
 _IMPLEMENTATION = "_attn_implementation_internal"  # the attention's name in transformers' configs
 
@@ -190,7 +193,19 @@ class PreparedModel:
         release = None if file_ranges is None else file_ranges.release
         undo = move_model(loaded.model, self.device.torch_device, release)
         if file_ranges is None:
-            self._undo.append(undo)
+            self._undo.append(functools.partial(self._move_back, undo))
+
+    def _move_back(self, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except RuntimeError:
+            if not self.device.is_lost():
+                raise
+            _log.error(
+                "%s: its weights are lost with the device %s; load it again",
+                self.loaded.name,
+                self.device.name,
+            )
 
     @property
     def by_token(self) -> bool:

@@ -194,14 +194,14 @@ class RecurrentModel(PreparedModel):
 
     def _change(self, model: PreTrainedModel, packed_weights: SavedFolder | None) -> None:
         """Runs one token: in its first forward RWKV halves weights of deep layers. No other change."""
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-
-    def _prove(self, model: PreTrainedModel) -> None:
         if not self.device.is_host:
             raise UnsupportedModelError(
                 f"model type {self.loaded.model_type}: its own forward runs in host memory only"
             )
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+
+    def _prove(self, model: PreTrainedModel) -> None:
         probe = Probe(self, needs_float64=False)  # the model's code may be fixed to float32
         probe.require(run_probe_steps(self))
         check_generate(self.loaded, probe)
