@@ -3,6 +3,7 @@
 Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
+    greedy        the most likely token of each row
     grammar       tokens that a grammar allows
     token_mask    tokens that a request forbids
     model_rules   rules for tokens of the model's generation config
