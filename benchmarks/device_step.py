@@ -1,6 +1,7 @@
 """Host time of a decode step on a device whose kernels do nothing, by part. JSON lines.
 
-    python benchmarks/device_step.py [--quick] [--sequences 256] [--layers 28] [--vocab 1024] [--profile FILE]
+    python benchmarks/device_step.py [--quick] [--sequences 256] [--layers 28] [--vocab 1024]
+        [--context 1024] [--profile FILE]
 
 A card computes while the host prepares the next step, so the host's own time bounds the tokens per second. Here the
 device "silent" has its own memory (`is_host` is false, as on a card); once the model is proved, its attention, its
@@ -10,10 +11,10 @@ their call.
 
 A row has the median microseconds of a step and of its parts, in processor time of the engine's thread: schedule (batch
 and blocks), plan (tables, tensors), model (copies to and from the device, and the forward), sampling, update (tokens,
-commits), outputs. `device_calls` are those of attention, writes and products in a step, `device_copies` those of
-tensors between host and device. Three cases: one sequence and many, with transformers' forward in Python, as a step
-without a graph; and many with a forward that is one call, as the replay of a graph is. Of the last one the step of 256
-sequences is to take at most 700 us. The last row is the step of `engine.py --without-model`.
+commits), outputs. `device_calls` are those of attention, writes and products in a step. Cases: one sequence and many,
+with transformers' forward in Python, as a step without a graph; the same with captured graphs (`decode_graphs`), whose
+numbers are copied as for a card and whose replay does nothing. With graphs a step of 256 sequences is to take at most
+700 us: 150, and 2 for each sequence. The last row is the step of `engine.py --without-model`.
 
 `--profile FILE` runs the last case under cProfile and writes the functions by their own time.
 """
@@ -25,9 +26,9 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import engine as engine_benchmark
 import numpy as np
@@ -40,7 +41,8 @@ from quire import SamplingParams
 from quire.attention import AttentionOptions
 from quire.backends import extension
 from quire.config import EngineConfig
-from quire.devices import PackedWeight, register
+from quire.devices import Device, PackedWeight, register
+from quire.devices.cuda.decode_graphs import DecodeGraphs
 from quire.devices.cuda.torch_device import TorchDevice
 from quire.devices.device import unregister
 from quire.engine.engine import Engine
@@ -50,7 +52,7 @@ from quire.engine.open_storage import open_storage
 from quire.engine.runner import Runner
 from quire.memory import KVView
 from quire.scheduler.request_validator import ServedModel
-from quire.step import AttentionBatch
+from quire.step import AttentionBatch, ForwardStep, StepCache
 
 # The part of each of the engine's laps.
 _LAPS: dict[str, str] = {
@@ -58,7 +60,7 @@ _LAPS: dict[str, str] = {
     "detokenize": "outputs",
 }  # fmt: skip
 PARTS = tuple(_LAPS.values())
-PROMPT = 16
+_BYTES_PER_TOKEN = 2 * 2 * 16 * 4  # of a layer of `make_model`
 
 
 class _SilentWeight:
@@ -81,6 +83,13 @@ class _SilentWeight:
         return F.embedding(ids, self._weight)
 
 
+class _SilentGraphs:
+    """Graphs whose replay computes nothing."""
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        return compute(), lambda: None
+
+
 class SilentDevice(TorchDevice):
     """The device of torch on CPU tensors until `is_silent`; then it computes nothing."""
 
@@ -88,7 +97,8 @@ class SilentDevice(TorchDevice):
         super().__init__(torch.device("cpu"))
         self.name = "silent"
         self.is_silent = False
-        self.num_calls = self.num_copies = 0
+        self.num_calls = 0
+        self.graphs: _SilentGraphs | None = None
         self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -99,19 +109,22 @@ class SilentDevice(TorchDevice):
             known = self._zeros[shape, dtype] = torch.zeros(shape, dtype=dtype)
         return known
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_copies += 1
-        return super().to_device(tensor)
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_copies += 1
-        return super().to_host(tensor)
+    def compute(
+        self, step: ForwardStep, forward: Callable[[ForwardStep], torch.Tensor], cache: StepCache
+    ) -> torch.Tensor:
+        if self.graphs is None:
+            return super().compute(step, forward, cache)
+        captured = cache.compiled
+        if captured is None or captured.generation != cache.generation:
+            captured = cache.compiled = DecodeGraphs(self.torch_device, self.graphs, cache.generation)
+        logits = captured.run(step, forward)
+        return super().compute(step, forward, cache) if logits is None else logits
 
     def write(self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if self.is_silent:
             self.num_calls += 1
         else:
-            TorchDevice.write(view, k, v, slot_mapping)
+            super().write(view, k, v, slot_mapping)
 
     def run(
         self,
@@ -124,7 +137,7 @@ class SilentDevice(TorchDevice):
     ) -> torch.Tensor:
         if self.is_silent:
             return self.zeros((*query.shape[:2], view.v_head_dim), query.dtype)
-        return TorchDevice.run(view, query, batch, options, out=out)
+        return super().run(view, query, batch, options, out=out)
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         return _SilentWeight(self, weight)
@@ -154,7 +167,7 @@ class _Laps:
 
 @contextmanager
 def registered(device: SilentDevice) -> Iterator[None]:
-    register(device.name, lambda: device)
+    register(device.name, lambda: cast(Device, device))
     try:
         yield
     finally:
@@ -181,20 +194,21 @@ def measure(
     num_sequences: int,
     num_layers: int,
     vocab_size: int,
+    context: int,
     num_steps: int,
     *,
     is_graph: bool,
     profile: cProfile.Profile | None,
 ) -> dict[str, float]:
-    """Median microseconds of a decode step and of its parts; the device's calls and copies of a step."""
+    """Median microseconds of a decode step and of its parts; the device's calls of a step."""
     device, laps = SilentDevice(), _Laps()
-    max_model_len = PROMPT + num_steps + 32
+    max_model_len = context + num_steps + 32
     config = EngineConfig(
         (make_model(num_layers, vocab_size), None),
         backend=device.name,
         max_num_seqs=num_sequences,
         max_model_len=max_model_len,
-        kv_memory="1GiB",
+        kv_memory=num_sequences * max_model_len * num_layers * _BYTES_PER_TOKEN * 5 // 4,
         num_threads=1,
     )
     with registered(device), ExitStack() as resources:
@@ -208,23 +222,20 @@ def measure(
         engine = Engine(
             EngineParts(runner, opened.cache, profile=laps, native=extension(config.device_name)),  # pyright: ignore[reportArgumentType]
             ServedModel(vocab_size, max_model_len),
-            limits=StepLimits(max_num_seqs=num_sequences),
+            limits=StepLimits(max_num_seqs=num_sequences, max_batch_tokens=1 << 16),
         )
         params = SamplingParams(max_tokens=num_steps + 16, temperature=0.0, ignore_eos=True)
-        prompts = np.random.default_rng(0).integers(0, vocab_size, (num_sequences, PROMPT))
+        prompts = np.random.default_rng(0).integers(0, vocab_size, (num_sequences, context))
         for prompt in prompts.tolist():
             engine.submit(prompt, params)
         device.is_silent = True
-        if is_graph:
-            logits = device.zeros((num_sequences, vocab_size), torch.float32)
-            forward: Any = lambda step, cache: logits[: len(step.logits_rows)]  # noqa: E731
-            model.prepared._forward = forward
+        device.graphs = _SilentGraphs() if is_graph else None
         while len(engine.scheduler.running) < num_sequences or engine.scheduler.waiting:
             engine.step()
         for _ in range(4):
             engine.step()
         laps.steps.clear()
-        device.num_calls = device.num_copies = 0
+        device.num_calls = 0
         with profile or nullcontext():
             for _ in range(num_steps):
                 engine.step()
@@ -232,7 +243,7 @@ def measure(
         engine.abort_all()
     found = {part: statistics.median(step[part] for step in laps.steps) / 1000 for part in PARTS}
     found["step"] = statistics.median(sum(step.values()) for step in laps.steps) / 1000
-    return found | {"calls": device.num_calls / num_steps, "copies": device.num_copies / num_steps}
+    return found | {"calls": device.num_calls / num_steps}
 
 
 def main() -> None:
@@ -241,33 +252,39 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument(
+        "--context", type=int, default=None, help="tokens of a sequence before the first step"
+    )
     parser.add_argument("--profile", metavar="FILE", default=None)
     arguments = parser.parse_args()
     num_layers = arguments.layers or (4 if arguments.quick else 28)
     num_steps = 20 if arguments.quick else 200
+    context = arguments.context or (64 if arguments.quick else 1024)
     emit_machine()
     torch.set_num_threads(1)  # a card's operators take no thread of the host
     profile = None if arguments.profile is None else cProfile.Profile()
-    for num_sequences, is_graph in ((1, False), (arguments.sequences, False), (arguments.sequences, True)):
+    many = arguments.sequences
+    for num_sequences, is_graph in ((1, False), (many, False), (1, True), (many, True)):
         found = measure(
             num_sequences,
             num_layers,
             arguments.vocab,
+            context,
             num_steps,
             is_graph=is_graph,
-            profile=profile if is_graph else None,
+            profile=profile if is_graph and num_sequences == many else None,
         )
         emit(
             "device_step",
-            case="decode step, " + ("a graph's replay" if is_graph else "transformers' forward"),
+            case="decode step, " + ("captured graphs" if is_graph else "transformers' forward"),
             num_sequences=num_sequences,
             num_layers=num_layers,
             vocab_size=arguments.vocab,
+            context=context,
             step_us=round(found["step"], 1),
             us_per_sequence=round(found["step"] / num_sequences, 2),
             **{f"{part}_us": round(found[part], 1) for part in PARTS},
             device_calls=round(found["calls"]),
-            device_copies=round(found["copies"]),
         )
     if profile is not None and arguments.profile is not None:
         with open(str(arguments.profile), "w", encoding="utf-8") as file:

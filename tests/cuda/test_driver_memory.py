@@ -32,9 +32,10 @@ def driver() -> FakeDriver:
 @pytest.fixture
 def memory(driver: FakeDriver) -> Any:
     made = DriverMemory(CPU)
-    made.pool.low_water = LOW_WATER
+    made.pool.low_water, made.collects_soon = LOW_WATER, False
     yield made
     made.ahead.close()
+    made.behind.close()
     assert driver.fault == ""
 
 
@@ -139,6 +140,19 @@ def test_a_page_released_again_waits_for_the_later_step(driver: FakeDriver, memo
     made.close()
 
 
+def test_an_idle_engine_gives_memory_back_without_another_call(
+    driver: FakeDriver, memory: DriverMemory
+) -> None:
+    memory.collects_soon = True
+    made = memory.reserve(4 * PAGE)
+    made.commit(0, 4 * PAGE)
+    driver.run(made.address, 4 * PAGE)
+    made.release(0, 4 * PAGE)
+    memory.behind.join()
+    assert driver.num_mappings == 0
+    made.close()
+
+
 def test_a_full_card_waits_for_what_is_leaving_before_it_refuses(
     driver: FakeDriver, memory: DriverMemory
 ) -> None:
@@ -233,10 +247,10 @@ def test_each_call_that_fails_leaves_everything_as_before(code: int) -> None:
     """Each call of each change fails once, from the same state; then the change is made, and all memory goes back."""
     step, at, num_refused = 0, 1, 0
     while True:
-        gc.collect()
+        gc.collect(1)
         driver = fake_driver(PAGE, 64 * PAGE)
         memory = DriverMemory(CPU)
-        memory.pool.low_water = LOW_WATER
+        memory.pool.low_water, memory.collects_soon = LOW_WATER, False
         changes = scenario(memory, driver)
         if step == len(changes):
             break
@@ -262,7 +276,7 @@ def test_each_call_that_fails_leaves_everything_as_before(code: int) -> None:
         assert (driver.num_handles, driver.num_mappings, driver.bytes_taken) == (0, 0, 0)
         changes.clear()
         del change
-        gc.collect()
+        gc.collect(1)
         memory.collect()
         assert driver.num_ranges == 0
         step, at = (step, at + 1) if num_failed else (step + 1, 1)

@@ -31,7 +31,11 @@ ON_CARD: dict[str, Any] = {"device": "card:0", "backend": "torch"}
 NAMES = [
     "qwen3",
     "gemma3_text",
-    *(pytest.param(name, marks=pytest.mark.ci) for name in ("deepseek_v3", "gpt_oss", "qwen3_moe", "gpt2")),
+    "bloom",
+    *(
+        pytest.param(name, marks=pytest.mark.ci)
+        for name in ("deepseek_v3", "gpt_oss", "qwen3_moe", "gpt2", "mpt", "falcon")
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from quire import LLM, plan
 from quire.cli.main import app
 from quire.config import EngineConfig
+from quire.devices.cuda import open_device
 from quire.engine.decode_bound import decode_bound
 from quire.errors import ArgumentError, BackendError, UnsupportedModelError
 from quire.spec.cards import CARDS, CONTEXT_BYTES, Card, check_device, parse_card, spare_bytes
@@ -218,16 +219,18 @@ def test_its_own_card_is_planned_by_its_free_memory(monkeypatch: pytest.MonkeyPa
         ("get_device_properties", lambda device: properties),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(open_device, "torch_device_of", open_device.torch_device_of.__wrapped__)
+    options: dict[str, Any] = {"backend": "torch", "context": 64, "concurrency": 1}
     for said in (
-        plan(device="cuda:1", context=64, concurrency=1),
-        plan(config=EngineConfig(device="cuda:1"), context=64, concurrency=1),
+        plan(device="cuda:1", **options),
+        plan(config=EngineConfig(device="cuda:1", backend="torch"), context=64, concurrency=1),
     ):
         assert (said.device, said.memory_bytes) == ("cuda:1", 140 * GIB)
         assert said.num_bytes("runtime") == 109 * GIB + spare_bytes(140 * GIB)
         assert said.decode_bound is not None
         assert said.decode_bound.bytes_per_s == CARDS["h200"].bytes_per_s
     properties.name = "NVIDIA H20"  # which the table does not have
-    assert plan(device="cuda:1", context=64, concurrency=1).decode_bound is None
+    assert plan(device="cuda:1", **options).decode_bound is None
 
 
 # -- names and the command ---------------------------------------------------------------------------------

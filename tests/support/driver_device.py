@@ -37,12 +37,14 @@ def driver_device(
     """`LLM(backend="driver")` is this device. At the end all of its memory must have gone back."""
     driver = fake_driver(page_bytes, total_bytes)
     device = DriverDevice()
+    device.collects_soon = False
     register(device.name, lambda: device)
     try:
         yield device, driver
     finally:
         unregister(device.name)
         device.ahead.close()
+        device.behind.close()
     device.trim()
     assert driver.fault == ""
     assert (driver.num_handles, driver.num_mappings) == (0, 0)

@@ -94,7 +94,7 @@ def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[t
                 f"got {blocks.tolist()}"
             )
     positions = torch.arange(begin, stop, device=view.k.device)
-    of_position = blocks[positions // size - begin // size]
+    of_position = blocks.to(view.k.device)[positions // size - begin // size]
     offsets = positions % size
 
     def rows(pool: torch.Tensor, scales: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -143,5 +143,5 @@ def device_of(name: str | None = None) -> Device:
         name = choose_backend(name, needs="PagedView")
     elif "@" in name:
         kernels, _, place = name.partition("@")
-        return importlib.import_module("quire.devices.cuda.torch_device").torch_device_of(kernels, place)
+        return importlib.import_module("quire.devices.cuda.open_device").torch_device_of(kernels, place)
     return _MAKERS[name]()

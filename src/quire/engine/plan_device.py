@@ -90,8 +90,12 @@ class PlanDevice:
             raise ArgumentError(
                 f"expected a back end of a card {where}, got {config.backend!r} - in `backend`"
             )
-        if config.storage not in ("paged", "auto"):
-            raise ArgumentError(f'expected storage="paged" {where}, got {config.storage!r} - in `storage`')
+        # Of a card that is there the start's own function checks it (`storage_of`).
+        if not self.is_present and config.storage not in ("paged", "auto"):
+            raise ArgumentError(
+                f'expected storage="paged" {where}, got {config.storage!r}, whose blocks depend on the driver of the '
+                "card; plan it as cuda on a machine that has one - in `storage`"
+            )
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self.device.dtypes]
         if self.card is not None:
             dtypes = [dtype for dtype in dtypes if dtype in self.card.dtypes]

@@ -54,6 +54,11 @@ def _library() -> Any:
         ("fake_run", None, [ctypes.c_uint64, ctypes.c_size_t]),
         ("fake_fault", ctypes.c_char_p, []),
         ("fake_handle_at", ctypes.c_long, [ctypes.c_uint64]),
+        (
+            "fake_mapped",
+            ctypes.c_long,
+            [ctypes.c_uint64, ctypes.c_size_t, *[ctypes.c_void_p] * 2, ctypes.c_long],
+        ),
         ("fake_calls", ctypes.c_long, [ctypes.c_char_p]),
     ):
         getattr(loaded, name).restype, getattr(loaded, name).argtypes = result, arguments
@@ -122,6 +127,12 @@ class FakeDriver:
     def handle_at(self, address: int) -> int:
         """The handle mapped there, 0 for none; negative if access is not allowed."""
         return self._library.fake_handle_at(address)
+
+    def mapped(self, address: int, num_bytes: int) -> dict[int, int]:
+        """Handle by address of each mapping in a range."""
+        addresses, handles = (ctypes.c_uint64 * 65536)(), (ctypes.c_uint64 * 65536)()
+        found = self._library.fake_mapped(address, num_bytes, addresses, handles, 65536)
+        return dict(zip(addresses[:found], handles[:found], strict=True))
 
     def calls(self, name: str) -> int:
         """How often cuda-bindings made a call."""

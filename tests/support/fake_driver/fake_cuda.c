@@ -194,7 +194,7 @@ int cuMemAddressFree(u64 address, size_t bytes)
             if (ranges[i].address == address && ranges[i].bytes == bytes) {
                 for (int j = 0; j < num_mappings; j++)
                     if (overlaps(mappings[j].address, mappings[j].bytes, address, bytes)) {
-                        fault_of("addresses %#llx, %zu bytes, are freed while mapped", address, bytes);
+                        result = fault_of("addresses %#llx, %zu bytes, are freed while mapped", address, bytes);
                         goto out;
                     }
                 munmap((void *)address, bytes);
@@ -396,6 +396,15 @@ long fake_handle_at(u64 address) { /* 0: not mapped; negative: without access */
         if (mappings[i].address <= address && address < mappings[i].address + mappings[i].bytes)
             return mappings[i].access ? mappings[i].handle : -mappings[i].handle;
     return 0;
+}
+long fake_mapped(u64 address, size_t bytes, u64 *addresses, u64 *numbers, long room) { /* the mappings in a range */
+    long found = 0;
+    for (int i = 0; i < num_mappings && found < room; i++)
+        if (overlaps(mappings[i].address, mappings[i].bytes, address, bytes)) {
+            addresses[found] = mappings[i].address;
+            numbers[found++] = (u64)mappings[i].handle;
+        }
+    return found;
 }
 size_t fake_bytes_taken(void) { return bytes_taken(); }
 long fake_calls(const char *name) {

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over paged keys and values: write to slots, attend, merge.
+"""Triton kernels of attention over paged keys and values: attend, merge. `kv_write_kernels` writes to slots.
 
 `triton_attention` launches them; `attention_tiles` has the sizes of tiles; `quire.attention.reference_attention` is the
 definition. Triton is imported here, so only an open Triton device imports this file.
@@ -21,215 +21,20 @@ model's dtype; scales are read as the 16 bits of a bfloat16.
 
 from __future__ import annotations
 
-# pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+from collections.abc import Iterator
+from itertools import chain
+
 import triton
 import triton.language as tl
 
-__all__ = ["attend", "merge_partials", "rotate_queries", "write_codes", "write_rows"]
+from quire.devices.cuda.attention_variants import attend_variants, merge_variants
+from quire.devices.cuda.kernel_variants import KernelVariant
+from quire.devices.cuda.kv_write_kernels import numbers_of
+
+__all__ = ["attend", "attend_codes", "merge_partials", "variants"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MIN_SCALE = tl.constexpr(2.0**-126)  # as in `quire.attention.codecs`
-_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: x + this - this is x rounded to an integer, even on a tie
-
-
-# Rows of codes
-
-
-@triton.jit
-def _rotated(rows, NUM_ROWS: tl.constexpr, SIZE: tl.constexpr, LOG_SIZE: tl.constexpr):
-    """Rows [NUM_ROWS, SIZE] times the Hadamard matrix, by sums and differences of pairs at distances 1, 2, 4, ...
-
-    After each stage the index's bits are rotated by one, so that the pairs of the next stage are adjacent.
-    """
-    for _ in tl.static_range(LOG_SIZE):
-        first, second = tl.split(tl.reshape(rows, (NUM_ROWS, SIZE // 2, 2)))
-        pairs = tl.join(first + second, first - second)
-        rows = tl.reshape(tl.permute(pairs, (0, 2, 1)), (NUM_ROWS, SIZE))
-    return rows
-
-
-@triton.jit
-def _bfloat16_above(numbers):
-    """Bits of the smallest bfloat16 that is not less than float32 `numbers` (0 or more), at least `_MIN_SCALE`."""
-    return (tl.maximum(numbers, _MIN_SCALE).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-
-
-@triton.jit
-def _numbers_of(scale_bits):
-    """float32 numbers of the bits of bfloat16 ones."""
-    return (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _nearest_codes(rows, scales):
-    """Integers as float32: the nearest multiple, even on a tie; NaN becomes 0."""
-    quotients = tl.div_rn(rows, scales)
-    codes = quotients + _TO_EVEN - _TO_EVEN
-    return tl.where(codes == codes, codes, 0.0)
-
-
-@triton.jit
-def _store_row(row, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Encode a row float32 [BLOCK], zero from WIDTH on, as `quire.attention.codecs` defines it."""
-    if BITS == 8:
-        has_nan = tl.max((row != row).to(tl.int32), axis=0) > 0
-        bits = _bfloat16_above(tl.div_rn(tl.max(tl.abs(row), axis=0), 127.0))
-        bits = tl.where(has_nan, 0x7FC0, bits)
-        columns = tl.arange(0, BLOCK)
-        nearest = _nearest_codes(row, _numbers_of(bits))
-        tl.store(codes + columns, nearest.to(tl.int8), mask=columns < WIDTH)
-        tl.store(scales, bits.to(tl.int16))
-    else:
-        groups = tl.reshape(row, (BLOCK // 32, 32))
-        has_nan = tl.max((groups != groups).to(tl.int32), axis=1) > 0
-        above, below = tl.max(groups, axis=1), -tl.min(groups, axis=1)
-        bits = _bfloat16_above(tl.maximum(above, below) * 0.125)
-        bits = tl.where(has_nan, 0x7FC0, tl.where(above >= below, bits | 0x8000, bits))
-        nearest = _nearest_codes(groups, _numbers_of(bits)[:, None])
-        nearest = tl.minimum(tl.maximum(nearest, -8.0), 7.0).to(tl.int32) & 15
-        low, high = tl.split(tl.reshape(nearest, (BLOCK // 2, 2)))
-        columns = tl.arange(0, BLOCK // 2)
-        tl.store(codes + columns, (low | (high << 4)).to(tl.uint8), mask=columns < (WIDTH + 1) // 2)
-        at = tl.arange(0, BLOCK // 32)
-        tl.store(scales + at, bits.to(tl.int16), mask=at < (WIDTH + 31) // 32)
-
-
-@triton.jit
-def _row_address(slot, head, BLOCK_SIZE: tl.constexpr, block_stride, head_stride, token_stride):
-    """Offset of a slot's row, int64."""
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    return block * block_stride + head.to(tl.int64) * head_stride + offset * token_stride
-
-
-@triton.jit
-def write_rows(
-    k_new,
-    v_new,
-    k,
-    v,
-    slots,
-    k_new_token,
-    k_new_head,
-    v_new_token,
-    v_new_head,
-    k_block,
-    k_head,
-    k_token,
-    v_block,
-    v_head,
-    v_token,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    K_COLUMNS: tl.constexpr,
-    V_COLUMNS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Numbers of a token to its slot; grid [tokens]. V_WIDTH 0: V is a part of K."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        heads = tl.arange(0, HEADS)[:, None]
-        columns = tl.arange(0, K_COLUMNS)[None, :]
-        mask = (heads < NUM_HEADS) & (columns < K_WIDTH)
-        row = tl.load(k_new + token * k_new_token + heads.to(tl.int64) * k_new_head + columns, mask=mask)
-        tl.store(
-            k + _row_address(slot, heads, BLOCK_SIZE, k_block, k_head, k_token) + columns, row, mask=mask
-        )
-        if V_WIDTH > 0:
-            columns = tl.arange(0, V_COLUMNS)[None, :]
-            mask = (heads < NUM_HEADS) & (columns < V_WIDTH)
-            row = tl.load(v_new + token * v_new_token + heads.to(tl.int64) * v_new_head + columns, mask=mask)
-            address = _row_address(slot, heads, BLOCK_SIZE, v_block, v_head, v_token)
-            tl.store(v + address + columns, row, mask=mask)
-
-
-@triton.jit
-def write_codes(
-    k_new,
-    v_new,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    k_offset,
-    slots,
-    k_new_token,
-    k_new_head,
-    v_new_token,
-    v_new_head,
-    k_block,
-    k_head,
-    k_token,
-    v_block,
-    v_head,
-    v_token,
-    k_scale_block,
-    k_scale_head,
-    k_scale_token,
-    v_scale_block,
-    v_scale_head,
-    v_scale_token,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    K_COLUMNS: tl.constexpr,
-    V_COLUMNS: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    ROTATION: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Codes and scales of a token and head to its slot; grid [tokens, kv_heads]. Keys are rotated."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        columns = tl.arange(0, K_COLUMNS)
-        inside = columns < K_WIDTH
-        row = tl.load(k_new + token * k_new_token + head * k_new_head + columns, mask=inside, other=0.0)
-        row = row.to(tl.float32)
-        if k_offset is not None:
-            row -= tl.load(k_offset + head * K_WIDTH + columns, mask=inside, other=0.0)
-        blocks = tl.reshape(row, (K_COLUMNS // ROTATION, ROTATION))
-        row = tl.reshape(_rotated(blocks, K_COLUMNS // ROTATION, ROTATION, LOG_ROTATION), (K_COLUMNS,))
-        codes = k + _row_address(slot, head, BLOCK_SIZE, k_block, k_head, k_token)
-        scales = k_scale + _row_address(slot, head, BLOCK_SIZE, k_scale_block, k_scale_head, k_scale_token)
-        _store_row(row, codes, scales, K_WIDTH, K_COLUMNS, K_BITS)
-
-        columns = tl.arange(0, V_COLUMNS)
-        address = v_new + token * v_new_token + head * v_new_head + columns
-        row = tl.load(address, mask=columns < V_WIDTH, other=0.0).to(tl.float32)
-        codes = v + _row_address(slot, head, BLOCK_SIZE, v_block, v_head, v_token)
-        scales = v_scale + _row_address(slot, head, BLOCK_SIZE, v_scale_block, v_scale_head, v_scale_token)
-        _store_row(row, codes, scales, V_WIDTH, V_COLUMNS, V_BITS)
-
-
-@triton.jit
-def rotate_queries(
-    query,
-    rotated,
-    query_token,
-    query_head,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTATION: tl.constexpr,
-    LOG_ROTATION: tl.constexpr,
-):
-    """Queries rotated as keys of codes are, divided by the rotation's size; grid [tokens, q_heads]. rotated: dense."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    inside = columns < WIDTH
-    row = tl.load(query + token * query_token + head * query_head + columns, mask=inside, other=0.0)
-    blocks = tl.reshape(row.to(tl.float32), (COLUMNS // ROTATION, ROTATION))
-    row = tl.reshape(_rotated(blocks, COLUMNS // ROTATION, ROTATION, LOG_ROTATION), (COLUMNS,))
-    address = rotated + (token * tl.num_programs(1) + head) * WIDTH + columns
-    tl.store(address, (row * (1.0 / ROTATION)).to(rotated.dtype.element_ty), mask=inside)
-
-
-# Attention
 
 
 @triton.jit
@@ -261,7 +66,7 @@ def _load_tokens(
         mask = live[:, None] & (groups < (WIDTH + 31) // 32)
         bits = tl.load(scales + scale_rows[:, None] + groups, mask=mask, other=0)
         tile = tl.reshape(pairs, (NUM_TOKENS, NUM_GROUPS, GROUP_SIZE)).to(tl.float32)
-        tile = tl.reshape(tile * _numbers_of(bits)[:, :, None], (NUM_TOKENS, COLUMNS)).to(DTYPE)
+        tile = tl.reshape(tile * numbers_of(bits)[:, :, None], (NUM_TOKENS, COLUMNS)).to(DTYPE)
     else:
         columns = FIRST + tl.arange(0, COLUMNS)[None, :]
         mask = live[:, None]
@@ -270,7 +75,7 @@ def _load_tokens(
         tile = tl.load(numbers + rows[:, None] + columns, mask=mask, other=0)
         if BITS == 8:
             bits = tl.load(scales + scale_rows, mask=live, other=0)
-            tile = (tile.to(tl.float32) * _numbers_of(bits)[:, None]).to(DTYPE)
+            tile = (tile.to(tl.float32) * numbers_of(bits)[:, None]).to(DTYPE)
     return tile
 
 
@@ -427,8 +232,7 @@ def _sequence_of(tile, query_start, num_sequences, TILE_TOKENS: tl.constexpr):
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_width"])
-def attend(
+def _attend(
     query,
     k,
     v,
@@ -653,7 +457,17 @@ def attend(
             tl.store(address, values.to(DTYPE), mask=mask[:, None] & (columns < V_WIDTH))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+_COUNTS = ["num_sequences", "table_width", "window", "chunk"]
+_SCALES = [f"{field}_scale_{unit}" for field in ("k", "v") for unit in ("block", "head", "token")]
+_ROWS_OF_CODES = [f"{field}_{unit}" for field in ("k", "v") for unit in ("block", "head", "token")]
+attend = triton.jit(_attend, do_not_specialize=[*_COUNTS, *_SCALES])
+attend_codes = triton.jit(
+    _attend, do_not_specialize=[*_COUNTS, *_SCALES, *_ROWS_OF_CODES, "k", "v", "k_scale", "v_scale"]
+)
+"""`attend` for keys or values in a format of codes: their rows begin at any even byte."""
+
+
+@triton.jit(do_not_specialize=["num_splits", "window", "chunk"])
 def merge_partials(
     partial_sums,
     partial_stats,
@@ -699,3 +513,8 @@ def merge_partials(
         values = _finished(maximum, total, sums, sinks, head + only, only == 0)
         address = out + row.to(tl.int64) * out_token + head.to(tl.int64) * out_head + columns
         tl.store(address, values.to(out.dtype.element_ty), mask=columns < V_WIDTH)
+
+
+def variants() -> Iterator[KernelVariant]:
+    """The launches to compile ahead of time."""
+    return chain(attend_variants(attend, attend_codes), merge_variants(merge_partials))

@@ -15,10 +15,21 @@ Cost: a look-up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["SPLIT", "AttentionTiles", "architecture_class", "tiles_of"]
+__all__ = [
+    "SPLIT",
+    "AttentionTiles",
+    "architecture_class",
+    "attend_constants",
+    "column_tiles",
+    "launch_options",
+    "power_of_two",
+    "rows_of",
+    "tiles_of",
+]
 
 SPLIT = 512
 
@@ -51,39 +62,39 @@ def architecture_class(architecture: str) -> str:
     return architecture
 
 
-# By class: (largest width of K, or of V if larger) -> tiles. float32 has products without matrix instructions.
+# By class: (largest widths of K and V) -> tiles, in order. float32 has products without matrix instructions.
 _HALF = {
     "sm_80": {
-        64: AttentionTiles(16, 64, 64),
-        128: AttentionTiles(16, 64, 64, prefill_warps=4),
-        256: AttentionTiles(16, 64, 32, prefill_warps=8),
-        1024: AttentionTiles(16, 16, 16, 8, 8),
+        (64, 64): AttentionTiles(16, 64, 64, prefill_warps=8),
+        (192, 128): AttentionTiles(16, 64, 32, prefill_warps=8),
+        (256, 256): AttentionTiles(16, 32, 32, prefill_warps=8),
+        (1024, 1024): AttentionTiles(16, 16, 32, 8, 8),
     },
     "sm_90": {
-        64: AttentionTiles(64, 64, 64),
-        128: AttentionTiles(64, 64, 64),
-        256: AttentionTiles(64, 64, 32, 8, 8),
-        1024: AttentionTiles(16, 16, 32, 8, 8),
+        (64, 64): AttentionTiles(64, 64, 64),
+        (192, 128): AttentionTiles(64, 64, 64, 4, 8),
+        (256, 256): AttentionTiles(16, 32, 32, 4, 8),
+        (1024, 1024): AttentionTiles(16, 16, 32, 8, 8),
     },
     "sm_100": {
-        64: AttentionTiles(64, 64, 64),
-        128: AttentionTiles(64, 64, 64),
-        256: AttentionTiles(64, 64, 32, 8, 8),
-        1024: AttentionTiles(16, 16, 32, 8, 8),
+        (64, 64): AttentionTiles(64, 64, 64),
+        (192, 128): AttentionTiles(64, 64, 64, 4, 8),
+        (256, 256): AttentionTiles(16, 32, 32, 4, 8),
+        (1024, 1024): AttentionTiles(16, 16, 32, 8, 8),
     },
     "gfx942": {
-        64: AttentionTiles(64, 64, 64),
-        128: AttentionTiles(64, 64, 32),
-        256: AttentionTiles(32, 32, 32, 8, 8),
-        1024: AttentionTiles(16, 16, 16, 8, 8),
+        (64, 64): AttentionTiles(64, 64, 64),
+        (128, 128): AttentionTiles(64, 64, 64, 8, 8),
+        (192, 128): AttentionTiles(64, 64, 32, 8, 8),
+        (256, 256): AttentionTiles(32, 32, 32, 8, 8),
+        (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
     },
-    "interpreter": {1024: AttentionTiles(16, 32, 64)},
+    "interpreter": {(1024, 1024): AttentionTiles(16, 32, 64)},
 }
 _FLOAT32 = {
-    64: AttentionTiles(16, 16, 32),
-    128: AttentionTiles(16, 16, 32),
-    256: AttentionTiles(16, 16, 16),
-    1024: AttentionTiles(16, 16, 16, 8, 8),
+    (64, 64): AttentionTiles(16, 16, 32, 8, 8),
+    (256, 256): AttentionTiles(16, 16, 16, 8, 8),
+    (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
 }
 
 
@@ -92,5 +103,69 @@ def tiles_of(architecture: str, dtype: torch.dtype, k_width: int, v_width: int) 
     rows = _HALF[architecture_class(architecture)]
     if dtype == torch.float32 and architecture != "interpreter":
         rows = _FLOAT32
-    width = max(k_width, v_width)
-    return next(tiles for largest, tiles in rows.items() if width <= largest)
+    return next(tiles for (k, v), tiles in rows.items() if k_width <= k and v_width <= v)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def column_tiles(k_width: int, v_width: int) -> tuple[int, int, int]:
+    """Columns of K in a first product, columns in a second (0: none), and columns of V: powers of two, at least 16."""
+    first = max(16, 1 << (k_width.bit_length() - 1))
+    rest = max(0, k_width - first)
+    return first, max(16, power_of_two(rest)) if rest else 0, max(16, power_of_two(v_width))
+
+
+def attend_constants(
+    kind: str,
+    tiles: AttentionTiles,
+    *,
+    group: int,
+    k_width: int,
+    v_width: int,
+    block_size: int,
+    k_bits: int = 0,
+    v_bits: int = 0,
+    is_latent: bool = False,
+    has_span: bool = False,
+    has_softcap: bool = False,
+) -> dict[str, Any]:
+    """The constants of a launch of `attention_kernels.attend`. is_latent: V is the first columns of K."""
+    k_first, k_rest, v_columns = column_tiles(k_width, v_width)
+    return {
+        "GROUP": group,
+        "HAS_SPAN": has_span,
+        "HAS_SOFTCAP": has_softcap,
+        "K_WIDTH": k_width,
+        "V_WIDTH": v_width,
+        "K_FIRST": k_first,
+        "K_REST": k_rest,
+        "V_COLUMNS": v_columns,
+        "V_IS_K": is_latent and k_first == v_columns == v_width,
+        "K_BITS": k_bits,
+        "V_BITS": v_bits,
+        "ROWS": rows_of(kind, tiles),
+        "TOKENS": tiles.tokens,
+        "SPLIT": SPLIT,
+        "BLOCK_SIZE": block_size,
+        "KIND": kind,
+    }
+
+
+def launch_options(kind: str, tiles: AttentionTiles) -> dict[str, int]:
+    """Warps and stages of a launch of `attention_kernels.attend`."""
+    if _is_prefill(kind):
+        return {"num_warps": tiles.prefill_warps, "num_stages": tiles.prefill_stages}
+    return {"num_warps": tiles.decode_warps, "num_stages": tiles.decode_stages}
+
+
+def rows_of(kind: str, tiles: AttentionTiles) -> int:
+    """Query rows of a tile in this kind of launch."""
+    return tiles.prefill_rows if _is_prefill(kind) else tiles.decode_rows
+
+
+def _is_prefill(kind: str) -> bool:
+    """Whether tiles have several rows of a sequence."""
+    return kind in ("rows", "chunks")

@@ -1,7 +1,8 @@
-"""`MapAhead`: a thread that gives ranges their memory one step ahead, so that no step waits for the driver's calls.
+"""`MapAhead`: a thread that makes the driver's calls while steps run, so that no step waits for them.
 
-A hint, not a promise: the step commits its memory itself and finds it there if the thread was in time. A card without
-memory ends no thread; the step gets the error.
+One thread gives ranges their memory a step ahead, another unmaps behind fences. A hint, not a promise: a step commits
+its memory itself and finds it there if the thread was in time. A card without memory ends no thread; the step gets the
+error.
 
 Cost: a thread from the first `want` on.
 """
@@ -19,20 +20,21 @@ __all__ = ["MapAhead"]
 
 
 class MapAhead:
-    """A queue of work that commits memory. Any thread may call it."""
+    """A queue of work. Any thread may call it. name: of the thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "quire-map-ahead") -> None:
+        self._name = name
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def want(self, commit: Callable[[], object]) -> None:
-        """Have the thread call `commit`, after everything that was wanted before."""
+    def want(self, work: Callable[[], object]) -> None:
+        """Have the thread call `work`, after everything that was wanted before."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="quire-map-ahead", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-            self._queue.put(commit)
+            self._queue.put(work)
 
     def join(self) -> None:
         """Wait until everything wanted so far was called."""
@@ -53,6 +55,6 @@ class MapAhead:
         thread.join()
 
     def _work(self) -> None:
-        while (commit := self._queue.get()) is not None:
-            with contextlib.suppress(QuireError):  # the step's own commit meets it again, and raises
-                commit()
+        while (work := self._queue.get()) is not None:
+            with contextlib.suppress(QuireError):  # the step's own call meets it again, and raises
+                work()

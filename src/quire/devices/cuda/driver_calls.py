@@ -259,6 +259,12 @@ class StreamFence:
             self._driver.wait_for(self._event)
             self._put()
 
+    def wait_outside(self) -> None:
+        """Wait until it is passed, or a little longer, in another thread than the one that uses it."""
+        event = self._event
+        if event is not None:
+            self._driver.wait_for(event)
+
     def _put(self) -> None:
         self._driver._put_event(self._event)
         self._event = None

@@ -59,6 +59,8 @@ class DriverPages:
         self.lock = threading.RLock()
         self.pool = HandlePool(self.driver, self.page_bytes, self._reclaim)
         self.ahead = MapAhead()
+        self.behind = MapAhead("quire-unmap-behind")
+        self.collects_soon = True  # tests that look at memory in between say False
         self.stream = stream or self._torch_stream
         self._side_stream: int | None = None
         self._waiting: deque[tuple[StreamFence, Callable[[], None]]] = deque()
@@ -71,9 +73,21 @@ class DriverPages:
         return self.driver.fence(self.stream())
 
     def defer(self, fence: StreamFence, act: Callable[[], None]) -> None:
-        """Call `act` after the fence has passed: now, or in a later call. It may be called again if it fails."""
+        """Call `act` after the fence has passed: now, or soon, by a thread of its own. It may be called again if it
+        fails."""
         self._waiting.append((fence, act))
         self.collect()
+        if self._waiting and self.collects_soon:
+            self.behind.want(self._collect_behind)
+
+    def _collect_behind(self) -> None:
+        """Wait for the last fence without the lock, and do the deferred work: an idle engine gives memory back too."""
+        with self.lock:
+            fence = self._waiting[-1][0] if self._waiting else None
+        if fence is not None:
+            fence.wait_outside()
+            with self.lock:
+                self.collect()
 
     def collect(self) -> None:
         """Do the deferred work whose fences have passed. A refusal of the driver is tried again by a later call.

@@ -155,6 +155,7 @@ class DriverRange:
         memory.ahead.join()
         with memory.lock, contextlib.suppress(DeviceLostError):  # a lost card has no memory to give back
             memory.insist(lambda: memory.driver.synchronize(memory.stream()))
+            memory.collect()
             self._num_releases += 1
             self._release_of[self._has_handle] = self._num_releases
             memory.insist(lambda: self._unmap_released(0, len(self._handles), self._num_releases))

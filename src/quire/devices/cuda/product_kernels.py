@@ -37,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.devices.cuda.kernel_alignment import for_any_alignment
 from quire.devices.cuda.kernel_variants import TARGETS, KernelVariant
 
 __all__ = [
@@ -70,13 +71,13 @@ class Tile(NamedTuple):
 _ALL = 1 << 62
 _AMPERE = (
     (16, (Tile(16, 128, 4, 4), Tile(16, 64, 4, 5), Tile(16, 32, 2, 6))),
-    (32, (Tile(32, 128, 4, 4), Tile(32, 64, 4, 5), Tile(32, 32, 2, 5))),
+    (32, (Tile(32, 128, 4, 4), Tile(32, 64, 4, 5), Tile(32, 32, 4, 5))),
     (64, (Tile(64, 128, 8, 4), Tile(64, 64, 4, 4), Tile(64, 32, 4, 5))),
     (_ALL, (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3))),
 )
 _ADA = (
     (16, (Tile(16, 128, 4, 4), Tile(16, 64, 4, 5), Tile(16, 32, 2, 6))),
-    (32, (Tile(32, 64, 4, 5), Tile(32, 32, 2, 5))),
+    (32, (Tile(32, 64, 4, 5), Tile(32, 32, 4, 5))),
     (64, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 4), Tile(64, 32, 4, 5))),
     (_ALL, (Tile(128, 128, 8, 2), Tile(128, 64, 4, 3))),
 )
@@ -191,14 +192,14 @@ def _tile_of(program, num_m, num_n, GROUP: tl.constexpr):
     return first + program % in_group % height, program % in_group // height
 
 
-@triton.jit(do_not_specialize=["M", "batch_size"])
+@triton.jit(do_not_specialize=["M", "n_units", "batch_size"])
 def product_kernel(
     a,
     b,
     bias,
     out,
     M,
-    N,
+    n_units,  # N / N_UNIT: known as a multiple of it
     K,
     a_stride,  # of a row; its numbers are contiguous
     b_stride,  # of a column (B_BY_COLUMNS) or of a row of b; the other dimension is contiguous
@@ -211,11 +212,13 @@ def product_kernel(
     IN_ORDER: tl.constexpr,  # several slices in this program
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
+    N_UNIT: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    N = n_units * N_UNIT
     tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 8)
     batch = tl.program_id(2).to(tl.int64)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -249,7 +252,7 @@ def product_kernel(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=is_place)
 
 
-@triton.jit(do_not_specialize=["count", "num_slices"])
+@triton.jit(do_not_specialize=["count", "N", "num_slices"])
 def merge_slices_kernel(sums, bias, out, count, N, num_slices, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """The sums [slices, count] of `product_kernel`, added in order of the slices."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -266,7 +269,7 @@ def merge_slices_kernel(sums, bias, out, count, N, num_slices, BIAS: tl.constexp
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups", "n_units"])
 def grouped_product_kernel(
     a,
     b,
@@ -274,7 +277,7 @@ def grouped_product_kernel(
     bias,  # [groups, N]
     out,
     num_groups,
-    N,
+    n_units,
     K,
     a_stride,
     b_stride,
@@ -284,6 +287,7 @@ def grouped_product_kernel(
     IN_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
+    N_UNIT: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two, at least num_groups
     BLOCK_M: tl.constexpr,
@@ -291,6 +295,7 @@ def grouped_product_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Tiles are counted group by group; programs behind the last tile end."""
+    N = n_units * N_UNIT
     groups = tl.arange(0, GROUPS)
     is_group = groups < num_groups
     lasts = tl.load(ends + groups, mask=is_group, other=0)
@@ -326,6 +331,8 @@ def grouped_product_kernel(
 
 # -- launches --------------------------------------------------------------------------------------------
 
+_any_product_kernel = for_any_alignment(product_kernel)
+_any_grouped_product_kernel = for_any_alignment(grouped_product_kernel)
 _IS_INTERPRETED = not isinstance(product_kernel, triton.runtime.JITFunction)
 
 
@@ -382,12 +389,14 @@ def multiply_batch(
     apart = num_slices > 1 and (apart if is_apart is None else is_apart)
     sums = a.new_empty((num_slices, batch_size, M, N), dtype=torch.float32) if apart else out
     num_tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
-    product_kernel[(num_tiles, num_slices if apart else 1, batch_size)](
-        a, b, bias, sums, M, N, K,
+    kernel = product_kernel if is_aligned else _any_product_kernel
+    n_unit = _n_unit(N, is_aligned)
+    kernel[(num_tiles, num_slices if apart else 1, batch_size)](
+        a, b, bias, sums, M, N // n_unit, K,
         _row_stride(a, 1, K), _row_stride(b, 2, K) if by_columns else _row_stride(b, 1, N),
         _row_stride(a, 0, M * K), _row_stride(b, 0, K * N), batch_size,
         BIAS=kind, B_BY_COLUMNS=by_columns, APART=apart, IN_ORDER=num_slices > 1 and not apart,
-        EVEN_K=K % _BLOCK_K[num_bytes] == 0, UPCAST=_IS_INTERPRETED and a.dtype is torch.bfloat16,
+        EVEN_K=K % _BLOCK_K[num_bytes] == 0, UPCAST=_IS_INTERPRETED and a.dtype is torch.bfloat16, N_UNIT=n_unit,
         SLICE_TILES=SLICE // _BLOCK_K[num_bytes], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=_BLOCK_K[num_bytes], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -417,11 +426,14 @@ def multiply_groups(
     rows_each = -(-num_rows // num_groups)
     tile, _ = choose_tile(arch, num_bytes, rows_each, N, K, min(num_rows, num_groups), is_aligned)
     max_tiles = min(num_rows, num_rows // tile.block_m + num_groups)
-    grouped_product_kernel[(max_tiles, -(-N // tile.block_n))](
-        a, b, ends.to(torch.int32).contiguous(), None if bias is None else bias.contiguous(), out, num_groups, N, K,
+    kernel = grouped_product_kernel if is_aligned else _any_grouped_product_kernel
+    n_unit = _n_unit(N, is_aligned)
+    kernel[(max_tiles, -(-N // tile.block_n))](
+        a, b, _at_16_bytes(ends.to(torch.int32)), None if bias is None else _at_16_bytes(bias), out,
+        num_groups, N // n_unit, K,
         _row_stride(a, 0, K), b.stride(2) if by_columns else b.stride(1), b.stride(0),
         HAS_BIAS=bias is not None, B_BY_COLUMNS=by_columns, IN_ORDER=K > SLICE,
-        EVEN_K=K % _BLOCK_K[num_bytes] == 0, UPCAST=_IS_INTERPRETED and a.dtype is torch.bfloat16,
+        EVEN_K=K % _BLOCK_K[num_bytes] == 0, UPCAST=_IS_INTERPRETED and a.dtype is torch.bfloat16, N_UNIT=n_unit,
         SLICE_TILES=SLICE // _BLOCK_K[num_bytes], GROUPS=max(2, triton.next_power_of_2(num_groups)),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=_BLOCK_K[num_bytes],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -457,8 +469,10 @@ def variants() -> Iterator[KernelVariant]:
                 yield _product_variant(arch, dtype, tile, "in_order", b_by_columns=False)
                 yield _product_variant(arch, dtype, tile, "in_order", bias="columns")
                 yield _grouped_variant(arch, dtype, tile)
+            unaligned = UNALIGNED_TILES[arch, num_bytes]
             for form in ("whole", "in_order", "apart"):
-                yield _product_variant(arch, dtype, UNALIGNED_TILES[arch, num_bytes], form, is_aligned=False)
+                yield _product_variant(arch, dtype, unaligned, form, is_aligned=False, n_unit=1)
+            yield _product_variant(arch, dtype, tiles[0], "in_order", n_unit=1)
             yield _product_variant(arch, dtype, tiles[0], "whole", bias="each")
     for dtype in ("bf16", "fp16", "fp32"):
         for bias in ("none", "columns", "each"):
@@ -472,7 +486,7 @@ def variants() -> Iterator[KernelVariant]:
                 f"merge_slices_{dtype}_{bias}",
                 {**types, "num_slices": "i32"},
                 constants,
-                divisible=tuple(name for name in types if name != "count"),
+                divisible=tuple(name for name in types if types[name].startswith("*")),
                 num_stages=3,
             )
 
@@ -486,28 +500,29 @@ def _product_variant(
     b_by_columns: bool = True,
     bias: str = "none",
     is_aligned: bool = True,
+    n_unit: int = 16,
 ) -> KernelVariant:
     pointers = {"a": f"*{dtype}", "b": f"*{dtype}", "bias": f"*{dtype}", "out": f"*{dtype}"}
     if form == "apart":
         pointers["out"] = "*fp32"
-    sizes = ["N", "K", "a_stride", "b_stride", "a_batch_stride", "b_batch_stride"]
+    sizes = ["K", "a_stride", "b_stride", "a_batch_stride", "b_batch_stride"]
     constants: dict[str, object] = {
         "BIAS": bias,
         "B_BY_COLUMNS": b_by_columns,
         "APART": form == "apart",
         "IN_ORDER": form == "in_order",
-        **_tile_constants(dtype, tile, is_aligned),
+        **_tile_constants(dtype, tile, is_aligned, n_unit),
     }
     if bias == "none":
         del pointers["bias"]
         constants["bias"] = None
     name = f"product_{arch}_{dtype}_{tile.block_m}x{tile.block_n}_{form}_{bias}"
     return KernelVariant(
-        product_kernel,
-        name + ("" if b_by_columns else "_by_rows") + ("" if is_aligned else "_unaligned"),
-        {**pointers, **dict.fromkeys(["M", *sizes, "batch_size"], "i32")},
+        product_kernel if is_aligned else _any_product_kernel,
+        name + ("" if b_by_columns else "_by_rows") + ("" if is_aligned else "_unaligned") + f"_n{n_unit}",
+        {**pointers, **dict.fromkeys(["M", "n_units", *sizes, "batch_size"], "i32")},
         constants,
-        divisible=(*pointers, *(sizes if is_aligned else ())),
+        divisible=(*pointers, *sizes) if is_aligned else (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=(arch,),
@@ -518,18 +533,18 @@ def _product_variant(
 
 def _grouped_variant(arch: str, dtype: str, tile: Tile) -> KernelVariant:
     pointers = {"a": f"*{dtype}", "b": f"*{dtype}", "ends": "*i32", "out": f"*{dtype}"}
-    sizes = ["num_groups", "N", "K", "a_stride", "b_stride", "b_group_stride"]
+    sizes = ["K", "a_stride", "b_stride", "b_group_stride"]
     return KernelVariant(
         grouped_product_kernel,
         f"grouped_product_{arch}_{dtype}_{tile.block_m}x{tile.block_n}",
-        {**pointers, **dict.fromkeys(sizes, "i32")},
+        {**pointers, **dict.fromkeys(["num_groups", "n_units", *sizes], "i32")},
         {
             "bias": None,
             "HAS_BIAS": False,
             "B_BY_COLUMNS": False,
             "IN_ORDER": True,
             "GROUPS": 128,
-            **_tile_constants(dtype, tile, True),
+            **_tile_constants(dtype, tile, True, 16),
         },
         divisible=(*pointers, *sizes),
         num_warps=tile.num_warps,
@@ -540,11 +555,12 @@ def _grouped_variant(arch: str, dtype: str, tile: Tile) -> KernelVariant:
     )
 
 
-def _tile_constants(dtype: str, tile: Tile, is_even: bool) -> dict[str, object]:
+def _tile_constants(dtype: str, tile: Tile, is_even: bool, n_unit: int) -> dict[str, object]:
     block_k = _BLOCK_K[4 if dtype == "fp32" else 2]
     return {
         "EVEN_K": is_even,
         "UPCAST": False,
+        "N_UNIT": n_unit,
         "SLICE_TILES": SLICE // block_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -601,5 +617,15 @@ def _bias_form(bias: torch.Tensor | None, shape: torch.Size) -> tuple[str, torch
     if bias is None:
         return "none", None
     if bias.dim() == 1 and bias.shape[0] == shape[-1]:
-        return "columns", bias.contiguous()
-    return "each", bias.expand(shape).contiguous()
+        return "columns", _at_16_bytes(bias)
+    return "each", _at_16_bytes(bias.expand(shape))
+
+
+def _at_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous at an aligned address."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _n_unit(N: int, is_aligned: bool) -> int:
+    return 16 if is_aligned and N % 16 == 0 else 1

@@ -7,8 +7,8 @@ float32, and the lanes are added at the end. No atomics, and no program knows ho
 
 Invariants
     W1  the bits of a row depend on that row, its length and the dtype. The compiler distributes a block over the lanes
-        by the alignment of pointers and strides, and the order of the last sum follows. So kernels are not specialised
-        for alignment, except the norms: their rows are aligned or copied (`_aligned`).
+        by the alignment of pointers and strides, and the order of the last sum follows. So kernels that sum are not
+        specialised for alignment; a norm is, if its length is a multiple of 16: then its rows are aligned or copied.
     W2  softmax, logarithms of sums and prefix sums have one block size for all lengths: masked numbers behind a row's
         last (-inf, or 0) change no bit.
     W3  sums along another dimension than the last add one number after the other, per element of the result.
@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.devices.cuda.kernel_alignment import for_any_alignment
 from quire.devices.cuda.kernel_variants import KernelVariant
 
 __all__ = [
@@ -81,7 +82,7 @@ def sum_kernel(x, out, n, stride, correction, MODE: tl.constexpr, BLOCK: tl.cons
     tl.store(out + row, total.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "inner"], do_not_specialize_on_alignment=["x", "out"])
 def sum_columns_kernel(x, out, n, inner, MODE: tl.constexpr, BLOCK: tl.constexpr):
     """x [outer, n, inner] -> [outer, inner]; a lane adds its column, one number after the other."""
     outer = tl.program_id(0).to(tl.int64)
@@ -206,7 +207,7 @@ def cumsum_kernel(x, out, n, stride, BLOCK: tl.constexpr):
         before += tl.sum(values, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "stride"], do_not_specialize_on_alignment=["x", "out"])
 def argmax_kernel(x, out, n, stride, BLOCK: tl.constexpr):
     """The lowest index of the largest number; NaN is larger than any, as in torch."""
     row = tl.program_id(0).to(tl.int64)
@@ -229,7 +230,7 @@ def argmax_kernel(x, out, n, stride, BLOCK: tl.constexpr):
     tl.store(out + row, place.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["out", "source", "order", "starts"])
 def add_by_index_kernel(out, source, order, starts, n, BLOCK: tl.constexpr):
     """out [rows, n] += the rows of source in `order` from starts[row] to starts[row + 1], one after the other."""
     row = tl.program_id(0).to(tl.int64)
@@ -258,7 +259,7 @@ def silu_and_mul_kernel(gate, up, out, num_rows, n, gate_stride, up_stride, BLOC
     tl.store(out + places, (activated * u).to(out.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def rotary_kernel(
     x, cosines, sines, out, num_heads, n, token_stride, head_stride, angle_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr,
@@ -281,6 +282,10 @@ def rotary_kernel(
 
 
 # -- launches --------------------------------------------------------------------------------------------
+
+_any_norm_kernel = for_any_alignment(norm_kernel)
+_any_silu_and_mul_kernel = for_any_alignment(silu_and_mul_kernel)
+_any_rotary_kernel = for_any_alignment(rotary_kernel)
 
 
 def sum_rows(
@@ -425,7 +430,8 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         gate, up = _as_rows(gate, [gate.dim() - 1]), _as_rows(up, [up.dim() - 1])
-        silu_and_mul_kernel[(-(-out.numel() // _ELEMENT_BLOCK),)](
+        kernel = silu_and_mul_kernel if _is_aligned(gate, up) else _any_silu_and_mul_kernel
+        kernel[(-(-out.numel() // _ELEMENT_BLOCK),)](
             gate, up, out, len(gate), n, gate.stride(0), up.stride(0), BLOCK=_ELEMENT_BLOCK, num_warps=4
         )
     return out
@@ -441,7 +447,8 @@ def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch
     if out.numel():
         x = x if x.stride(2) == 1 else x.contiguous()
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        rotary_kernel[(tokens, heads)](
+        kernel = rotary_kernel if _is_aligned(x, cosines, sines) else _any_rotary_kernel
+        kernel[(tokens, heads)](
             x, cosines, sines, out, heads, n, x.stride(0), x.stride(1), cosines.shape[1],
             HALF=cosines.shape[1] // 2, BLOCK=_power_of_2(n), num_warps=1,
         )  # fmt: skip
@@ -461,40 +468,51 @@ def variants() -> Iterator[KernelVariant]:
         for mode in ("sum", "mean"):
             types = {**x, "n": "i32", "inner": "i32"}
             name = f"{mode}_columns_{dtype}"
-            yield _variant(sum_columns_kernel, name, types, ("x", "out", "inner"), _COLUMN_BLOCK, MODE=mode)
+            yield _variant(sum_columns_kernel, name, types, (), _COLUMN_BLOCK, MODE=mode)
         for mode in ("softmax", "log_softmax", "logsumexp"):
             yield _variant(softmax_kernel, f"{mode}_{dtype}", row, (), _SOFTMAX_BLOCK, MODE=mode)
         yield _variant(cumsum_kernel, f"cumsum_{dtype}", row, (), _SOFTMAX_BLOCK)
         for block in (64, 4096):
             types = {**row, "out": "*i64"}
-            yield _variant(argmax_kernel, f"argmax_{dtype}_{block}", types, tuple(types), block)
+            yield _variant(argmax_kernel, f"argmax_{dtype}_{block}", types, (), block)
         for is_rms in (True, False):
             for has_residual in (True, False) if is_rms else (False,):
                 for block in (128, _MAX_BLOCK):
-                    yield _norm_variant(dtype, is_rms, has_residual, block)
+                    for is_aligned in (True, False):
+                        yield _norm_variant(dtype, is_rms, has_residual, block, is_aligned)
         types = {"out": f"*{dtype}", "source": f"*{dtype}", "order": "*i64", "starts": "*i64", "n": "i32"}
-        yield _variant(add_by_index_kernel, f"add_by_index_{dtype}", types, tuple(types), _COLUMN_BLOCK)
+        yield _variant(add_by_index_kernel, f"add_by_index_{dtype}", types, (), _COLUMN_BLOCK)
         types = {"gate": f"*{dtype}", "up": f"*{dtype}", "out": f"*{dtype}"}
         types |= dict.fromkeys(("num_rows", "n", "gate_stride", "up_stride"), "i32")
         divisible = tuple(name for name in types if name != "num_rows")
         yield _variant(silu_and_mul_kernel, f"silu_and_mul_{dtype}", types, divisible, _ELEMENT_BLOCK)
+        name = f"silu_and_mul_{dtype}_unaligned"
+        yield _variant(_any_silu_and_mul_kernel, name, types, (), _ELEMENT_BLOCK)
         types = {"x": f"*{dtype}", "cosines": f"*{dtype}", "sines": f"*{dtype}", "out": f"*{dtype}"}
         types |= dict.fromkeys(("num_heads", "n", "token_stride", "head_stride", "angle_stride"), "i32")
         divisible = tuple(name for name in types if name != "num_heads")
         for width in (64, 128):
             yield _variant(rotary_kernel, f"rotary_{dtype}_{width}", types, divisible, width, HALF=width // 2)
+        yield _variant(_any_rotary_kernel, f"rotary_{dtype}_unaligned", types, (), 128, HALF=40)
 
 
 def _variant(
     kernel: Any, name: str, types: dict[str, str], divisible: tuple[str, ...], block: int, **constants: object
 ) -> KernelVariant:
-    warps = {argmax_kernel: 8 if block > 1024 else 4, rotary_kernel: 1, sum_kernel: _warps(block)}
+    warps = {
+        argmax_kernel: 8 if block > 1024 else 4,
+        rotary_kernel: 1,
+        _any_rotary_kernel: 1,
+        sum_kernel: _warps(block),
+    }
     return KernelVariant(
         kernel, name, types, {**constants, "BLOCK": block}, divisible, warps.get(kernel, 4), _NUM_STAGES
     )
 
 
-def _norm_variant(dtype: str, is_rms: bool, has_residual: bool, block: int) -> KernelVariant:
+def _norm_variant(
+    dtype: str, is_rms: bool, has_residual: bool, block: int, is_aligned: bool
+) -> KernelVariant:
     pointers = dict.fromkeys(["x", "weight", "bias", "residual", "out", "total_out"], f"*{dtype}")
     pointers |= {"mean_out": "*fp32", "rstd_out": "*fp32"}
     constants: dict[str, object] = {
@@ -511,9 +529,16 @@ def _norm_variant(dtype: str, is_rms: bool, has_residual: bool, block: int) -> K
         constants[name] = None
     name = f"{'rms' if is_rms else 'layer'}_norm{'_residual' if has_residual else ''}_{dtype}_{block}"
     types = {**pointers, "n": "i32", "stride": "i32", "eps": "fp32"}
-    # The moments of row 0 lie behind each other: the second pointer's alignment is any.
-    divisible = (*(key for key in pointers if key != "rstd_out"), "n", "stride")
-    return KernelVariant(norm_kernel, name, types, constants, divisible, _warps(block), _NUM_STAGES)
+    divisible = (*pointers, "n", "stride") if is_aligned else ()
+    return KernelVariant(
+        norm_kernel if is_aligned else _any_norm_kernel,
+        name if is_aligned else name + "_unaligned",
+        types,
+        constants,
+        divisible,
+        _warps(block),
+        _NUM_STAGES,
+    )
 
 
 def version() -> str:
@@ -553,44 +578,48 @@ def _norm(
     """The normed x, mean and 1 / deviation of each row, and x + residual."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows = x.numel() // n if n else 0
-    moments = torch.empty((2, num_rows), dtype=torch.float32, device=x.device)
+    means, rstds = (torch.empty(num_rows, dtype=torch.float32, device=x.device) for _ in range(2))
     total = x if residual is None else torch.empty_like(out)
     if num_rows:
-        rows = _aligned(x.reshape(num_rows, n))
+        is_aligned = n % 16 == 0
+        rows = _with_unit_stride(x.reshape(num_rows, n))
+        rest = [None if tensor is None else tensor.contiguous() for tensor in (weight, bias, residual)]
+        if is_aligned:
+            rows = rows if rows.stride(0) % 16 == 0 else rows.contiguous()
+            rows, *rest = (_at_16_bytes(tensor) for tensor in (rows, *rest))
         block = _block(n, _MAX_BLOCK)
-        norm_kernel[(num_rows,)](
-            rows,
-            None if weight is None else weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            None if residual is None else _aligned(residual.reshape(num_rows, n).contiguous()),
-            out, None if residual is None else total, moments[0], moments[1],
-            n, _row_stride(rows), eps,
+        kernel = norm_kernel if is_aligned else _any_norm_kernel
+        kernel[(num_rows,)](
+            rows, *rest, out, None if residual is None else total, means, rstds,
+            n, rows.stride(0) if num_rows > 1 else n, eps,
             IS_RMS=is_rms, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None, HAS_MOMENTS=residual is None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return out, moments[0], moments[1], total
+    return out, means, rstds, total
 
 
 def _as_rows(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """x as [rows, n]: `dims`, ascending, become the last dimension, whose numbers are adjacent. A view if it can be."""
     rest = [dim for dim in range(x.dim()) if dim not in dims]
     rows = x.permute(*rest, *dims).reshape(-1, _size(x, dims))
+    return _with_unit_stride(rows)
+
+
+def _with_unit_stride(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, n] at an address and with a stride whose alignment follows from n alone; a copy if need be (W1)."""
-    n = rows.shape[1]
-    has_stride = rows.stride(1) == 1 and (
-        len(rows) == 1 or rows.stride(0) == n or (n % 16 == 0 and rows.stride(0) % 16 == 0)
-    )
-    if has_stride and rows.data_ptr() % 16 == 0:
-        return rows
-    return rows.clone(memory_format=torch.contiguous_format)
+def _at_16_bytes(x: torch.Tensor | None) -> Any:
+    """x at an aligned address, or None."""
+    return x if x is None or x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _row_stride(rows: torch.Tensor) -> int:
-    return rows.stride(0) if len(rows) > 1 else rows.shape[1]
+def _is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether 16 bytes of the last dimension, of adjacent numbers, can be loaded at once in every row."""
+    for x in tensors:
+        if x.data_ptr() % 16 or x.shape[-1] % 16 or any(stride % 16 for stride in x.stride()[:-1]):
+            return False
+    return True
 
 
 def _ascending(dims: Sequence[int], num_dims: int) -> list[int]:

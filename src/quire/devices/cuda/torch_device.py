@@ -10,26 +10,21 @@ operators for each token.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
 from quire.attention import AttentionOptions, reference_attention
 from quire.devices.cuda.step_tensors import device_batch, has_late_copies, step_on_device
-from quire.devices.cuda.torch_memory import TorchMemory, require_device
-from quire.errors import ArgumentError, BackendError
+from quire.devices.cuda.torch_memory import TorchMemory
 from quire.memory import KVView
 from quire.recurrence import RecurrenceBackend, reference_recurrence
 from quire.step import AttentionBatch, ForwardStep, StepCache
 
-__all__ = ["TorchDevice", "torch_device_of"]
-
-_TRITON_TYPES = ("cuda", "cpu")  # that its kernels are written for: CUDA and ROCm, and the interpreter
+__all__ = ["TorchDevice"]
 
 
 class TorchDevice(TorchMemory):
@@ -89,37 +84,3 @@ class TorchDevice(TorchMemory):
     ) -> torch.Tensor:
         tables = device_batch(batch, self.torch_device).block_tables
         return reference_attention.run(view, query, replace(batch, block_tables=tables), options, out=out)
-
-
-@functools.cache
-def torch_device_of(kernels: str, place: str) -> TorchDevice:
-    """The device of `kernels` ("triton", "torch", or "" for the first that this machine has) on torch's device `place`;
-    one object for each.
-
-    *raises:* ArgumentError: other kernels. BackendError: this machine has no such device, or no triton.
-    """
-    if kernels not in ("", "triton", "torch"):
-        raise ArgumentError(
-            f'expected the back end "triton" or "torch" on device {place!r}, got {kernels!r} - in `backend`'
-        )
-    try:
-        torch_device = torch.device(place)
-    except RuntimeError as error:
-        raise ArgumentError(
-            f"expected a device that torch {torch.__version__} knows, such as cuda or cuda:1, got {place!r} - in "
-            "`device`"
-        ) from error
-    if torch_device.index is None and torch_device.type != "cpu":
-        torch_device = torch.device(torch_device.type, 0)
-    require_device(torch_device)
-    has_triton = find_spec("triton") is not None
-    if kernels == "triton" and not has_triton:
-        raise BackendError(
-            'expected triton for backend "triton", got none; install it (pip install "quire-kv[cuda]"), or take '
-            'backend="torch"'
-        )
-    if kernels == "torch" or not has_triton or torch_device.type not in _TRITON_TYPES:
-        return TorchDevice(torch_device)
-    from quire.devices.cuda.triton_device import TritonDevice
-
-    return TritonDevice(torch_device)

@@ -1,15 +1,16 @@
 """Attention by Triton kernels: `write` and `run` as in `quire.attention.attention_backend`, on a card or interpreted.
 
-The kernels are in `attention_kernels`, the sizes of tiles in `attention_tiles`, a step's tables in `device_batch`.
+The kernels are in `attention_kernels` and `kv_write_kernels`, the sizes of tiles in `attention_tiles`, a step's tables
+in `step_tensors`.
 
 Calls do not wait for the device and read no tensor on it: checks are of shapes, dtypes and places. A slot of -1 is
 skipped. Grids follow from numbers of the batch that the host knows: rows, sequences, width of the tables.
 
-With TRITON_INTERPRET=1, when triton is imported, kernels run on CPU tensors, for tests: in float32 and float16. Its
-bfloat16 is wrong and refused.
+With TRITON_INTERPRET=1, when triton is imported, kernels run on CPU tensors, for tests: in float32 and float16. The
+interpreter's bfloat16 is wrong and refused.
 
-Cost: 2 launches of a decode step and layer if sequences may be longer than a split (`attend`, `merge_partials`), else 1;
-formats of codes have one more, which rotates the queries.
+Cost: a layer of a decode step is one launch (`attend`), or two if programs share a sequence (`merge_partials`). Formats
+of codes add one that rotates the queries.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ import triton
 from quire.attention import AttentionOptions
 from quire.attention.attention_checks import check_new_rows, check_run
 from quire.attention.codecs import rotation_size
-from quire.devices.cuda import attention_kernels as kernels
-from quire.devices.cuda.attention_tiles import SPLIT, AttentionTiles, tiles_of
+from quire.devices.cuda.attention_kernels import attend, attend_codes, merge_partials
+from quire.devices.cuda.attention_tiles import (
+    SPLIT,
+    AttentionTiles,
+    attend_constants,
+    column_tiles,
+    launch_options,
+    power_of_two,
+    tiles_of,
+)
+from quire.devices.cuda.kv_write_kernels import rotate_queries, write_codes, write_rows
 from quire.devices.cuda.step_tensors import DeviceBatch, device_batch
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
@@ -43,7 +53,7 @@ _PROGRAMS_PER_PROCESSOR = 4  # with that many programs, splits of a sequence nee
 def attention_version() -> str:
     """Changes when the bits of attention may change: with the kernels, the tiles, and triton."""
     digest = hashlib.sha256(triton.__version__.encode())
-    for name in ("attention_kernels.py", "attention_tiles.py"):
+    for name in ("attention_kernels.py", "attention_tiles.py", "kv_write_kernels.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -72,14 +82,12 @@ class TritonAttention:
     def __init__(
         self, device: torch.device, architecture: str | None = None, num_processors: int | None = None
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.architecture = architecture or _architecture_of(device)
-        if num_processors is None:
-            num_processors = 1
-            if device.type == "cuda":
-                num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_processors = num_processors
-        self._launch: dict[str, Any] = {} if is_interpreted() else _LAUNCH
+        self.num_processors = _processors_of(device) if num_processors is None else num_processors
+        self._options: dict[str, bool] = {} if is_interpreted() else _LAUNCH
 
     @property
     def version(self) -> str:
@@ -104,34 +112,36 @@ class TritonAttention:
         heads, k_width, v_width = view.num_kv_heads, view.k_head_dim, view.v_head_dim
         new_strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         if handle.k_bits == 0:
-            kernels.write_rows[(num_tokens,)](
+            self._launch(
+                write_rows,
+                (num_tokens,),
                 *(k, v, handle.k, handle.v, slots, *new_strides, *handle.strides),
                 K_WIDTH=k_width,
                 V_WIDTH=0 if handle.is_latent else v_width,
-                K_COLUMNS=_power(k_width),
-                V_COLUMNS=_power(v_width),
+                K_COLUMNS=power_of_two(k_width),
+                V_COLUMNS=power_of_two(v_width),
                 NUM_HEADS=heads,
-                HEADS=_power(heads),
+                HEADS=power_of_two(heads),
                 BLOCK_SIZE=view.block_size,
-                **self._launch,
             )
             return
         rotation = rotation_size(k_width)
-        kernels.write_codes[(num_tokens, heads)](
+        self._launch(
+            write_codes,
+            (num_tokens, heads),
             *(k, v, handle.k, handle.v, handle.k_scale, handle.v_scale),
             *(None if view.k_offset is None else view.k_offset.contiguous(), slots, *new_strides),
             *(*handle.strides, *handle.scale_strides),
             K_WIDTH=k_width,
             V_WIDTH=v_width,
-            K_COLUMNS=max(32, _power(k_width)),
-            V_COLUMNS=max(32, _power(v_width)),
+            K_COLUMNS=max(32, power_of_two(k_width)),
+            V_COLUMNS=max(32, power_of_two(v_width)),
             K_BITS=handle.k_bits,
             V_BITS=handle.v_bits,
             ROTATION=rotation,
             LOG_ROTATION=rotation.bit_length() - 1,
             BLOCK_SIZE=view.block_size,
             num_warps=1,
-            **self._launch,
         )
 
     def run(
@@ -189,11 +199,12 @@ class TritonAttention:
         is_decode = batch.num_tokens == n
         num_splits = -(-launch.tables.max_context // SPLIT)
         decode_tiles = heads * -(-launch.group // tiles.decode_rows)
+        num_single = launch.tables.num_single
         partial_floats = n * heads * launch.group * num_splits * launch.v_width
         splits = (
-            launch.tables.num_single > 0
+            num_single > 0
             and num_splits > 1
-            and launch.tables.num_single * decode_tiles < _PROGRAMS_PER_PROCESSOR * self.num_processors
+            and num_single * decode_tiles < _PROGRAMS_PER_PROCESSOR * self.num_processors
             and 4 * partial_floats <= _MAX_PARTIAL_BYTES
         )
         if splits:
@@ -201,55 +212,49 @@ class TritonAttention:
             floats = launch.tables.floats(partial_floats + 2 * num_parts)
             sums, stats = floats[:partial_floats], floats[partial_floats:]
             grid = (num_splits, decode_tiles, n)
-            self._attend(launch, grid, "partial", tiles.decode_rows, tiles, sums, stats)
+            self._attend(launch, grid, "partial", tiles, sums, stats)
             self._merge(launch, (n, heads * launch.group), sums, stats, num_splits)
         elif is_decode:
-            self._attend(launch, (n, decode_tiles), "single", tiles.decode_rows, tiles)
+            self._attend(launch, (n, decode_tiles), "single", tiles)
         if not is_decode:
             rows = tiles.prefill_rows
             num_tiles = batch.num_tokens // max(1, rows // launch.group) + n
             grid = (num_tiles, heads * -(-launch.group // rows))
-            self._attend(launch, grid, "chunks" if splits else "rows", rows, tiles)
+            self._attend(launch, grid, "chunks" if splits else "rows", tiles)
 
     def _attend(
         self,
         launch: _AttentionLaunch,
         grid: tuple[int, ...],
         kind: str,
-        num_rows: int,
         tiles: AttentionTiles,
         sums: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
     ) -> None:
         handle, options, tables = launch.handle, launch.options, launch.tables
-        is_prefill = kind in ("rows", "chunks")
-        k_first, k_rest, v_columns = column_tiles(launch.k_width, launch.v_width)
-        kernels.attend[grid](
+        self._launch(
+            attend_codes if handle.k_bits or handle.v_bits else attend,
+            grid,
             *(launch.query, handle.k, handle.v, handle.k_scale, handle.v_scale, launch.out, sums, stats),
             *(launch.sinks, launch.slopes, tables.query_start, tables.context_lengths, tables.block_tables),
             *(tables.context_lengths.numel(), tables.table_width),
             *(launch.query.stride(0), launch.query.stride(1), launch.out.stride(0), launch.out.stride(1)),
             *(*handle.strides, *handle.scale_strides),
             *(options.scale, options.softcap, max(1, options.window), max(1, options.chunk)),
-            GROUP=launch.group,
-            HAS_SPAN=launch.has_span,
-            HAS_SOFTCAP=options.softcap > 0,
-            K_WIDTH=launch.k_width,
-            V_WIDTH=launch.v_width,
-            K_FIRST=k_first,
-            K_REST=k_rest,
-            V_COLUMNS=v_columns,
-            V_IS_K=handle.is_latent and k_first == v_columns == launch.v_width,
-            K_BITS=handle.k_bits,
-            V_BITS=handle.v_bits,
-            ROWS=num_rows,
-            TOKENS=tiles.tokens,
-            SPLIT=SPLIT,
-            BLOCK_SIZE=launch.block_size,
-            KIND=kind,
-            num_warps=tiles.prefill_warps if is_prefill else tiles.decode_warps,
-            num_stages=tiles.prefill_stages if is_prefill else tiles.decode_stages,
-            **self._launch,
+            **attend_constants(
+                kind,
+                tiles,
+                group=launch.group,
+                k_width=launch.k_width,
+                v_width=launch.v_width,
+                block_size=launch.block_size,
+                k_bits=handle.k_bits,
+                v_bits=handle.v_bits,
+                is_latent=handle.is_latent,
+                has_span=launch.has_span,
+                has_softcap=options.softcap > 0,
+            ),
+            **launch_options(kind, tiles),
         )
 
     def _merge(
@@ -261,7 +266,9 @@ class TritonAttention:
         num_splits: int,
     ) -> None:
         options, tables = launch.options, launch.tables
-        kernels.merge_partials[grid](
+        self._launch(
+            merge_partials,
+            grid,
             *(sums, stats, launch.out, launch.sinks, tables.query_start, tables.context_lengths, num_splits),
             *(launch.out.stride(0), launch.out.stride(1), max(1, options.window), max(1, options.chunk)),
             V_WIDTH=launch.v_width,
@@ -269,23 +276,31 @@ class TritonAttention:
             SPLIT=SPLIT,
             HAS_SPAN=launch.has_span,
             num_warps=1,
-            **self._launch,
         )
 
     def _rotated(self, query: torch.Tensor) -> torch.Tensor:
         num_tokens, num_heads, width = query.shape
         rotated = query.new_empty(query.shape)
         rotation = rotation_size(width)
-        kernels.rotate_queries[(num_tokens, num_heads)](
+        self._launch(
+            rotate_queries,
+            (num_tokens, num_heads),
             *(query, rotated, query.stride(0), query.stride(1)),
             WIDTH=width,
-            COLUMNS=_power(width),
+            COLUMNS=power_of_two(width),
             ROTATION=rotation,
             LOG_ROTATION=rotation.bit_length() - 1,
             num_warps=1,
-            **self._launch,
         )
         return rotated
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """A launch on the device's current stream."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                kernel[grid](*arguments, **constants, **self._options)
+        else:
+            kernel[grid](*arguments, **constants, **self._options)
 
     def _view_handle(self, view: KVView) -> _ViewHandle:
         handle = view.__dict__.get(_HANDLE)
@@ -299,10 +314,10 @@ class TritonAttention:
         """An option's numbers on the device; copied there once."""
         if numbers is None or numbers.device == self.device:
             return numbers
-        copy = numbers.__dict__.get(_HANDLE)
+        copy = getattr(numbers, _HANDLE, None)
         if copy is None or copy.device != self.device:
             copy = numbers.to(self.device)
-            numbers.__dict__[_HANDLE] = copy
+            setattr(numbers, _HANDLE, copy)
         return copy
 
     def _check_places(self, *tensors: tuple[str, torch.Tensor]) -> None:
@@ -333,18 +348,9 @@ class _AttentionLaunch:
         self.has_span = bool(options.window or options.chunk)
 
 
-def column_tiles(k_width: int, v_width: int) -> tuple[int, int, int]:
-    """Columns of K in a first product, columns in a second (0: none), and columns of V: powers of two, at least 16."""
-    first = 1 << (k_width.bit_length() - 1)
-    if first < 16:
-        return 16, 0, max(16, _power(v_width))
-    rest = k_width - first
-    return first, max(16, _power(rest)) if rest else 0, max(16, _power(v_width))
-
-
 def is_interpreted() -> bool:
     """Whether triton's interpreter runs the kernels, on CPU tensors."""
-    return not isinstance(kernels.attend, triton.runtime.JITFunction)
+    return not isinstance(attend, triton.runtime.JITFunction)
 
 
 def _architecture_of(device: torch.device) -> str:
@@ -354,6 +360,12 @@ def _architecture_of(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def _processors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _new_view_handle(view: KVView) -> _ViewHandle:
@@ -387,8 +399,3 @@ def _new_view_handle(view: KVView) -> _ViewHandle:
 
 def _dense_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
