@@ -18,7 +18,6 @@ ALLOWED = {
     "sampling/grammar.py": "its own mask, an array of numpy",
     "baselines/growing.py": "a storage: contiguous memory of this machine",
     "engine/open_model.py": "the number of threads of this machine",
-    "hf/virtual.py": "rows that the MMU of this machine translates",
     "server/threads.py": "ends a thread that runs a chat template, by Python's own call",
     "hf/layers.py": "counts who holds a row's buffer, reads nothing of it",
 }

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.until import until
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "check-gpu"
 
@@ -93,6 +95,21 @@ def test_a_stage_ends_at_its_limit(tmp_path: Path) -> None:
     assert "| trial | hangs | the stage's limit of 4 s | FAILED |" in result.stdout
     assert "| trial | last | no time was left | not run |" in result.stdout
     assert result.returncode == 1
+
+
+def test_no_process_is_left_when_the_script_is_ended(tmp_path: Path) -> None:
+    program, noted = tmp_path / "trial.py", tmp_path / "child"
+    note = f"open({str(noted)!r}, 'w').write(str(os.getpid()) + ' ')"
+    program.write_text(
+        TRIAL.replace("limit_s=0.5", "limit_s=60").replace("while True:", f"{note}\n    while True:")
+    )
+    arguments = ["--interpret", "trial", "--log", str(tmp_path / "log")]
+    script = subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, cwd=ROOT)
+    until(lambda: noted.exists() and noted.read_text().endswith(" "))
+    child = int(noted.read_text())
+    script.terminate()
+    script.communicate()
+    until(lambda: not Path(f"/proc/{child}").exists())
 
 
 def test_an_unknown_stage_is_refused_with_the_names() -> None:

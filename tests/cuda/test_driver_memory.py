@@ -12,11 +12,16 @@ import pytest
 import torch
 from support.fake_driver import OUT_OF_MEMORY, UNKNOWN, FakeDriver, fake_driver
 
+from quire import Cache
+from quire.attention import reference_attention
 from quire.devices.cuda.driver_ahead import MapAhead
 from quire.devices.cuda.driver_calls import CudaDriver, virtual_memory_reason
 from quire.devices.cuda.driver_memory import DriverMemory
 from quire.devices.cuda.driver_range import DriverRange
 from quire.errors import ArgumentError, BackendError, CapacityError, DeviceLostError
+from quire.memory import PagedStorage
+from quire.memory.device_buffer import DeviceBuffer
+from quire.spec import KVSpec
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -369,3 +374,60 @@ def test_a_queue_is_worked_off_in_order_and_may_be_closed_and_used_again() -> No
     ahead.want(lambda: seen.append((9, "")))
     ahead.close()
     assert seen[-1] == (9, "")
+
+
+def test_a_paged_storage_backs_a_block_before_a_step_writes_it(
+    driver: FakeDriver, memory: DriverMemory
+) -> None:
+    """Blocks of a quarter of a page in each of two layers: a page goes with the last of its blocks."""
+    spec = KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32")
+    storage = PagedStorage(spec, 24, 4, max_blocks=32, device=memory)
+    assert storage.block_bytes == 2 * PAGE // 4
+    cache = Cache(spec, num_blocks=24, block_size=4, prefix_caching=False)
+    a = cache.open(list(range(30)))
+    plan = cache.reserve([a], [30])
+    assert plan is not None
+    storage.prepare(plan, np.array([a.id]))
+    memory.ahead.join()
+    assert sorted(a.block_table(0)) == list(range(8))
+    assert memory.pool.num_in_use == 2 * 3  # two pages of eight blocks, and one ahead, in each layer
+    view = storage.view(1)
+    reference_attention.write(
+        view, torch.ones(30, 1, 32), torch.ones(30, 1, 32), torch.from_numpy(plan.slot_mapping)
+    )
+    storage.give_back([0, 1, 3])
+    assert memory.pool.num_in_use == 2 * 3
+    storage.give_back([2])
+    assert memory.pool.num_in_use == 2 * 2
+    assert (view.k[4:7] == 1).all()
+    memory.set_limit(memory.pool.num_in_use * PAGE)
+    b = cache.open(list(range(50)))
+    plan = cache.reserve([b], [50])
+    assert plan is not None
+    taken = memory.pool.num_in_use
+    with pytest.raises(CapacityError):
+        storage.prepare(plan, np.array([b.id]))
+    assert memory.pool.num_in_use <= taken
+    memory.set_limit(None)
+    storage.prepare(plan, np.array([b.id]))
+    storage.fill(2.0)
+    assert memory.pool.num_in_use == 2 * 6
+    storage.resize(6)
+    assert memory.pool.num_in_use == 2 * 2
+    storage.resize(32)
+    assert storage.commit_ahead(0, 32) is False  # memory was given back before
+    storage.close()
+    assert driver.num_mappings == 0
+
+
+def test_a_buffer_of_the_driver_s_memory_is_whole_or_refused(
+    driver: FakeDriver, memory: DriverMemory
+) -> None:
+    buffer = DeviceBuffer(memory, 5 * PAGE + 1)
+    buffer.tensor.fill_(3)
+    assert memory.pool.num_in_use == 6
+    with pytest.raises(CapacityError):
+        DeviceBuffer(memory, 64 * PAGE)
+    assert memory.pool.num_in_use == 6
+    buffer.close()
+    assert driver.num_mappings == 0

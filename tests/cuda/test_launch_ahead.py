@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,7 +229,7 @@ def played(seed: int, **options: Any) -> tuple[dict[str, Any], list[dict[Any, li
     return outputs, states, launches
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.ci) for n in range(4, 40))])
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.ci) for n in (0, *range(3, 40)))])
 def test_random_requests(seed: int, late: Late) -> None:
     for memory in ("2MiB", "24KiB"):
         options: dict[str, Any] = {"kv_memory": memory, "max_num_seqs": 5, "max_batch_tokens": 16}
@@ -338,7 +340,8 @@ def test_a_row_whose_sequence_has_ended_is_thrown_away(end: str, late: Late) -> 
         assert [outputs[request] for request in ids] == tokens[-2:]
 
 
-def test_a_block_that_a_fork_shares_is_copied_and_the_row_computed_again(late: Late) -> None:
+def test_a_fork_copies_a_block_that_was_written_ahead(late: Late) -> None:
+    """Its parent, whose block it is, takes its row; the fork computes its own beside it."""
     with small_llm() as llm:
         engine, outputs = llm.engine, {}
         parent = engine.submit([1, 2, 3], GREEDY)
@@ -346,9 +349,11 @@ def test_a_block_that_a_fork_shares_is_copied_and_the_row_computed_again(late: L
             engine.step()
         child = engine.fork(parent, new_request_id="child")
         launches = launches_of(llm)
-        before = launches.num_rows_launched - launches.num_rows_taken
+        taken = launches.num_rows_taken
+        late.calls.clear()
         engine.step()
-        assert launches.num_rows_launched - launches.num_rows_taken - before >= 1
+        assert launches.num_rows_taken == taken + 1
+        assert late.calls[:2] == ["forward of 1", "forward of 2"]
         while engine.has_work:
             for output in engine.step():
                 outputs[output.request_id] = output
@@ -356,6 +361,55 @@ def test_a_block_that_a_fork_shares_is_copied_and_the_row_computed_again(late: L
         assert llm.stats()["copied_blocks"] == 1
         tokens = outputs[parent].outputs[0].token_ids
         assert outputs[child].prompt_token_ids + outputs[child].outputs[0].token_ids == [1, 2, 3, *tokens]
+
+
+def test_a_row_is_taken_by_its_own_sequence_token_position_and_slot_alone(late: Late) -> None:
+    with small_llm() as llm:
+        for prompt in ([1, 2, 3], [4, 5, 6, 7, 8]):
+            llm.engine.submit(prompt, GREEDY)
+        for _ in range(3):
+            llm.engine.step()
+        launched, generation = launches_of(llm)._launched, llm._opened.storage.generation
+        assert launched is not None
+        batch = llm.engine.scheduler.schedule()
+        assert batch is not None
+        assert launched.rows_of(batch, generation).tolist() == [0, 1]
+        other = np.array([100, 0])
+        for change in (
+            {"sequence_ids": launched.sequence_ids + other},
+            {"input_ids": launched.input_ids + other},
+            {"positions": launched.positions + other},
+            {"slots": [launched.slots[0] + other]},
+        ):
+            changed = replace(launched, **change)
+            assert changed.rows_of(batch, generation).tolist() == [-1, 1]
+        counts = batch.num_new_tokens.copy()
+        batch.num_new_tokens = np.array([1, 2])
+        assert launched.rows_of(batch, generation).tolist() == [0, -1]
+        batch.num_new_tokens = counts
+        for order in ([1, 0], [1]):
+            launched_of = {"sequence_ids", "input_ids", "positions"}
+            part: Any = SimpleNamespace(
+                **{name: getattr(batch, name)[order] for name in launched_of | {"num_new_tokens"}},
+                plan=SimpleNamespace(
+                    states=None,
+                    query_start=np.arange(len(order) + 1),
+                    groups=[SimpleNamespace(slot_mapping=batch.plan.slot_mapping[order])],
+                ),
+            )
+            assert launched.rows_of(part, generation).tolist() == order
+        llm.engine.abort_all()
+
+
+def test_drawn_requests_are_launched_in_their_turn(late: Late) -> None:
+    """Their next tokens are not known on the device; with `logprobs` the logits are read after the tokens."""
+    for params in (
+        SamplingParams(max_tokens=5, temperature=1.0, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0.0, logprobs=1, ignore_eos=True),
+    ):
+        with small_llm() as llm:
+            llm.generate([[1, 2, 3]], params)
+            assert launches_of(llm).num_launches == 0
 
 
 def test_rows_over_other_views_are_computed_again(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,6 +561,9 @@ def test_on_a_card(name: str) -> None:
             llm.engine._cache.check()
         assert [outputs[request] for request in ids] == want
         assert 0 < launches.num_rows_taken < launches.num_rows_launched
+        llm.engine.submit(PROMPTS[0], GREEDY)
+        llm.engine.step()
+        assert launches._launched is not None
     assert module.memory_allocated() == used
 
 

@@ -124,7 +124,7 @@ class FakeDevice:
     version = "1"
     dtypes = (torch.float32, torch.bfloat16)
     kv_formats = ()
-    is_native = is_host = has_virtual_rows = False
+    is_native = is_host = has_virtual_rows = has_torch_views = False
     is_elastic = True
     read_later = None
     torch_device = torch.device("cpu")

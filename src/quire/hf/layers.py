@@ -170,7 +170,7 @@ class RowLayer:
             return None
         first, rows = self.first_kept(), self.rows[which]
         count, at = self.length - first, first - rows.origin
-        if rows.device.is_host:
+        if rows.device.has_torch_views:
             if self.shape.is_coded:
                 return decoded(self.codes(), which, at, at + count)
             return self.views()[which].narrow(2, at, count)

@@ -98,7 +98,7 @@ class QuireCache(DynamicCache):
         if max_length is not None and max_length < 1:
             raise ArgumentError(f"expected max_length of at least 1 token, got {max_length}")
         self.backend: Device = device_of(backend)
-        if storage == "virtual" and not self.backend.is_host:
+        if storage == "virtual" and not self.backend.has_virtual_rows:
             raise ArgumentError(
                 f'expected storage="growing" or "contiguous" on backend {self.backend.name!r}, got "virtual", which '
                 "maps memory of this machine"
@@ -168,7 +168,7 @@ class QuireCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """transformers' call before a step. It takes the step's memory, before any layer changes."""
-        if not self.backend.is_host:
+        if not self.backend.has_torch_views:
             self._refuse_own_forward()
         self.check_whole()
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
@@ -267,7 +267,8 @@ class QuireCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`RowLayer.update`: check, take memory unless done, write."""
         self._check_forward()
-        check_tokens(key_states, value_states, layer.shape if layer.is_initialized else None, layer.index)
+        shape = layer.shape if layer.is_initialized else None
+        check_tokens(key_states, value_states, shape, layer.index, self.backend.torch_device)
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
         if layer is self.row_layers[0] and (num_new > 1 or self.filled_by is None):
@@ -318,7 +319,7 @@ class QuireCache(DynamicCache):
                 "expected a model that is not compiled; torch.compile cannot trace a QuireCache, which maps its "
                 "memory itself: call the model eagerly, or use a StaticCache"
             )
-        if not self.backend.is_host:
+        if not self.backend.has_torch_views:
             self._refuse_own_forward()
 
     def _refuse_own_forward(self) -> NoReturn:

@@ -93,15 +93,23 @@ class StoredShape:
 
 
 def check_tokens(
-    key_states: torch.Tensor, value_states: torch.Tensor, shape: StoredShape | None, layer: int
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    shape: StoredShape | None,
+    layer: int,
+    place: torch.device,
 ) -> None:
-    """*raises:* ArgumentError: tokens that do not fit `layer`, which holds tokens of `shape`, or none yet."""
+    """*raises:* ArgumentError: tokens that do not fit `layer`, which holds tokens of `shape` on device `place`, or none
+    yet."""
     where = f"layer {layer} of a QuireCache"
     for name, tensor in (("keys", key_states), ("values", value_states)):
-        if tensor.device.type != "cpu":
+        if tensor.device != place:
             raise ArgumentError(
                 f"expected {name} on the CPU in {where}, got {tensor.device}; its memory is the CPU's: move the "
                 "model with model.to('cpu')"
+                if place.type == "cpu"
+                else f"expected {name} on {place} in {where}, where its memory is, got {tensor.device}; move the model "
+                f"with model.to({str(place)!r})"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(

@@ -21,7 +21,6 @@ the copy of a shared piece. `select` and `reorder` about 0.1 ms and the mapping.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import threading
@@ -38,7 +37,7 @@ from quire.byte_counter import ByteCounter
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.layer_rows import LayerRows, Need, RowBuffer, check_length, check_room
 from quire.memory.device_memory import DeviceMemory
-from quire.memory.placement import AddressRange, PlacementHeap, unsupported_reason
+from quire.memory.placement import AddressRange, PlacementBackend, PlacementHeap, unsupported_reason
 from quire.process import ProcessGuard
 from quire.sizes import format_size
 
@@ -51,29 +50,33 @@ _AHEAD = 16  # a row takes one block more for every 16 that it needs
 class VirtualMemory:
     """Memory of `limit_bytes` for rows of up to `max_length` tokens, mapped in pieces of about `piece_bytes`.
 
-    device: its copies move bytes of this machine. It works only in this process: a child of `os.fork` does not get the
-    mappings.
+    device: of the rows, and of the model that reads them. A piece has at least a page of its memory. It works only in
+    this process: a child of `os.fork` does not get the mappings.
 
     Raises:
         ArgumentError: a piece size out of range.
-        BackendError: this machine cannot map memory at chosen addresses.
+        BackendError: the device cannot map memory at chosen addresses.
     """
 
     def __init__(self, device: DeviceMemory, limit_bytes: int, max_length: int, piece_bytes: int) -> None:
+        self._placement: PlacementBackend | None = None  # None: this machine's
+        self.page_bytes = mmap.PAGESIZE
         if not mmap.PAGESIZE <= piece_bytes <= _MAX_PIECE or piece_bytes & (piece_bytes - 1):
             raise ArgumentError(
                 f"expected a piece size that is a power of two from {format_size(mmap.PAGESIZE)} to "
                 f"{format_size(_MAX_PIECE)}, got {format_size(piece_bytes)}"
             )
-        reason = unsupported_reason()
-        if reason is not None:
+        self.device = device.mapped_memory()
+        if not device.is_host:
+            self._placement = self.device.open_placement()
+            self.page_bytes = self._placement.page_bytes
+        elif (reason := unsupported_reason()) is not None:
             raise BackendError(
                 f'expected a machine that maps memory for storage="virtual": {reason}; use storage="growing"'
             )
-        self.device = device
         self.limit_bytes = limit_bytes
         self.max_length = max_length
-        self.piece_bytes = piece_bytes
+        self.piece_bytes = max(piece_bytes, self.page_bytes)
         self._heaps: dict[tuple[int, ...], PlacementHeap] = {}  # by bytes of a token in each layer buffer
         self._states = ByteCounter()  # bytes
         self._to_release: deque[Callable[[], None]] = deque()
@@ -184,7 +187,8 @@ class VirtualMemory:
         if heap is None:
             largest = max(token_bytes)
             # Tokens of a block: it ends on a token and a page in every layer buffer.
-            whole = math.lcm(*(mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE) for size in token_bytes))
+            page = self.page_bytes
+            whole = math.lcm(*(page // math.gcd(size, page) for size in token_bytes))
             tokens = whole * max(1, self.piece_bytes // (whole * largest))
             pieces = [tokens * size for size in token_bytes]
             if max(pieces) > _MAX_PIECE:
@@ -198,7 +202,11 @@ class VirtualMemory:
                     f"key and value tensors, {format_size(sum(pieces))}, got {format_size(self.limit_bytes)}; raise "
                     "kv_memory or lower piece_size"
                 )
-            heap = PlacementHeap(pieces, max_blocks=self.limit_bytes // sum(pieces))
+            max_blocks = self.limit_bytes // sum(pieces)
+            if self._placement is None:
+                heap = PlacementHeap(pieces, max_blocks=max_blocks)
+            else:
+                heap = PlacementHeap(pieces, max_blocks=max_blocks, backend=self._placement)
             self._heaps[token_bytes] = heap
         return heap
 
@@ -225,13 +233,8 @@ class _Group:
 
     def tensor(self, place: int) -> torch.Tensor:
         """The addresses of a layer buffer, uint8 [all positions x bytes of a piece]."""
-        num_bytes = self.range.num_positions * self.heap.piece_bytes[place]
-        buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(
-            self.range.address + self.range.offsets[place]
-        )
-        buffer.reference = self._reference
         with torch.inference_mode(False):
-            return torch.frombuffer(buffer, dtype=torch.uint8)
+            return self.range.tensor(place, torch.uint8, owner=self._reference)
 
     def is_ready(self, start: int, stop: int) -> bool:
         """Whether [start, stop) of all rows can be written without mapping or copying."""
@@ -359,7 +362,7 @@ class VirtualRows:
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group: _Group = group
-        self.device = group.memory.device
+        self.device: DeviceMemory = group.memory.device
         self.place = place
         self.num_rows, self.token_bytes = group.num_rows, group.token_bytes[place]
         self.row_tokens = group.row_positions * group.block_tokens

@@ -75,7 +75,13 @@ class DeviceMemory(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether any code may read and write its bytes in place. Only such a device has storages of rows other than
-        `virtual`, views of rows in `quire.hf`, disk reads straight into a block, and the extension's fused layers."""
+        `virtual`, disk reads straight into a block, and the extension's fused layers."""
+        ...
+
+    @property
+    def has_torch_views(self) -> bool:
+        """Whether torch's own operators on `torch_device` may read and write tensors of its allocations: then any
+        forward runs on views of rows in `quire.hf`."""
         ...
 
     @property
@@ -152,7 +158,7 @@ class MappedMemory(DeviceMemory, Protocol):
 class HostMemory:
     """This machine's own memory. copied_by: name of the back end whose code copies, see `quire.backends.extension`."""
 
-    is_host = is_elastic = has_virtual_rows = True
+    is_host = is_elastic = has_virtual_rows = has_torch_views = True
     torch_device = torch.device("cpu")
     copied_by: str | None = None
 

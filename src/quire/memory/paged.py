@@ -42,7 +42,7 @@ import torch
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.memory.block_pieces import BlockPieces, BlockPlaces
-from quire.memory.device_memory import HOST, DeviceMemory, page_allocation
+from quire.memory.device_memory import HOST, DeviceMemory, PageAllocation, page_allocation
 from quire.memory.heap import HUGE_PAGE_BYTES
 from quire.memory.storage import Capabilities, TablePlan
 from quire.memory.view import KVView
@@ -349,9 +349,14 @@ class PagedStorage(BlockStorage):
         ends = np.flatnonzero(np.diff(lacking) != 1)
         firsts, lasts = lacking[np.r_[0, ends + 1]], lacking[np.r_[ends, lacking.size - 1]]
         try:
-            for start, block_bytes in self._slots():
-                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-                    pages.commit(start + first * block_bytes, start + (last + 1) * block_bytes)
+            try:
+                self._commit(pages, firsts, lasts)
+            except CapacityError:
+                # Pages that were committed ahead make way.
+                edges = np.r_[-1, np.flatnonzero(backed[: self.num_blocks]), self.num_blocks]
+                gaps = np.flatnonzero(np.diff(edges) > 1)
+                self._release(edges[gaps] + 1, edges[gaps + 1] - 1)
+                self._commit(pages, firsts, lasts)
         except BaseException:
             with suppress(CapacityError, BackendError):
                 self._release(*self._unbacked(firsts, lasts))
@@ -361,6 +366,12 @@ class PagedStorage(BlockStorage):
         for start, block_bytes in self._slots() if first < self.num_blocks else []:
             stop = min(first + -(-pages.page_bytes // block_bytes), self.num_blocks)
             pages.commit_ahead(start + first * block_bytes, start + stop * block_bytes)
+
+    def _commit(self, pages: PageAllocation, firsts: np.ndarray, lasts: np.ndarray) -> None:
+        """Commit runs of blocks in every slot."""
+        for start, block_bytes in self._slots():
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                pages.commit(start + first * block_bytes, start + (last + 1) * block_bytes)
 
     def _unbacked(self, firsts: np.ndarray, lasts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Runs of blocks that lose their memory, extended by the neighbours without any: so a page that several blocks

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 __all__ = [
+    "AMD_OPTIONS",
+    "NVIDIA_OPTIONS",
     "SPLIT",
     "AttentionTiles",
     "architecture_class",
@@ -32,12 +34,17 @@ __all__ = [
 ]
 
 SPLIT = 512
+NVIDIA_OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
+AMD_OPTIONS = {"enable_fp_fusion": False}
+"""Of every launch: no product and sum are fused unless the kernel says so, and the assembler does not spill in order to
+run more programs at a time."""
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
     """decode_rows, prefill_rows: query rows of a tile where sequences have one row and where they have more. tokens:
-    positions of a tile. The rest: launch options of each."""
+    positions of a tile. The rest are launch options: of partials (`decode_`), and of programs that compute all splits
+    of their rows and so keep the merged sums too (`prefill_`)."""
 
     decode_rows: int
     prefill_rows: int
@@ -78,13 +85,12 @@ _HALF = {
     },
     "sm_100": {
         (64, 64): AttentionTiles(64, 64, 64),
-        (192, 128): AttentionTiles(64, 64, 64, 4, 8),
+        (192, 128): AttentionTiles(64, 64, 64, 8, 8),
         (256, 256): AttentionTiles(16, 32, 32, 4, 8),
         (1024, 1024): AttentionTiles(16, 16, 32, 8, 8),
     },
     "gfx942": {
         (64, 64): AttentionTiles(64, 64, 64),
-        (128, 128): AttentionTiles(64, 64, 64, 8, 8),
         (192, 128): AttentionTiles(64, 64, 32, 8, 8),
         (256, 256): AttentionTiles(32, 32, 32, 8, 8),
         (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
@@ -92,17 +98,25 @@ _HALF = {
     "interpreter": {(1024, 1024): AttentionTiles(16, 32, 64)},
 }
 _FLOAT32 = {
-    (64, 64): AttentionTiles(16, 16, 32, 8, 8),
+    (192, 128): AttentionTiles(16, 16, 16, 4, 4),
     (256, 256): AttentionTiles(16, 16, 16, 8, 8),
     (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
 }
+_FLOAT32_OF_GFX942 = {**_FLOAT32, (1024, 1024): AttentionTiles(16, 16, 16)}
+_CODES = {(1024, 1024): AttentionTiles(16, 16, 16, 8, 8, 1, 1)}
+"""Rows of codes begin at any even byte: their loads are narrow, and need registers for many addresses."""
 
 
-def tiles_of(architecture: str, dtype: torch.dtype, k_width: int, v_width: int) -> AttentionTiles:
+def tiles_of(
+    architecture: str, dtype: torch.dtype, k_width: int, v_width: int, has_codes: bool = False
+) -> AttentionTiles:
     """The tiles for heads of `k_width` and `v_width` numbers of `dtype`; KeyError: the architecture has no row."""
     rows = _HALF[architecture_class(architecture)]
-    if dtype == torch.float32 and architecture != "interpreter":
-        rows = _FLOAT32
+    if architecture != "interpreter":
+        if has_codes:
+            rows = _CODES
+        elif dtype == torch.float32:
+            rows = _FLOAT32_OF_GFX942 if architecture_class(architecture) == "gfx942" else _FLOAT32
     return next(tiles for (k, v), tiles in rows.items() if k_width <= k and v_width <= v)
 
 
@@ -156,16 +170,11 @@ def attend_constants(
 
 def launch_options(kind: str, tiles: AttentionTiles) -> dict[str, int]:
     """Warps and stages of a launch of `attention_kernels.attend`."""
-    if _is_prefill(kind):
-        return {"num_warps": tiles.prefill_warps, "num_stages": tiles.prefill_stages}
-    return {"num_warps": tiles.decode_warps, "num_stages": tiles.decode_stages}
+    if kind == "partial":
+        return {"num_warps": tiles.decode_warps, "num_stages": tiles.decode_stages}
+    return {"num_warps": tiles.prefill_warps, "num_stages": tiles.prefill_stages}
 
 
 def rows_of(kind: str, tiles: AttentionTiles) -> int:
     """Query rows of a tile in this kind of launch."""
-    return tiles.prefill_rows if _is_prefill(kind) else tiles.decode_rows
-
-
-def _is_prefill(kind: str) -> bool:
-    """Whether tiles have several rows of a sequence."""
-    return kind in ("rows", "chunks")
+    return tiles.prefill_rows if kind in ("rows", "chunks") else tiles.decode_rows

@@ -15,6 +15,7 @@ import torch
 
 from quire.attention.codecs import rotation_size
 from quire.devices.cuda.attention_tiles import (
+    NVIDIA_OPTIONS,
     SPLIT,
     attend_constants,
     launch_options,
@@ -30,7 +31,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 _LATENT = (576, 512)
 _FORMATS = {"int8": (8, 8), "int4": (4, 4), "k8v4": (8, 4)}
-_OPTIONS = (("span",), ("softcap",), ("sinks",), ("slopes",), ("span", "softcap", "sinks", "slopes"))
+_OPTIONS = (("span",), ("softcap",), ("sinks",), ("slopes",), ("span", "softcap"), ("span", "sinks"))
 _ELEMENTS = {8: "*i8", 4: "*u8"}
 _CONSTANT = "constexpr"
 
@@ -38,7 +39,7 @@ _CONSTANT = "constexpr"
 def attend_variants(kernel: Any, code_kernel: Any) -> Iterator[KernelVariant]:
     """Of `attend`; code_kernel: the same function for codes, whose rows are not multiples of 16."""
     for dtype in _DTYPES:
-        for heads in _HEADS:
+        for heads in _HEADS if dtype != "fp16" else ((64, 64), (128, 128)):  # float16 is bfloat16's twin
             for kind in ("partial", "single", "rows"):
                 yield from _attend(kernel, kind, dtype, heads, group=16 if heads == _LATENT else 4)
     bf16, usual = "bf16", (128, 128)
@@ -112,13 +113,13 @@ def _attend(
 
     by_launch: dict[tuple[int, ...], list[str]] = {}
     for target in TARGETS:
-        tiles = tiles_of(target, _DTYPES[dtype], k_width, v_width)
+        tiles = tiles_of(target, _DTYPES[dtype], k_width, v_width, bool(kv_format))
         rows, warps = rows_of(kind, tiles), launch_options(kind, tiles)
         by_launch.setdefault((rows, tiles.tokens, *warps.values()), []).append(target)
     for (rows, tokens, num_warps, num_stages), targets in by_launch.items():
         constants = attend_constants(
             kind,
-            tiles_of(targets[0], _DTYPES[dtype], k_width, v_width),
+            tiles_of(targets[0], _DTYPES[dtype], k_width, v_width, bool(kv_format)),
             group=group,
             k_width=k_width,
             v_width=v_width,
@@ -150,7 +151,7 @@ def _attend(
                 "format": kv_format,
                 "options": options,
             },
-            options={"enable_fp_fusion": False},
+            options=NVIDIA_OPTIONS,
         )
 
 
@@ -179,7 +180,7 @@ def merge_variants(kernel: Any) -> Iterator[KernelVariant]:
                     (*pointers, "out_token", "out_head"),
                     num_warps=1,
                     tags={"head": v_width, "options": options},
-                    options={"enable_fp_fusion": False},
+                    options=NVIDIA_OPTIONS,
                 )
 
 
@@ -206,9 +207,8 @@ def row_variants(kernel: Any) -> Iterator[KernelVariant]:
                     "BLOCK_SIZE": 16,
                 },
                 (*pointers, *strides),
-                promises=("vector_load",),
                 tags={"head": (k_width, v_width)},
-                options={"enable_fp_fusion": False},
+                options=NVIDIA_OPTIONS,
             )
 
 
@@ -227,7 +227,7 @@ def code_variants(write_codes: Any, rotate_queries: Any) -> Iterator[KernelVaria
                 ("query", "rotated", "query_token", "query_head"),
                 num_warps=1,
                 tags={"head": width},
-                options={"enable_fp_fusion": False},
+                options=NVIDIA_OPTIONS,
             )
             if dtype != "bf16" and width != 128:
                 continue
@@ -259,5 +259,5 @@ def code_variants(write_codes: Any, rotate_queries: Any) -> Iterator[KernelVaria
                         divisible,
                         num_warps=1,
                         tags={"head": width, "format": kv_format, "offset": has_offset},
-                        options={"enable_fp_fusion": False},
+                        options=NVIDIA_OPTIONS,
                     )

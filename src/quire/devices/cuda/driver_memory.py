@@ -26,8 +26,7 @@ class DriverMemory(DriverPages):
     """See `quire.memory.device_memory.DeviceMemory`; arguments as `DriverPages`."""
 
     is_host = False
-    is_elastic = True
-    has_virtual_rows = True
+    is_elastic = has_virtual_rows = has_torch_views = True
 
     def total_bytes(self) -> int:
         return self.driver.free_and_total_bytes()[1]

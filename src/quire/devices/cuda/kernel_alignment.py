@@ -21,4 +21,5 @@ def for_any_alignment(kernel: Any) -> Any:
     """The kernel of `triton.jit`, not specialised for any argument."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     names = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
-    return triton.jit(kernel.fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
+    jit: Any = triton.jit
+    return jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel.fn)

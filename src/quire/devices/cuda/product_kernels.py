@@ -44,6 +44,7 @@ __all__ = [
     "TILES",
     "UNALIGNED_TILES",
     "Tile",
+    "architecture_of",
     "choose_tile",
     "multiply",
     "multiply_batch",
@@ -85,10 +86,7 @@ _HOPPER = (
     (64, (Tile(64, 128, 4, 4), Tile(64, 64, 4, 5), Tile(64, 32, 4, 6), Tile(64, 16, 4, 8))),
     (_ALL, (Tile(128, 128, 8, 3), Tile(128, 64, 4, 4))),
 )
-_BLACKWELL = (
-    (128, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5), Tile(128, 32, 4, 5))),
-    (_ALL, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5))),
-)
+_BLACKWELL = ((_ALL, (Tile(128, 128, 8, 4), Tile(128, 64, 4, 5), Tile(128, 32, 8, 5))),)
 _MFMA = (
     (32, (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 2, 2))),
     (64, (Tile(64, 128, 4, 2), Tile(64, 64, 4, 2))),
@@ -382,7 +380,7 @@ def multiply_batch(
     kind, bias = _bias_form(bias, out.shape)
     num_bytes = a.element_size()
     num_slices = -(-K // SLICE)
-    arch = _architecture(a.device)
+    arch = architecture_of(a.device)
     is_aligned = _is_aligned(a, K) and _is_aligned(b, K)
     chosen, apart = choose_tile(arch, num_bytes, M, N, K, batch_size, is_aligned)
     tile = chosen if tile is None else tile
@@ -421,7 +419,7 @@ def multiply_groups(
     a = _with_contiguous_rows(a[None])[0]
     b, by_columns = _with_contiguous_side(b)
     num_bytes = a.element_size()
-    arch = _architecture(a.device)
+    arch = architecture_of(a.device)
     is_aligned = _is_aligned(a, K) and _is_aligned(b, K)
     rows_each = -(-num_rows // num_groups)
     tile, _ = choose_tile(arch, num_bytes, rows_each, N, K, min(num_rows, num_groups), is_aligned)
@@ -462,9 +460,10 @@ def variants() -> Iterator[KernelVariant]:
         if arch not in TARGETS:
             continue
         tiles = list(dict.fromkeys(tile for _, tiles in by_rows for tile in tiles))
+        narrowest = {tiles[-1] for _, tiles in by_rows}  # slices are apart for these alone
         for dtype in ("bf16", "fp16") if num_bytes == 2 else ("fp32",):
             for tile in tiles:
-                for form in ("whole", "in_order", "apart"):
+                for form in ("whole", "in_order", *(("apart",) if tile in narrowest else ())):
                     yield _product_variant(arch, dtype, tile, form)
                 yield _product_variant(arch, dtype, tile, "in_order", b_by_columns=False)
                 yield _product_variant(arch, dtype, tile, "in_order", bias="columns")
@@ -579,7 +578,7 @@ def version() -> str:
 
 
 @functools.cache
-def _architecture(device: torch.device) -> str:
+def architecture_of(device: torch.device) -> str:
     """The key of `TILES` for a device; the interpreter's, on a CPU, are those of sm_90."""
     if device.type != "cuda":
         return "sm_90"

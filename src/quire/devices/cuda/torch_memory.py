@@ -105,6 +105,7 @@ class TorchMemory:
     """The memory of `torch_device`; see `quire.memory.device_memory.DeviceMemory`."""
 
     is_host = is_elastic = False
+    has_torch_views = True
 
     def __init__(self, torch_device: torch.device) -> None:
         require_device(torch_device)

@@ -27,6 +27,8 @@ from quire.attention.attention_checks import check_new_rows, check_run
 from quire.attention.codecs import rotation_size
 from quire.devices.cuda.attention_kernels import attend, attend_codes, merge_partials
 from quire.devices.cuda.attention_tiles import (
+    AMD_OPTIONS,
+    NVIDIA_OPTIONS,
     SPLIT,
     AttentionTiles,
     attend_constants,
@@ -45,7 +47,6 @@ from quire.step import AttentionBatch
 __all__ = ["TritonAttention", "attention_version"]
 
 _HANDLE = "_triton_handle"
-_LAUNCH = {"enable_fp_fusion": False}  # invariant T3 of the kernels
 _MAX_PARTIAL_BYTES = 256 << 20
 _PROGRAMS_PER_PROCESSOR = 4  # with that many programs, splits of a sequence need not run in parallel
 
@@ -87,7 +88,9 @@ class TritonAttention:
         self.device = device
         self.architecture = architecture or _architecture_of(device)
         self.num_processors = _processors_of(device) if num_processors is None else num_processors
-        self._options: dict[str, bool] = {} if is_interpreted() else _LAUNCH
+        self._options: dict[str, Any] = {}
+        if not is_interpreted():
+            self._options = AMD_OPTIONS if torch.version.hip else NVIDIA_OPTIONS
 
     @property
     def version(self) -> str:
@@ -189,7 +192,9 @@ class TritonAttention:
             self._tensor_of(options.sinks),
             self._tensor_of(options.slopes),
         )
-        tiles = tiles_of(self.architecture, query.dtype, k_width, view.v_head_dim)
+        tiles = tiles_of(
+            self.architecture, query.dtype, k_width, view.v_head_dim, bool(handle.k_bits or handle.v_bits)
+        )
         self._run(launch, batch, tiles)
         return out
 

@@ -101,13 +101,20 @@ class AddressRange:
         return self.entries[start + 1 : stop + 1] - 1
 
     def tensor(
-        self, layer_buffer: int, dtype: torch.dtype, *, before: int = 0, behind: int = 0
+        self,
+        layer_buffer: int,
+        dtype: torch.dtype,
+        *,
+        before: int = 0,
+        behind: int = 0,
+        owner: object = None,
     ) -> torch.Tensor:
         """All addresses of a layer buffer as one 1-D tensor, num_positions x piece_bytes[layer_buffer] bytes; touches
         no address.
 
         It shows the blocks that are mapped, now and later. before, behind: bytes in front of the layer buffer and after
         it that the tensor covers too, up to the range's margin; they belong to other layer buffers or are unmapped.
+        owner: kept alive by the tensor.
         """
         if not (0 <= before <= self._margin_bytes and 0 <= behind <= self._margin_bytes):
             raise ArgumentError(
@@ -118,4 +125,4 @@ class AddressRange:
             raise ArgumentError(f"expected a layer buffer that the range uses, of {used}, got {layer_buffer}")
         num_bytes = before + self.num_positions * self.piece_bytes[layer_buffer] + behind
         first = self.address + self.offsets[layer_buffer] - before
-        return self._backend.tensor(first, num_bytes, dtype, self._reservation)  # A1
+        return self._backend.tensor(first, num_bytes, dtype, (self._reservation, owner))  # A1
