@@ -100,7 +100,7 @@ _HALF = {
 _FLOAT32 = {
     (192, 128): AttentionTiles(16, 16, 16, 4, 4),
     (256, 256): AttentionTiles(16, 16, 16, 8, 8),
-    (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
+    (1024, 1024): AttentionTiles(16, 16, 16, 8, 8, 1, 1),
 }
 _FLOAT32_OF_GFX942 = {**_FLOAT32, (1024, 1024): AttentionTiles(16, 16, 16)}
 _CODES = {(1024, 1024): AttentionTiles(16, 16, 16, 8, 8, 1, 1)}
