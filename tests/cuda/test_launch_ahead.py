@@ -243,9 +243,10 @@ def test_random_requests(seed: int, late: Late) -> None:
         assert outputs == plain
         for ours, theirs in zip(states, plain_states, strict=True):
             for sequence in ours.keys() & theirs.keys():
+                if [each.shape for each in ours[sequence]] != [each.shape for each in theirs[sequence]]:
+                    continue  # under pressure it may begin again from a hit of another length
                 for mine, other in zip(ours[sequence], theirs[sequence], strict=True):
-                    if mine.shape == other.shape:
-                        torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
+                    torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
 
 
 # -- Order, waits and copies ------------------------------------------------------------------------------

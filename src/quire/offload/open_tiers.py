@@ -124,10 +124,19 @@ class OpenTiers:
                 return
 
     def close(self) -> None:
-        """Stores the segments that are not stored yet; ends threads, closes files and connections."""
+        """Stores the segments that are not stored yet; ends threads, closes files and connections.
+
+        What only a lost device holds is not stored.
+        """
         self.ahead.stop()
-        self.flush(lambda function: function(), timeout=60.0)
-        self.stack.close()
+        try:
+            self.flush(lambda function: function(), timeout=60.0)
+        except RuntimeError as error:
+            if not self.stores.is_device_lost():
+                raise
+            _log.error("what the memory of the lost device holds is not stored: %s", error)
+        finally:
+            self.stack.close()
 
 
 def open_swap(config: EngineConfig, cache: KVCache, storage: Storage, speeds: Throughputs) -> Swap:

@@ -180,6 +180,10 @@ class TierStores:
 
     # -- calls of others ---------------------------------------------------------------------------------
 
+    def is_device_lost(self) -> bool:
+        """Whether the device of the storage fails every call."""
+        return self._storage.device.is_lost()
+
     def store_all(self) -> tuple[int, bool]:
         """Queues all blocks that are not stored yet, as far as the queues have room: (how many segments, whether all).
 

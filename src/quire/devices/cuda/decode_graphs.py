@@ -58,7 +58,10 @@ class CudaGraphs:
             compute()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        capturing: AbstractContextManager[Any] = torch.cuda.graph(graph, pool=self._pool)
+        # Another thread may create handles of memory meanwhile.
+        capturing: AbstractContextManager[Any] = torch.cuda.graph(
+            graph, pool=self._pool, capture_error_mode="thread_local"
+        )
         with capturing:
             result = compute()
         return result, graph.replay

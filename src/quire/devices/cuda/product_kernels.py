@@ -94,7 +94,11 @@ _MFMA = (
 )
 _FLOAT32 = (
     (16, (Tile(16, 64, 4, 3), Tile(16, 32, 2, 4))),
-    (_ALL, (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))),
+    (_ALL, (Tile(64, 64, 8, 3), Tile(64, 32, 4, 3))),
+)
+_FLOAT32_BLACKWELL = (
+    (16, (Tile(16, 32, 4, 3),)),
+    (_ALL, (Tile(32, 32, 4, 3),)),
 )
 _FLOAT32_MFMA = (
     (32, (Tile(32, 64, 4, 2), Tile(32, 32, 2, 2))),
@@ -109,7 +113,7 @@ TILES: dict[tuple[str, int], tuple[tuple[int, tuple[Tile, ...]], ...]] = {
     ("sm_80", 4): _FLOAT32,
     ("sm_86", 4): _FLOAT32,
     ("sm_90", 4): _FLOAT32,
-    ("sm_100", 4): _FLOAT32,
+    ("sm_100", 4): _FLOAT32_BLACKWELL,
     ("gfx942", 4): _FLOAT32_MFMA,
 }
 # Of operands whose addresses are not aligned, loaded number by number: the addresses fill the registers.

@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 _SOFTMAX_BLOCK = 1024
-_MAX_BLOCK = 2048
+_MAX_BLOCK = 2048  # of norms
+_MAX_UNALIGNED_BLOCK = 1024
 _COLUMN_BLOCK = 256
 _ELEMENT_BLOCK = 1024
 _NUM_STAGES = 3  # triton's default
@@ -477,8 +478,8 @@ def variants() -> Iterator[KernelVariant]:
             yield _variant(argmax_kernel, f"argmax_{dtype}_{block}", types, (), block)
         for is_rms in (True, False):
             for has_residual in (True, False) if is_rms else (False,):
-                for block in (128, _MAX_BLOCK):
-                    for is_aligned in (True, False):
+                for is_aligned in (True, False):
+                    for block in (128, _MAX_BLOCK if is_aligned else _MAX_UNALIGNED_BLOCK):
                         yield _norm_variant(dtype, is_rms, has_residual, block, is_aligned)
         types = {"out": f"*{dtype}", "source": f"*{dtype}", "order": "*i64", "starts": "*i64", "n": "i32"}
         yield _variant(add_by_index_kernel, f"add_by_index_{dtype}", types, (), _COLUMN_BLOCK)
@@ -587,7 +588,7 @@ def _norm(
         if is_aligned:
             rows = rows if rows.stride(0) % 16 == 0 else rows.contiguous()
             rows, *rest = (_at_16_bytes(tensor) for tensor in (rows, *rest))
-        block = _block(n, _MAX_BLOCK)
+        block = _block(n, _MAX_BLOCK if is_aligned else _MAX_UNALIGNED_BLOCK)
         kernel = norm_kernel if is_aligned else _any_norm_kernel
         kernel[(num_rows,)](
             rows, *rest, out, None if residual is None else total, means, rstds,
