@@ -43,8 +43,8 @@ run more programs at a time."""
 @dataclass(frozen=True)
 class AttentionTiles:
     """decode_rows, prefill_rows: query rows of a tile where sequences have one row and where they have more. tokens:
-    positions of a tile. The rest are launch options: of partials (`decode_`), and of programs that compute all splits
-    of their rows and so keep the merged sums too (`prefill_`)."""
+    positions of a tile. decode_warps, decode_stages: launch options of partials. prefill_warps, prefill_stages: of
+    programs that compute all splits of their rows, and so keep the merged sums too."""
 
     decode_rows: int
     prefill_rows: int
@@ -100,7 +100,7 @@ _HALF = {
 _FLOAT32 = {
     (192, 128): AttentionTiles(16, 16, 16, 4, 4),
     (256, 256): AttentionTiles(16, 16, 16, 8, 8),
-    (1024, 1024): AttentionTiles(16, 16, 16, 8, 8),
+    (1024, 1024): AttentionTiles(16, 16, 16, 8, 8, 1, 1),
 }
 _FLOAT32_OF_GFX942 = {**_FLOAT32, (1024, 1024): AttentionTiles(16, 16, 16)}
 _CODES = {(1024, 1024): AttentionTiles(16, 16, 16, 8, 8, 1, 1)}

@@ -130,7 +130,8 @@ def _attend(
             has_span="span" in options,
             has_softcap="softcap" in options,
         )
-        promises = [] if kv_format else ["vector_load", "async_copy"]
+        promises = [] if kv_format else ["vector_load"]
+        promises += ["async_copy"] if num_stages > 1 and not kv_format else []
         if dtype != "fp32":
             promises += ["tensor_core", *(["wgmma"] if rows >= 64 else [])]
         yield KernelVariant(
