@@ -20,8 +20,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The command says so to transformers in its own process, too late for one in which a test has imported it before.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-# Triton's interpreter runs the kernels of tests/cuda. Triton reads this at its import and for each kernel; a process that
-# compiles kernels unsets it.
+# Triton's interpreter runs the kernels of tests/cuda. Triton reads this at its import and for each kernel; a process
+# that compiles kernels unsets it.
 os.environ["TRITON_INTERPRET"] = "1"
 
 # No test keeps weights in the user's cache, nor finds any there. Tests of what is kept name a folder.
