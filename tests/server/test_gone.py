@@ -127,6 +127,7 @@ def test_in_the_queue(
         one.close()
     until(lambda: is_idle(chunked_llm))
     assert chunked_llm.stats()["num_computed_tokens"] - computed == 4 * (2 + ASK["max_tokens"] - 1)
+    until(lambda: len(lines) == 5)  # no line of these comes in the next test
 
 
 def test_before_the_engine_has_taken_it(
