@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -89,11 +90,12 @@ def test_the_second_signal_stops_at_once(tmp_path: Path) -> None:
 def test_what_drains_too_long_is_ended(tmp_path: Path) -> None:
     config = tmp_path / "quire.toml"
     config.write_text("[server]\ndrain_seconds = 0.3\n")
-    with serving("--kv-memory", "64MiB", "--config", str(config)) as server:
-        connection = stream_of(server, LONG)
+    with serving("--kv-memory", "64MiB", "--config", str(config)) as server, ThreadPoolExecutor(1) as thread:
+        # A client that does not read gets no last event: its socket is full.
+        reading = thread.submit(rest_of, stream_of(server, LONG))
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
-        cut = rest_of(connection)
+        cut = reading.result()
         assert b'"error":' in cut
         assert cut.count(b'"text":') < NUM_LONG
 

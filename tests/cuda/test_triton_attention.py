@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.at_length import at_length
 from support.paged_case import Case, Shape, make_case, page, repage, shapes, tolerance
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'quire-kv[cuda]'")
@@ -98,7 +99,7 @@ def test_agrees_on_random_batches(shape: Shape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ci
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_length(100), deadline=None)
 @given(shapes(max_context=200, formats=FORMATS), st.sampled_from(DTYPES))
 def test_agrees_on_many_random_batches(shape: Shape, dtype: torch.dtype) -> None:
     assert_agrees(make_case(replace(shape, dtype=dtype)))
@@ -264,7 +265,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 
 
 @pytest.mark.ci
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=at_length(25), deadline=None)
 @given(shapes(max_context=700, max_sequences=1, formats=FORMATS), st.sampled_from(DTYPES), st.data())
 def test_many_rows_have_the_same_bits(shape: Shape, dtype: torch.dtype, data: st.DataObject) -> None:
     check_bits_of_rows(replace(shape, dtype=dtype), data)
