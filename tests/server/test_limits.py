@@ -69,15 +69,22 @@ def test_tenants_do_not_find_each_other(serve, llm: LLM) -> None:
 
 
 def test_queue_is_bounded(serve, llm: LLM) -> None:
+    held = threading.Event()
+
     async def main(url: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
             body = {**SHORT, "max_tokens": 24, "ignore_eos": True}
-            return await asyncio.gather(
-                *[client.post(f"{url}/v1/completions", json=body) for _ in range(300)]
-            )
+            tasks = [asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(300)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # one that is refused
+            held.set()
+            return await asyncio.gather(*tasks)
 
     with serve(ServerSettings(limits=ServerLimits(max_waiting=1))) as (url, app):
-        answers = asyncio.run(main(url))
+        app.state.service.engine.submit_between_steps(held.wait)  # none ends before all have come
+        try:
+            answers = asyncio.run(main(url))
+        finally:
+            held.set()
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 429}
         assert statuses.count(200) >= 16
