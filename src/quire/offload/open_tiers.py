@@ -126,7 +126,7 @@ class OpenTiers:
     def close(self) -> None:
         """Stores the segments that are not stored yet; ends threads, closes files and connections.
 
-        What only a lost device holds is not stored.
+        Content that only a lost device holds is not stored.
         """
         self.ahead.stop()
         try:

@@ -78,7 +78,7 @@ def fake_driver(page_bytes: int = 2 << 20, total_bytes: int = 256 << 20) -> Fake
 
 
 class FakeDriver:
-    """What the fake driver counts, and the faults it is told to make. Sizes in bytes."""
+    """The counts of the fake driver, and the faults that a test asks of it. Sizes in bytes."""
 
     def __init__(self, library: Any, page_bytes: int, total_bytes: int) -> None:
         self._library = library

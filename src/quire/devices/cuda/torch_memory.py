@@ -4,9 +4,8 @@ Correct on any device that torch knows. A range is taken whole when it is reserv
 device is not elastic. Every call runs on the device's default stream, in the order of the calls, so each sees the bytes
 that the one before it wrote (D2); a copy to host memory waits for them.
 
-Cost: `reserve` that of `torch.empty`; `copy_pieces` one gather or scatter on the device for each length of rows, with
-an index of 8 bytes for each 8 bytes of data where rows are whole words, and one copy over the bus; `copy_blocks` two
-operators for each copy.
+Cost: `reserve` that of `torch.empty`. `copy_pieces` is one gather or scatter on the device and one copy over the bus
+for each length of rows; its index has 8 bytes for each word of data. `copy_blocks` is two operators for each copy.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class TorchMemory:
         return self._memory_info()[1]
 
     def free_bytes(self) -> int:
-        """What the driver has free and what torch's allocator holds without need, less room for a step's tensors."""
+        """The driver's free bytes and the unused ones of torch's allocator, less room for a step's tensors."""
         free, total = self._memory_info()
         return max(0, free - spare_bytes(total)) if total else 0
 
@@ -176,18 +175,14 @@ class TorchMemory:
         row_starts = row_starts + number * np.repeat(pieces[:, 4], pieces[:, 2])
         row_bytes = np.repeat(pieces[:, 3], pieces[:, 2])
         payload_starts = payload_starts + number * row_bytes
-        range_of_row = self._ranges_of(row_starts)
+        ranges = self._ranges  # other threads put another list there
+        range_of_row = np.searchsorted([known.start for known in ranges], row_starts, side="right") - 1
         for index, width in sorted(set(zip(range_of_row.tolist(), row_bytes.tolist(), strict=True))):
             chosen = (range_of_row == index) & (row_bytes == width)
-            known = self._ranges[index]
+            known = ranges[index]
             self._copy_rows(
                 known, row_starts[chosen] - known.start, payload, payload_starts[chosen], width, to_device
             )
-
-    def _ranges_of(self, addresses: np.ndarray) -> np.ndarray:
-        starts = np.array([known.start for known in self._ranges])
-        indexes = np.searchsorted(starts, addresses, side="right") - 1
-        return indexes
 
     @torch.inference_mode()
     def _copy_rows(
@@ -214,10 +209,9 @@ class TorchMemory:
 
     def is_lost(self) -> bool:
         """After an error in a kernel CUDA answers every call with an error."""
-        module: Any = getattr(torch, self.torch_device.type, None)
         try:
-            if hasattr(module, "synchronize"):
-                module.synchronize()
+            if self.torch_device.type != "cpu":
+                torch.accelerator.synchronize(self.torch_device)
         except RuntimeError:
             return True
         return False

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from quire.devices.cuda import exact_operators
 from quire.devices.cuda.decode_graphs import CapturesGraphs, CudaGraphs, DecodeGraphs
 from quire.devices.cuda.exact_operators import ExactOperators
-from quire.devices.cuda.step_tensors import step_on_device
 from quire.devices.cuda.torch_device import TorchDevice
 from quire.devices.cuda.triton_attention import TritonAttention, is_interpreted
 from quire.errors import BackendError
@@ -64,7 +63,7 @@ class TritonDevice(TorchDevice):
             logits = captured.run(step, forward)
             if logits is not None:
                 return logits
-        return forward(step_on_device(step, self.torch_device, with_tables=True))
+        return super().compute(step, forward, cache)
 
     def exact_operators(self) -> AbstractContextManager[object]:
         return ExactOperators()
