@@ -1,8 +1,9 @@
 """`DecodeBound`: the most tokens a second that a card can decode, from its bandwidth and arithmetic alone.
 
-A step of n requests reads every dense weight once (of a layer's experts those that n tokens choose at random) and the
-keys and values of n contexts, a shared prefix once; it reads and writes n states. It takes 2 n operations for each
-weight that a token uses. No kernel is faster than these bytes at the card's bandwidth, or these products at its peak.
+A step of n requests reads every dense weight once; of a layer's experts it reads those that n tokens choose at random.
+It reads the keys and values of n contexts, a shared prefix once, and reads and writes n states. It takes 2 n
+operations for each weight that a token uses. No kernel is faster than these bytes at the card's bandwidth, or these
+products at its peak.
 Derived, not measured: the products of attention, launches and the host's time are left out.
 
 Cost: O(modules) of a model without memory.

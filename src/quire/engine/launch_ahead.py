@@ -1,10 +1,10 @@
 """`LaunchAhead`: the step after a batch of decodes is launched before the host reads that batch's tokens.
 
 The tokens of step n stay on the device. The rows of step n + 1 are the same sequences, one position further, in the
-lookahead slots of step n's plan; so the device computes while the host reads step n, detokenizes and schedules. If the
-next batch has the tokens, positions and slots of such a row, the row's logits are there and it is not computed again;
-other rows of the batch (a sequence that has joined, a prompt's chunk) run by themselves. Rows that no batch takes, of a
-sequence that has ended or was preempted, are thrown away: at most one step.
+lookahead slots of step n's plan; so the device computes while the host reads step n, detokenizes and schedules. A row
+of the next batch with the same token, position and slot has its logits already and is not computed again. Other rows of
+the batch (a sequence that has joined, a prompt's chunk) run by themselves. Rows that no batch takes, of a sequence that
+has ended or was preempted, are thrown away: at most one step.
 
 Only for plain greedy requests (`Request.is_plain`), a paged storage, no state layers, and a device whose calls return
 before it has computed (`Device.read_later`). The scheduler decides nothing else than without.
