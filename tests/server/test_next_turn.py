@@ -201,6 +201,10 @@ def num_new(family: str, messages: list[dict[str, Any]], tools: Any) -> int:
     return len(words(text[text.rindex(messages[-1]["content"]) :])["input_ids"])
 
 
+def num_turns(service: Service, outcome: str) -> float:
+    return service.metrics.prepared_turns.labels(outcome)._value.get()
+
+
 def settle(service: Service) -> None:
     """Waits until the turns that wait are prepared."""
     turns = service.next_turns
@@ -243,14 +247,14 @@ def test_the_next_turn_computes_its_new_text(
         computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
         assert computed <= words + 2, (computed, words)  # a token may cross into the new text
         settle(service)
-    assert service.next_turns.num_failed == 0
+    assert num_turns(service, "failed") == 0
 
 
 def test_a_server_prepares_nothing_without_a_session_or_with_the_flag_off(
     shaped: tuple[str, str, Service],
 ) -> None:
     _, url, service = shaped
-    before = service.next_turns.num_prepared
+    before = num_turns(service, "done")
     body = {"messages": [{"role": "user", "content": "[plain] no session"}], "max_tokens": 5}
     assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     service.next_turns.max_tokens, kept = 0, service.next_turns.max_tokens
@@ -259,7 +263,7 @@ def test_a_server_prepares_nothing_without_a_session_or_with_the_flag_off(
     finally:
         service.next_turns.max_tokens = kept
     settle(service)
-    assert service.next_turns.num_prepared == before
+    assert num_turns(service, "done") == before
     too_long = httpx.post(f"{url}/v1/chat/completions", json={**body, "session_id": "x" * 257}, timeout=60)
     assert too_long.status_code == 400
     assert too_long.json()["error"]["param"] == "session_id"

@@ -127,6 +127,12 @@ class Metrics:
         self.not_kept = Counter(
             "quire:not_kept", "Prompts with keep_for that found no room.", registry=self.registry
         )
+        self.prepared_turns = Counter(
+            "quire:prepared_turns", "Next turns of sessions.", ["outcome"], registry=self.registry
+        )
+        self.prepared_tokens = Counter(
+            "quire:prepared_tokens", "Tokens computed for next turns.", registry=self.registry
+        )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
         )

@@ -22,17 +22,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from quire.engine.async_engine import AsyncEngine
 from quire.errors import QuireError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request_options import RequestOptions
 from quire.server.api_errors import ApiError
+from quire.server.metrics import Metrics
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
-
-if TYPE_CHECKING:
-    from quire.server.service import Service
 
 __all__ = ["EndedTurn", "NextTurns"]
 
@@ -62,18 +61,29 @@ class EndedTurn:
     cache_priority: Any = "normal"
 
 
+class ServerParts(Protocol):
+    """The part of `quire.server.service.Service` that preparing needs."""
+
+    engine: AsyncEngine
+    metrics: Metrics
+    draining: bool
+
+    @property
+    def num_open(self) -> int: ...
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    async def render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), options: Any = None
+    ) -> str: ...
+
+
 class NextTurns:
-    """The turns of one server's sessions. For its event loop alone. max_tokens: of a turn; 0: nothing is prepared.
+    """The turns of one server's sessions. For its event loop alone. max_tokens: of a turn; 0: nothing is prepared."""
 
-    num_prepared, num_failed: turns since the start. num_tokens: computed for them.
-    """
-
-    def __init__(self, service: Service, max_tokens: int) -> None:
+    def __init__(self, service: ServerParts, max_tokens: int) -> None:
         self._service = service
         self.max_tokens = max_tokens
         self._waiting: OrderedDict[tuple[str, str], EndedTurn] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
-        self.num_prepared = self.num_failed = self.num_tokens = 0
 
     def add(self, tenant: str, session: str, turn: EndedTurn) -> None:
         """Prepares the turn behind `turn` once the engine is idle; if too many wait, the oldest is dropped."""
@@ -104,13 +114,14 @@ class NextTurns:
             _, turn = self._waiting.popitem(last=False)
             try:
                 await self._prepare(turn)
-                self.num_prepared += 1
+                outcome = "done"
             except (
                 ApiError,
                 QuireError,
-            ) as error:  # a template, or no room: the next request computes what it needs
-                self.num_failed += 1
+            ) as error:  # a template, or no room: the next request computes its tokens
+                outcome = "failed"
                 _log.debug("the next turn of a session is not prepared: %s", error)
+            self._service.metrics.prepared_turns.labels(outcome).inc()
 
     async def _wait_until_idle(self) -> None:
         while self._service.num_open and not self._service.draining:
@@ -134,7 +145,7 @@ class NextTurns:
             stop = min(len(tokens), start + min(piece, left))
             await self._compute(tokens[:stop], options)
             left -= stop - start
-            self.num_tokens += stop - start
+            self._service.metrics.prepared_tokens.inc(stop - start)
             before = start
             if stop == len(tokens):
                 return
