@@ -36,6 +36,7 @@ from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
+from quire.sampling.scores import score_prompts
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
@@ -71,6 +72,7 @@ class Engine:
         """Called before an idle engine checks a request; its errors go to the request's caller."""
         self._runner, self._cache = parts.runner, parts.cache
         self._launches_ahead = parts.launch_ahead is not None
+        self._kept_scores = parts.kept_scores
         self._choose = partial(most_likely, native=parts.native)
         if parts.launch_ahead is not None:
             self._choose = parts.launch_ahead.most_likely
@@ -112,6 +114,7 @@ class Engine:
             on_reserved=self._on_reserved,
             memory_limits=self.memory_limits,
             launches_ahead=self._launches_ahead,
+            kept_scores=self._kept_scores,
         )
 
     def _connect(self) -> None:
@@ -242,7 +245,12 @@ class Engine:
             given, num_output = parent.options.params, len(sequence.output_ids)
             min_tokens = None if given.min_tokens is None else max(0, given.min_tokens - num_output)
             params = replace(
-                given, max_tokens=parent.max_tokens - num_output, min_tokens=min_tokens, seed=None
+                given,
+                max_tokens=parent.max_tokens - num_output,
+                min_tokens=min_tokens,
+                seed=None,
+                prompt_logprobs=None,
+                prompt_logprobs_start=0,
             )
             rules = None if parent.rules is None else parent.rules.continued(num_output)
         options = replace(
@@ -341,6 +349,9 @@ class Engine:
             if profile is not None:
                 profile.lap("forward")
             tokens = np.zeros(0, np.int64)
+            if scheduled.scored:
+                score_prompts(logits[scheduled.num_draw_rows :], scheduled.scored)
+                logits = logits[: scheduled.num_draw_rows]
             if scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._choose)
             if profile is not None:
@@ -364,6 +375,8 @@ class Engine:
             profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
         touched: list[RequestSequence] = []
+        touched += scheduled.completed
+        touched += [sequence for sequence, _ in scheduled.scored if sequence.error is not None]
         for sequence in scheduled.sampled:
             if sequence.detokenizer is not None:
                 self._detokenize(sequence, sequence.detokenizer)
