@@ -332,3 +332,31 @@ def test_without_a_tokenizer(llm: LLM) -> None:
         (choice,) = choices(post(url, prompt=[1, 2, 3], prompt_logprobs=1, max_tokens=0))
         assert all(value["decoded_token"] is None for value in choice["prompt_logprobs"][1].values())
         assert refusal(url, prompt=[1, 2, 3], echo=True, logprobs=1)["param"] == "echo"
+
+
+# -- as lm-evaluation-harness asks ---------------------------------------------------------------------------
+
+
+def test_the_sum_of_a_continuation(llm: LLM, url: str) -> None:
+    """The harness adds up token_logprobs[len(context):-1] of each prompt, and takes the likeliest from top_logprobs."""
+    contexts, ends = [llm.tokenizer(text)["input_ids"] for text in (PROMPT, OTHER)], [[7, 8, 9], [10]]
+    prompts = [context + end for context, end in zip(contexts, ends, strict=True)]
+    body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = post(url, prompt=prompts, **body)
+    expected = llm.score(prompts, start=[len(context) for context in contexts])
+    for choice, context, scored in zip(choices(answer), contexts, expected, strict=True):
+        values, tops = (
+            choice["logprobs"][name][len(context) : -1] for name in ("token_logprobs", "top_logprobs")
+        )
+        assert sum(values) == pytest.approx(scored.total)
+        assert len(values) == scored.num_scored
+        assert all(value <= max(top.values()) for value, top in zip(values, tops, strict=True))
+
+
+def test_an_end_token_is_one_more_token(llm: LLM, url: str) -> None:
+    """The harness drops the last token, so that an answer that ends at once must have one."""
+    end = llm.tokenizer.eos_token_id
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "logit_bias": {str(end): 100}}
+    (choice,) = choices(post(url, prompt=[5, 6, 7], **body))
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
