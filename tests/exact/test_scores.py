@@ -18,6 +18,7 @@ from support.architectures import tiny
 from support.state_layers import tiny_model
 
 from quire import LLM, SamplingParams
+from quire.cache.prefix_key import PrefixKey
 from quire.memory.placement import unsupported_reason
 from quire.sampling.prompt_scores import PromptScores
 
@@ -39,7 +40,9 @@ def values(entries: list[dict[int, float] | None] | list[dict[int, float]] | Non
     return [None if entry is None else next(iter(entry.values())) for entry in entries]
 
 
-def scores(llm: LLM, prompt: list[int], params: SamplingParams = ONLY_PROMPT) -> tuple[list[float | None], int]:
+def scores(
+    llm: LLM, prompt: list[int], params: SamplingParams = ONLY_PROMPT
+) -> tuple[list[float | None], int]:
     """A prompt's scores, and how many of its tokens were a hit."""
     [output] = llm.generate([prompt], params)
     assert output.prompt_logprobs is not None
@@ -129,7 +132,8 @@ def test_random_requests_have_one_score_a_token() -> None:
     numbers = random.Random(7)
     stem = [numbers.randrange(5, 200) for _ in range(120)]
     prompts = [
-        stem[: numbers.randrange(1, 120)] + [numbers.randrange(5, 200) for _ in range(numbers.randrange(1, 90))]
+        stem[: numbers.randrange(1, 120)]
+        + [numbers.randrange(5, 200) for _ in range(numbers.randrange(1, 90))]
         for _ in range(24)
     ]
     with tiny_llm.llm(prefix_caching=False) as llm:
@@ -181,9 +185,9 @@ def test_tiers_keep_scores(tier: str, tmp_path: Path) -> None:
 def test_dropped_content_takes_its_scores_along() -> None:
     with tiny_llm.llm() as llm:
         scores(llm, PROMPT)
-        assert llm._opened.engine.scheduler._kept_scores.stats()["num_tokens"] >= 111  # type: ignore[union-attr]
+        assert llm.stats()["kept_score_bytes"] == 4 * 112
         llm.drop(PROMPT[:16])
-        assert llm._opened.engine.scheduler._kept_scores.stats()["num_tokens"] == 0  # type: ignore[union-attr]
+        assert llm.stats()["kept_score_bytes"] == 0
         assert scores(llm, PROMPT)[1] == 0
 
 
@@ -230,3 +234,28 @@ def test_chunks_end_at_the_limit_of_rows_and_where_scores_are_known() -> None:
         missing = ~known
         missing[: max(1, start)] = False
         assert scored[missing].all()
+
+
+def test_a_snapshot_keeps_the_scores_of_its_tokens(tmp_path: Path) -> None:
+    def priorities(llm: LLM) -> list[int]:
+        tiers = llm.tiers
+        assert tiers is not None
+        assert tiers.disk is not None
+        assert tiers.scores is not None
+        tiers.stack.flush(10)
+        roots = {
+            key.root
+            for key in tiers.scores.keys(
+                llm._opened.engine.tenants.namespace_of(PrefixKey()), np.array(PROMPT), ()
+            )
+        }
+        return [entry.info.cache_priority for entry in tiers.disk.entries() if entry.info.root in roots]
+
+    with tiny_llm.llm(disk_cache=str(tmp_path)) as llm:
+        conversation = llm.conversation(PROMPT)
+        scores(llm, PROMPT)
+        assert priorities(llm) == [1]
+        conversation.snapshot("scored")
+        assert priorities(llm) == [2]
+        llm.remove_snapshot("scored")
+        assert priorities(llm) == [1]

@@ -513,6 +513,7 @@ class Engine:
             "num_swapped": self.swap.num_swapped,
             "swapped_bytes": self.swap.num_bytes,
             "num_restored_tokens": self.swap.num_restored_tokens,
+            "kept_score_bytes": 0 if self._kept_scores is None else self._kept_scores.num_bytes,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_tokens_by_tier": self._hit_tokens(),
             "hit_rate": num_hit / num_query if num_query else 0.0,
