@@ -334,6 +334,36 @@ def test_without_a_tokenizer(llm: LLM) -> None:
         assert refusal(url, prompt=[1, 2, 3], echo=True, logprobs=1)["param"] == "echo"
 
 
+# -- measured and pinned -------------------------------------------------------------------------------------
+
+
+def test_a_request_without_tokens_has_no_time_to_a_first_token(url: str) -> None:
+    def count() -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        found = {
+            line.partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if "_seconds_count" in line
+        }
+        return {
+            name: found[f"vllm:{name}_seconds_count"]
+            for name in ("time_to_first_token", "e2e_request_latency")
+        }
+
+    before = count()
+    post(url, prompt=PROMPT, max_tokens=0)
+    after = count()
+    assert after["time_to_first_token"] == before["time_to_first_token"]
+    assert after["e2e_request_latency"] == before["e2e_request_latency"] + 1
+
+
+def test_a_prompt_is_pinned_without_an_answer(llm: LLM) -> None:
+    with running(llm, ServerSettings()) as (url, _):
+        post(url, prompt=PROMPT, max_tokens=0, keep_for=60)
+        (pin,) = llm.pins
+        llm.pins.remove(pin)
+
+
 # -- as lm-evaluation-harness asks ---------------------------------------------------------------------------
 
 

@@ -130,7 +130,7 @@ def score(
     ] = False,
     **engine: Any,
 ) -> None:
-    """Prints tokens and perplexity of the texts in FILE, and tokens scored a second."""
+    """Prints the perplexity of the texts in FILE, and tokens a second."""
     texts = [text for source in files for text in read_texts(source)]
     for text in texts:
         if not text.prompt:
@@ -187,7 +187,7 @@ def _windows(
     size = longest if size is None else size
     if not 2 <= size <= longest:
         raise ArgumentError(f"expected a window of 2 to {longest} tokens, got {size} - in --window")
-    first = getattr(llm.tokenizer, "bos_token_id", None)
+    first: Any = getattr(llm.tokenizer, "bos_token_id", None)
     stride = max(1, size // 2) if stride is None else stride
     if not 1 <= stride < size:
         raise ArgumentError(

@@ -96,9 +96,9 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
     constraint = {} if requested is None else {requested.kind: requested.value}
     return service.params(
         body,
+        body.logprobs if body.echo else None,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
-        echoed_logprobs=body.logprobs if body.echo else None,
         **constraint,
     )
 

@@ -210,7 +210,7 @@ class Service:
             )
 
     def params(
-        self, body: SamplingBody, *, echoed_logprobs: int | None = None, **others: Any
+        self, body: SamplingBody, echoed_logprobs: int | None = None, /, **others: Any
     ) -> SamplingParams:
         """The body's sampling parameters, within the server's limits. echoed_logprobs: of the prompt that the answer
         repeats. others: further ones of SamplingParams."""
@@ -352,7 +352,7 @@ class Service:
                             num_after_first += len(output.outputs[0].token_ids)
                     else:
                         first_s = time.monotonic() - began
-                        for metrics in all_metrics:
+                        for metrics in all_metrics if any(num_generated.values()) else ():
                             metrics.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)
