@@ -49,6 +49,7 @@ NOT_RUN = {
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
     "qwen": "comes from npm; scripts/soak agents runs it",
+    "lm_eval --model": "needs lm-evaluation-harness and its tasks, from the network; scripts/lm-eval",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",
 }
 # Their examples call the native core by name.

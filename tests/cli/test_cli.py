@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "x", "--block-size", "0"], 2, "expected an integer of 1 to 512, got 0"),
         (["generate", "x", "--block-size", "513"], 2, "expected an integer of 1 to 512, got 513"),
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
-        (["generate", "x", "--max-tokens", "0"], 2, "got 0 - in --max-tokens (`max_tokens`)"),
+        (["generate", "x", "--max-tokens", "-1"], 2, "got -1 - in --max-tokens (`max_tokens`)"),
         (["generate", "x", "--max-model-len", "1"], 2, "got 1 - in --max-model-len (`max_model_len`)"),
         (["plan", "--context", "9999999"], 2, "expected context of 1 to 2048 tokens"),
         (["plan", "--context", "0"], 2, "got 0 - in --context"),

@@ -74,6 +74,8 @@ FIELDS: dict[str, Any] = {
     "logprobs": st.integers(0, 3) | st.booleans(),
     "top_logprobs": st.integers(0, 3),
     "echo": st.booleans(),
+    "prompt_logprobs": st.integers(-1, 22) | st.booleans(),
+    "prompt_logprobs_start": st.integers(-1, 60) | st.just(2**31),
     "regex": TEXTS | st.sampled_from(["(", "[ab]{1,3}", "(a*)*b", r"\p{L}+", "(?=a)", "a{1000000}"]),
 }  # fmt: skip
 SCHEMAS = (

@@ -99,7 +99,7 @@ def test_a_field_that_is_not_served_takes_what_asks_for_nothing(model: Any, body
         ({"temprature": 1}, "temprature"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"stream": True, "stream_options": {"include_all": True}}, "stream_options.include_all"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
         ({"structured_outputs": {}}, "structured_outputs"),

@@ -183,7 +183,7 @@ def test_parts_without_text_are_refused_by_their_kind(url: str, part: dict[str, 
     ("method", "path", "body", "status", "code"),
     [
         ("POST", "/v1/completions", {"prompt": [2**31 - 1]}, 400, "invalid_value"),
-        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "invalid_value"),
+        ("POST", "/v1/completions", {"prompt": "x", "prompt_logprobs": 99}, 400, "invalid_value"),
         ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "invalid_value"),
         ("POST", "/v1/chat/completions", {**CHAT, "logit_bias": {"99999999": 1}}, 400, "invalid_value"),
         ("POST", "/v1/chat/completions", {**CHAT, "temperature": 9}, 400, "invalid_body"),

@@ -36,9 +36,9 @@ def test_completion(url: str) -> None:
     assert choice["text"] == f"x{TEXT}"
     found = choice["logprobs"]
     shown = [chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in TEXT.encode()]
-    assert found["tokens"][: len(shown)] == shown
-    assert found["text_offset"][: len(shown)] == [1 + offset for offset in OFFSETS]
-    assert all(len(top) in (20, 21) for top in found["top_logprobs"])
+    assert found["tokens"][: 1 + len(shown)] == ["x", *shown]
+    assert found["text_offset"][: 1 + len(shown)] == [0, *(1 + offset for offset in OFFSETS)]
+    assert all(len(top) in (20, 21) for top in found["top_logprobs"][1:])
 
 
 def test_streamed_completion_has_the_same(url: str) -> None:

@@ -21,6 +21,7 @@ from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.limits import limit_behind
 from quire.cli.plan import plan
+from quire.cli.score import score
 from quire.cli.serve import serve
 from quire.cli.top import top
 from quire.errors import ArgumentError, CapacityError, QuireError, with_flag_names
@@ -58,6 +59,7 @@ app.command()(chat)
 app.command()(compare)
 app.command()(explain)
 app.command()(plan)
+app.command()(score)
 app.add_typer(cache)
 app.command()(serve)
 app.command()(top)

@@ -7,6 +7,7 @@ Others may use
     driver, engine              the thread and the step loop of both
     engine_parts                the parts of the step loop
     serving_plan                what fits, before anything is loaded
+    scored_prompt               the scores of a prompt
     open_storage                storage and cache by name
     profile                     times of a step's parts
 """

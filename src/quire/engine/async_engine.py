@@ -30,9 +30,10 @@ from quire.engine.engine_handle import EngineHandle
 from quire.engine.engine_monitor import EngineMonitor
 from quire.engine.llm import LLM
 from quire.engine.prompt_pins import COMPUTE_PROMPT
+from quire.engine.scored_prompt import ScoredPrompt, score_params
 from quire.errors import ArgumentError, CancelledError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.prompts import Prompt, encode
+from quire.scheduler.prompts import Prompt, encode, pair_params
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
 from quire.sessions.transcript import Transcript
@@ -187,6 +188,23 @@ class AsyncEngine(EngineHandle):
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
         return self.submit(encode(prompt, self.tokenizer), asked)
+
+    async def score(
+        self, prompts: Any, *, start: int | Sequence[int] = 0, **options: Unpack[RequestKeywords]
+    ) -> list[ScoredPrompt]:
+        """See `LLM.score`. The first error among the prompts is raised, and ends the others."""
+        pairs = pair_params(prompts, score_params(prompts, start), self.tokenizer)
+        streams = await self.begin([(prompt, RequestOptions.of(own, **options)) for prompt, own in pairs])
+        scored: list[ScoredPrompt] = []
+        try:
+            for stream in streams:
+                async for output in stream:
+                    if output.finished:
+                        scored.append(ScoredPrompt.of(output))
+        finally:
+            for stream in streams:
+                stream.close()
+        return scored
 
     def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""

@@ -18,6 +18,7 @@ from quire.config import EngineConfig, shows_options, takes_options
 from quire.engine.conversation import Conversation
 from quire.engine.engine_handle import EngineHandle
 from quire.engine.open_engine import open_engine
+from quire.engine.scored_prompt import ScoredPrompt, score_params
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
@@ -98,6 +99,23 @@ class LLM(EngineHandle):
             if output.error is not None:
                 _log.error("request %s failed: %s", output.request_id, output.error)
         return finished
+
+    def score(
+        self,
+        prompts: Any,
+        *,
+        start: int | Sequence[int] = 0,
+        progress: bool = False,
+        **options: Unpack[RequestKeywords],
+    ) -> list[ScoredPrompt]:
+        """The log probability of each token of one or many prompts, in their order; nothing is generated.
+
+        prompts, progress, options: as of `generate`. start: one for all or one for each; tokens before this position
+            have no score, and are not computed again where their keys and values are cached.
+        *raises:* as `generate`, and the first error among the prompts.
+        """
+        outputs = self.generate(prompts, score_params(prompts, start), progress=progress, **options)
+        return [ScoredPrompt.of(output) for output in outputs]
 
     def stream(
         self,

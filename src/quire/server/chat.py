@@ -21,7 +21,7 @@ from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.logprobs import chat_logprobs
+from quire.server.logprobs import chat_logprobs, prompt_rows
 from quire.server.messages import template_options
 from quire.server.next_turn import EndedTurn
 from quire.server.outputs.answer_grammar import answer_grammar
@@ -203,7 +203,14 @@ class ChatWriter:
         if self._body.stream:
             return await self.stream(running, outputs)
         with running:
-            return self.json_response(await Answer.gather(outputs, self._params.n))
+            answer = await Answer.gather(outputs, self._params.n)
+            if answer.prompt_logprobs is None:
+                return self.json_response(answer)
+            return await self._service.threads.run(self.json_response, answer)
+
+    def _prompt_rows(self, entries: list[dict[int, float] | None]) -> list[Any]:
+        num_top = self._params.prompt_logprobs or 0
+        return prompt_rows(self._service.tokenizer, entries, num_top, num_top)
 
     def json_response(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
@@ -231,6 +238,10 @@ class ChatWriter:
             for field in ("tool_calls", "reasoning_content"):  # left out rather than null, as OpenAI's
                 if choice["message"][field] is None:
                     del choice["message"][field]
+        if answer.prompt_logprobs is None:
+            del fields["prompt_logprobs"]
+        else:
+            fields["prompt_logprobs"] = self._prompt_rows(answer.prompt_logprobs)
         if not self._body.return_token_ids:
             del fields["prompt_token_ids"]
             for choice in fields["choices"]:
@@ -302,8 +313,15 @@ class ChatWriter:
                             continue
                         if index not in opened:
                             first = _choice(index, {"role": "assistant", "content": ""})
+                            of_prompt: dict[str, Any] = {}
                             if with_ids and not opened:
-                                head = {**self._head, "prompt_token_ids": output.prompt_token_ids}
+                                of_prompt["prompt_token_ids"] = output.prompt_token_ids
+                            if output.prompt_logprobs is not None and not opened:
+                                of_prompt["prompt_logprobs"] = await self._service.threads.run(
+                                    self._prompt_rows, output.prompt_logprobs
+                                )
+                            if of_prompt:
+                                head = {**self._head, **of_prompt}
                                 yield ChoiceEvents(head, with_usage=with_usage).choice(first)
                             else:
                                 yield write.choice(first)

@@ -17,10 +17,15 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.logprobs import CompletionTokens
+from quire.server.logprobs import CompletionTokens, likeliest, prompt_rows
 from quire.server.outputs.requested_format import api_field_names, requested_format
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.schemas.completion_bodies import Completion, CompletionChoice, CompletionRequest
+from quire.server.schemas.completion_bodies import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
 __all__ = ["router"]
@@ -54,7 +59,10 @@ async def completions(
     if body.stream:
         return await writer.stream(running)
     with running:
-        return writer.json_response(await running.answers(params.n))
+        answers = await running.answers(params.n)
+        if params.prompt_logprobs is None:
+            return writer.json_response(answers)
+        return await service.threads.run(writer.json_response, answers)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -84,11 +92,15 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
         raise ApiError(
             400, f"expected logprobs of at most {limits.max_logprobs}, got {body.logprobs}", param="logprobs"
         )
-    if body.max_tokens == 0:
-        raise ApiError(400, "expected max_tokens of 1 or more: every request generates", param="max_tokens")
     requested = requested_format(body, service)
     constraint = {} if requested is None else {requested.kind: requested.value}
-    return service.params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, **constraint)
+    return service.params(
+        body,
+        body.logprobs if body.echo else None,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        **constraint,
+    )
 
 
 def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> list[str]:
@@ -132,17 +144,43 @@ class _CompletionWriter:
         by_id = bool(self._body.return_tokens_as_token_ids)
         return CompletionTokens(self._service.tokenizer, offset, by_id=by_id)
 
+    def _echoed(self, place: int, answer: Answer) -> CompletionLogprobs | None:
+        """The log probabilities of the prompt that the text repeats."""
+        body, entries = self._body, answer.prompt_logprobs
+        if not body.echo or body.logprobs is None or entries is None:
+            return None
+        num_top = body.logprobs
+        if num_top != self._params.prompt_logprobs:
+            entries = [None if entry is None else likeliest(entry, num_top) for entry in entries]
+        tokens = CompletionTokens(
+            self._service.tokenizer,
+            0,
+            by_id=bool(body.return_tokens_as_token_ids),
+            text=self._echoes[place],
+        )
+        return tokens.logprobs(answer.prompt_token_ids, entries, num_top)
+
+    def _prompt_rows(self, answer: Answer) -> list[Any] | None:
+        if self._body.prompt_logprobs is None or answer.prompt_logprobs is None:
+            return None
+        num_given = self._params.prompt_logprobs or 0
+        return prompt_rows(
+            self._service.tokenizer, answer.prompt_logprobs, num_given, self._body.prompt_logprobs
+        )
+
     def json_response(self, answers: list[Answer]) -> JSONResponse:
-        body, choices = self._body, []
+        body, choices, all_rows = self._body, [], []
         for place, answer in enumerate(answers):
+            echo, echoed = self._echoes[place], self._echoed(place, answer)
+            all_rows += [self._prompt_rows(answer)] * len(answer.texts)
             for index, text in enumerate(answer.texts):
-                echo = self._echoes[place]
                 logprobs = None
                 if body.logprobs is not None:
                     entries = answer.logprobs[index]
                     logprobs = self._tokens(len(echo)).logprobs(
                         answer.token_ids[index][: len(entries)], entries, body.logprobs
                     )
+                    logprobs = logprobs if echoed is None else echoed.followed_by(logprobs)
                 choices.append(
                     CompletionChoice(
                         index=place * self._params.n + index,
@@ -157,10 +195,25 @@ class _CompletionWriter:
                     choices[-1].prompt_token_ids = answer.prompt_token_ids
         completion = Completion(**self._head, choices=choices, usage=_usage(answers))
         fields = completion.model_dump()
-        if not body.return_token_ids:  # left out rather than null, as OpenAI's
-            for choice in fields["choices"]:
+        for choice, rows in zip(fields["choices"], all_rows, strict=True):
+            choice["prompt_logprobs"] = rows
+            if not body.return_token_ids:  # left out rather than null, as OpenAI's
                 del choice["token_ids"], choice["prompt_token_ids"]
+            if body.prompt_logprobs is None:
+                del choice["prompt_logprobs"]
         return JSONResponse(fields, headers=_hit_header(answers))
+
+    def _stream_head(self, place: int, answer: Answer) -> dict[str, Any]:
+        """The first event of each choice of a prompt with log probabilities, without the choice's index."""
+        echoed, rows = self._echoed(place, answer), self._prompt_rows(answer)
+        head: dict[str, Any] = {
+            "text": self._echoes[place],
+            "logprobs": None if echoed is None else echoed.model_dump(),
+            "finish_reason": None,
+        }
+        if rows is not None:
+            head["prompt_logprobs"] = rows
+        return head
 
     async def stream(self, running: RunningRequests) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(running))]
@@ -169,6 +222,7 @@ class _CompletionWriter:
 
     async def _events(self, running: RunningRequests, answers: list[Answer]) -> AsyncGenerator[bytes]:
         tokens: dict[int, CompletionTokens] = {}
+        heads: dict[int, dict[str, Any]] = {}  # of prompts with log probabilities
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
@@ -180,6 +234,10 @@ class _CompletionWriter:
                     answer = answers[place]
                     answer.num_prompt_tokens = len(output.prompt_token_ids)
                     answer.num_cached_tokens = output.num_cached_tokens
+                    if output.prompt_logprobs is not None:
+                        answer.prompt_token_ids = output.prompt_token_ids
+                        answer.prompt_logprobs = output.prompt_logprobs
+                        heads[place] = await self._service.threads.run(self._stream_head, place, answer)
                     for part in output.outputs:
                         if answer.finish_reasons[part.index] is not None or not (
                             part.token_ids or part.finish_reason
@@ -191,7 +249,9 @@ class _CompletionWriter:
                         is_first = index not in tokens
                         if is_first:
                             tokens[index] = self._tokens(len(self._echoes[place]))
-                            if self._echoes[place]:
+                            if head := heads.get(place):
+                                yield write.choice({"index": index, **head})
+                            elif self._echoes[place]:
                                 yield write.text(index, self._echoes[place])
                         with_ids = self._body.return_token_ids
                         if part.finish_reason is None and not part.logprobs and not with_ids:

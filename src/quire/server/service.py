@@ -62,6 +62,7 @@ class Answer:
     num_cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     logprobs: list[list[dict[int, float]]] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
     stop_reasons: list[str | int | None] = field(default_factory=list)
@@ -88,6 +89,8 @@ class Answer:
         self.prompt_token_ids = output.prompt_token_ids
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         for part in output.outputs:
             self.texts[part.index] += part.new_text
             self.token_ids[part.index] += part.token_ids
@@ -208,8 +211,11 @@ class Service:
                 code="model_not_found",
             )
 
-    def params(self, body: SamplingBody, **others: Any) -> SamplingParams:
-        """The body's sampling parameters, within the server's limits. others: further ones of SamplingParams."""
+    def params(
+        self, body: SamplingBody, echoed_logprobs: int | None = None, /, **others: Any
+    ) -> SamplingParams:
+        """The body's sampling parameters, within the server's limits. echoed_logprobs: of the prompt that the answer
+        repeats. others: further ones of SamplingParams."""
         limits = self.settings.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "expected stream: true with stream_options", param="stream_options")
@@ -222,6 +228,19 @@ class Service:
                 400,
                 f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
                 param="stop",
+            )
+        if (num_top := body.prompt_logprobs or 0) > limits.max_logprobs:
+            raise ApiError(
+                400,
+                f"expected prompt_logprobs of at most {limits.max_logprobs}, got {num_top}",
+                param="prompt_logprobs",
+            )
+        wanted = [number for number in (body.prompt_logprobs, echoed_logprobs) if number is not None]
+        if body.prompt_logprobs_start and not wanted:
+            raise ApiError(
+                400,
+                "expected prompt_logprobs, or echo with logprobs, next to prompt_logprobs_start, got neither",
+                param="prompt_logprobs_start",
             )
         if len(body.allowed_token_ids or ()) > self.engine.vocab_size:
             raise ApiError(
@@ -255,6 +274,8 @@ class Service:
             seed=None if body.seed is None else body.seed % 2**63,  # a negative seed is valid
             ignore_eos=bool(body.ignore_eos),
             logit_bias=bias,
+            prompt_logprobs=max(wanted, default=None),
+            prompt_logprobs_start=body.prompt_logprobs_start or 0,
             **others,
         )
 
@@ -265,7 +286,18 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
     ) -> list[tuple[Prompt, RequestOptions]]:
-        """A request for each prompt, for `begin`."""
+        """A request for each prompt, for `begin`. *raises:* ApiError: too many log probabilities of the prompts."""
+        if params.prompt_logprobs is not None:
+            start, limit = params.prompt_logprobs_start, self.settings.limits.max_prompt_logprobs
+            num_tokens = sum(max(0, len(prompt) - start) for prompt in prompts)
+            if (num_given := num_tokens * (params.prompt_logprobs + 1) * params.n) > limit:
+                raise ApiError(
+                    400,
+                    f"expected at most {limit} log probabilities of prompts, got {num_given}: {num_tokens} tokens, "
+                    f"{params.prompt_logprobs} alternatives and one each, n={params.n}; ask for fewer at once, or for "
+                    "later ones with prompt_logprobs_start; the setting is max_prompt_logprobs",
+                    param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+                )
         options = RequestOptions.of(
             params,
             priority=body.priority or 0,
@@ -322,7 +354,7 @@ class Service:
                             num_after_first += len(output.outputs[0].token_ids)
                     else:
                         first_s = time.monotonic() - began
-                        for metrics in all_metrics:
+                        for metrics in all_metrics if any(num_generated.values()) else ():
                             metrics.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)

@@ -110,6 +110,10 @@ class ServerLimits:
     max_logit_bias: int = setting(1024, "Tokens with a `logit_bias` in a request.")
     max_regex_chars: int = setting(16 << 10, "Characters of a regular expression.")
     max_logprobs: int = setting(20, "Alternatives in `top_logprobs`.")
+    max_prompt_logprobs: int = setting(
+        1 << 20,
+        "Log probabilities of prompts in one answer: tokens of all prompts, times alternatives and one, times `n`.",
+    )
     max_messages: int = setting(4096, "Messages of a chat.")
     max_template_seconds: int = setting(
         5,

@@ -14,7 +14,7 @@ from quire.server.schemas.accepted import (
     AcceptedInParts,
     AcceptedInTools,
 )
-from quire.server.schemas.common import SamplingBody, Usage
+from quire.server.schemas.common import PromptLogprobs, SamplingBody, Usage
 from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, UnservedInParts
 
@@ -142,8 +142,10 @@ class WholePromptFields(PromptFields):
 class ChatFields(PromptFields, SamplingBody, UnservedInChats, AcceptedInChats):
     """The fields that decide how a message is answered."""
 
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="0: the prompt is computed and cached, nothing is generated."
+    )
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="Likewise; it goes first.")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
 
@@ -196,4 +198,5 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     usage: Usage | None = None

@@ -18,6 +18,8 @@ __all__ = [
     "ErrorBody",
     "ModelCard",
     "ModelList",
+    "PromptLogprob",
+    "PromptLogprobs",
     "ResponseFormat",
     "SamplingBody",
     "StreamOptions",
@@ -136,6 +138,19 @@ class SamplingBody(UnservedFields, AcceptedFields):
     return_token_ids: bool | None = Field(
         False, description="vLLM's: the answer has token_ids and prompt_token_ids."
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        description="vLLM's: the answer has the log probability of each token of the prompt, and those of this many "
+        "likeliest tokens in its place.",
+    )
+    prompt_logprobs_start: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Ours: tokens of the prompt before this position have no log probability; their keys and values "
+        "may come from the cache.",
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="vLLM's: whether a text gets the tokenizer's special first tokens. Default: prompts do, "
@@ -167,6 +182,18 @@ class SamplingBody(UnservedFields, AcceptedFields):
         if limit is None:
             return token_ids
         return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
+
+
+class PromptLogprob(BaseModel):
+    """vLLM's. rank: 1 for the likeliest token; null for a token of the prompt that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""An entry for each token of the prompt: by token id, the prompt's own token first; null for the first token."""
 
 
 class PromptTokensDetails(BaseModel):

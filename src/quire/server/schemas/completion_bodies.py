@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from quire.server.schemas.common import SamplingBody, TokenId, Usage
+from quire.server.schemas.common import PromptLogprobs, SamplingBody, TokenId, Usage
 from quire.server.schemas.unserved import OneOf
 
 __all__ = ["Completion", "CompletionChoice", "CompletionRequest"]
@@ -16,9 +16,11 @@ Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 class CompletionRequest(SamplingBody):
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1)]
-    max_tokens: int | None = Field(16, ge=0, lt=2**31)
-    logprobs: int | None = Field(None, ge=0)
-    echo: bool | None = False
+    max_tokens: int | None = Field(
+        16, ge=0, lt=2**31, description="0: the prompt is computed and cached, nothing is generated."
+    )
+    logprobs: int | None = Field(None, ge=0, description="With echo, of the prompt's tokens too.")
+    echo: bool | None = Field(False, description="The text begins with the prompt.")
     best_of: int | None = Field(None, ge=1, description="Has to equal n.")
     suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
     prompt_embeds: Annotated[Any, OneOf("a prompt is text or tokens")] = None
@@ -32,6 +34,16 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
+    def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
+        """These tokens and further ones of the same text."""
+        tops = self.top_logprobs
+        return CompletionLogprobs(
+            tokens=self.tokens + others.tokens,
+            token_logprobs=self.token_logprobs + others.token_logprobs,
+            top_logprobs=None if tops is None else tops + (others.top_logprobs or []),
+            text_offset=self.text_offset + others.text_offset,
+        )
+
 
 class CompletionChoice(BaseModel):
     index: int
@@ -41,6 +53,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):

@@ -30,6 +30,8 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Salt = Annotated[str | None, Field(max_length=1024)]
 
+_NO_SCORES = "send the messages to POST /v1/chat/completions"
+
 
 class NewConversation(StrictBody):
     """At most one of messages, text, tokens and snapshot."""
@@ -51,6 +53,10 @@ class Turn(ChatFields):
     add_special_tokens: Annotated[Any, OneOf("a turn has what its conversation needs")] = None
     truncate_prompt_tokens: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
     truncation_side: Annotated[Any, OneOf("a conversation keeps its tokens")] = None
+    prompt_logprobs: Annotated[Any, OneOf(_NO_SCORES)] = None
+    prompt_logprobs_start: Annotated[Any, OneOf(_NO_SCORES)] = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     generate: bool = Field(True, description="Whether the model answers; false appends text or tokens.")
 
 

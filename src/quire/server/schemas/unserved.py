@@ -42,7 +42,6 @@ class OneOf:
         return {"enum": [None, *self.values], "description": f"Not served: {self.reason}."}
 
 
-_NO_PROMPT_LOGPROBS = "log probabilities are of generated tokens"
 _NO_BEAMS = "this server has no beam search"
 _NO_TRANSFER = "this server accepts no caches of other servers"
 _NO_RENDER = "this server returns no rendered prompts"
@@ -65,7 +64,6 @@ class UnservedFields(StrictBody):
     length_penalty: Annotated[Any, OneOf(_NO_BEAMS, 1.0)] = None
     early_stopping: Annotated[Any, OneOf(_NO_BEAMS, False)] = None
     skip_special_tokens: Annotated[Any, OneOf("text is written without special tokens", True)] = None
-    prompt_logprobs: Annotated[Any, OneOf(_NO_PROMPT_LOGPROBS)] = None
     logprob_token_ids: Annotated[Any, OneOf("give the number of most likely tokens instead")] = None
     logits_processors: Annotated[Any, OneOf("this server runs no code of clients", [])] = None
     guided_decoding_backend: Annotated[Any, OneOf("this server uses llguidance", "auto", "guidance")] = None
