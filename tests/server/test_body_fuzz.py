@@ -13,8 +13,8 @@ from support.at_length import at_length
 
 CLIENT = httpx.Client(verify=False, timeout=60)  # one: what httpx.post makes anew costs more than the request
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses", "/v1/responses/input_tokens",
-    "/v1/conversations", "/v1/conversations/conv_0",
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses",
+    "/v1/responses/input_tokens", "/v1/conversations", "/v1/conversations/conv_0",
 )  # fmt: skip
 
 TEXTS = st.text(st.characters(), max_size=20) | st.sampled_from(
@@ -165,7 +165,8 @@ RESPONSE_FIELDS: dict[str, Any] = {
         {},
         optional={
             "format": st.fixed_dictionaries(
-                {"type": st.sampled_from(["text", "json_object", "json_schema"])}, optional={"name": TEXTS, "schema": JSON}
+                {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+                optional={"name": TEXTS, "schema": JSON},
             )
         },
     ),
