@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 __all__ = ["OfTypes"]
 
-_REFUSED = "refused"
+
+def _tag(name: str) -> str:
+    """Of an error's place; no field has such a name."""
+    return f"type {name}"
+
+
+_REFUSED = _tag("refused")
 
 
 class OfTypes:
@@ -43,6 +49,13 @@ class OfTypes:
 
             type: Any
 
+            @model_validator(mode="before")
+            @classmethod
+            def _require_object(cls, value: Any) -> Any:
+                if not isinstance(value, dict):
+                    raise PydanticCustomError("object_type", "expected an object")
+                return value
+
             @field_validator("type")
             @classmethod
             def _refuse(cls, value: Any) -> Any:
@@ -60,9 +73,11 @@ class OfTypes:
                 found = value.get("type")
                 if found is None and self._default is not None:
                     found = self._default(value)
-            return found if isinstance(found, str) and found in models else _REFUSED
+            return _tag(found) if isinstance(found, str) and found in models else _REFUSED
 
-        choices: dict[str, Any] = {name: handler.generate_schema(model) for name, model in models.items()}
+        choices: dict[str, Any] = {
+            _tag(name): handler.generate_schema(model) for name, model in models.items()
+        }
         choices[_REFUSED] = handler.generate_schema(RefusedType)
         return core_schema.tagged_union_schema(choices, tag_of)
 
