@@ -71,7 +71,7 @@ def test_errors_have_their_bodies(hosted: tuple[str, Any]) -> None:
     for path, hint in (
         ("/completions", f"is {mount}/v1/completions meant"),
         ("/v1/health", f"is {mount}/health meant"),
-        ("/v1/conversations", f"at {mount}/quire/conversations"),
+        ("/v1/conversations/conv-1/fork", f"at {mount}/quire/conversations/conv-1/fork"),
         ("/other", f"GET {mount}/openapi.json lists"),
     ):
         answer = httpx.get(url + path)

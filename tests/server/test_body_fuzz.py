@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from support.at_length import at_length
 
 CLIENT = httpx.Client(verify=False, timeout=60)  # one: what httpx.post makes anew costs more than the request
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses",
+    "/v1/responses/input_tokens", "/v1/conversations", "/v1/conversations/conv_0",
+)  # fmt: skip
 
 TEXTS = st.text(st.characters(), max_size=20) | st.sampled_from(
     ["", "\0", "\ud800", "a\udfffb", "\ufeff", "\U0010ffff", "e\u0301", "<|im_end|>", "{{ x }}", "\r\n\r\n"]
@@ -106,6 +109,77 @@ MESSAGES = st.lists(
 )
 
 
+PARTS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["input_text", "output_text", "refusal", "input_image"]) | TEXTS},
+        optional={"text": TEXTS | JSON, "refusal": TEXTS, "annotations": JSON, "image_url": TEXTS},
+    ),
+    max_size=2,
+)
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(
+                [
+                    "message",
+                    "reasoning",
+                    "function_call",
+                    "function_call_output",
+                    "item_reference",
+                    "mcp_call",
+                ]
+            ),
+            "role": st.sampled_from(["user", "system", "assistant", "developer", "tool"]),
+            "content": TEXTS | PARTS | JSON,
+            "id": TEXTS | st.sampled_from(["msg_" + "0" * 38, "resp_" + "0" * 32]),
+            "call_id": TEXTS,
+            "name": TEXTS,
+            "arguments": TEXTS,
+            "output": TEXTS | PARTS,
+            "summary": st.just([]) | JSON,
+            "encrypted_content": TEXTS | st.sampled_from(["quire1:", "quire1:gA==", "quire1:YQ=="]),
+            "status": st.just("completed") | JSON,
+        },
+    ),
+    max_size=3,
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries({"type": st.just("function"), "name": st.just("f")}, optional={"parameters": JSON}),
+    max_size=2,
+)
+RESPONSE_FIELDS: dict[str, Any] = {
+    name: FIELDS[name]
+    for name in (
+        "model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "cache_salt", "priority", "store",
+        "chat_template_kwargs", "parallel_tool_calls", "top_logprobs", "frequency_penalty",
+    )
+} | {
+    "instructions": TEXTS,
+    "previous_response_id": TEXTS | st.sampled_from(["resp_" + "0" * 32, "resp_../../etc/passwd"]),
+    "conversation": TEXTS | st.fixed_dictionaries({"id": TEXTS}),
+    "include": st.lists(st.sampled_from(["message.output_text.logprobs", "reasoning.encrypted_content"]), max_size=3),
+    "metadata": st.dictionaries(TEXTS, TEXTS, max_size=3),
+    "max_output_tokens": st.sampled_from([0, 1, 2, 3, 2**31 - 1, 2**31]),
+    "truncation": st.sampled_from(["auto", "disabled"]),
+    "reasoning": st.fixed_dictionaries({}, optional={"effort": st.sampled_from(["none", "low"]), "summary": TEXTS}),
+    "text": st.fixed_dictionaries(
+        {},
+        optional={
+            "format": st.fixed_dictionaries(
+                {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+                optional={"name": TEXTS, "schema": JSON},
+            )
+        },
+    ),
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(
+        ["none", "auto", "required", {"type": "function", "name": "f"}, {"type": "mcp"},
+         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}]
+    ),
+}  # fmt: skip
+
+
 def encoded(body: Any) -> bytes:
     """As JSON, lone surrogates and numbers beyond JSON's own included."""
     return json.dumps(body).encode()
@@ -114,7 +188,11 @@ def encoded(body: Any) -> bytes:
 def ask(url: str, path: str, content: bytes) -> httpx.Response:
     answer = CLIENT.post(url + path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code < 500, answer.text
-    if answer.headers["content-type"].startswith("text/event-stream"):
+    if answer.headers["content-type"].startswith("text/event-stream") and path == "/v1/responses":
+        told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert told[-1]["type"].removeprefix("response.") in ("completed", "incomplete", "failed")
+        assert all(one.get("code") != "internal_error" for one in told), told
+    elif answer.headers["content-type"].startswith("text/event-stream"):
         *events, done = [part[6:] for part in answer.text.split("\n\n") if part.startswith("data: ")]
         assert done == "[DONE]", done
         errors = [error for one in events if (error := json.loads(one).get("error"))]
@@ -152,6 +230,13 @@ KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
     "any JSON": st.tuples(st.sampled_from(PATHS), JSON.map(encoded)),
     "completions": st.tuples(st.just(PATHS[0]), body_of(FIELDS, {"prompt": PROMPTS}).map(encoded)),
     "chat": st.tuples(st.just(PATHS[1]), body_of(FIELDS, {"messages": MESSAGES}).map(encoded)),
+    "responses": st.tuples(
+        st.just("/v1/responses"), body_of(RESPONSE_FIELDS, {"input": TEXTS | ITEMS}).map(encoded)
+    ),
+    "conversations": st.tuples(
+        st.just("/v1/conversations"),
+        body_of({"metadata": RESPONSE_FIELDS["metadata"]}, {"items": ITEMS}).map(encoded),
+    ),
     "schemas": st.builds(
         schema_request, SCHEMAS, st.sampled_from(["json_schema", "response_format", "tools", "required"])
     ),

@@ -326,7 +326,7 @@ def test_without_a_disk_cache_there_are_no_snapshots(client: Client) -> None:
     client("POST", "conversations", {"snapshot": "mine"}, 400)
 
 
-@pytest.mark.parametrize("path", ["", "/", "/conv-1", "/conv-1/append", "/conv-1/items"])
+@pytest.mark.parametrize("path", ["/conv-1/append", "/conv-1/fork", "/conv-1/snapshot"])
 def test_openais_name_says_where_they_are(url: str, path: str) -> None:
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
         answer = httpx.request(method, f"{url}/v1/conversations{path}", json={})
@@ -339,5 +339,3 @@ def test_openais_name_says_where_they_are(url: str, path: str) -> None:
         )
         assert error["message"].endswith(f"; Quire's own conversations are at /quire/conversations{path}")
     assert httpx.head(f"{url}/v1/conversations{path}").status_code == 404
-    described = httpx.get(f"{url}/openapi.json").json()["paths"]
-    assert not any(one.startswith("/v1/conversations") for one in described)

@@ -45,19 +45,23 @@ class Spec:
         schema = self._whole(schema)
         if "const" in schema or "enum" in schema:
             return schema.get("const", schema.get("enum", [None])[0])
-        if "anyOf" in schema:
-            return self.smallest(schema["anyOf"][0])
+        for kind in ("anyOf", "oneOf"):
+            if kind in schema:
+                return self.smallest(schema[kind][0])
         kind = schema.get("type")
         if kind == "array":
             return [self.smallest(schema["items"])] if schema.get("minItems") else []
         if kind == "object":
-            return {name: self.smallest(schema["properties"][name]) for name in schema.get("required", ())}
+            names = dict.fromkeys(schema.get("required", ()))
+            if "const" in schema.get("properties", {}).get("type", {}):  # tells the members of a union apart
+                names["type"] = None
+            return {name: self.smallest(schema["properties"][name]) for name in names}
         return {"string": "a", "boolean": False, "integer": 1, "number": 1}.get(kind)
 
     def with_an_unknown_field(self, schema: Any) -> Iterator[tuple[Any, str]]:
         """(value, place of the field) for each object that there is in it."""
         schema = self._whole(schema)
-        for one in schema.get("anyOf", ()):
+        for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
             yield from self.with_an_unknown_field(one)
         if schema.get("type") == "array":
             for value, place in self.with_an_unknown_field(schema["items"]):
@@ -85,6 +89,15 @@ def test_no_route_ignores_a_field(url: str) -> None:
                 places.add((path, place))
     for path in ("/v1/completions", "/tokenize", "/detokenize", "/admin/pins"):
         assert (path, UNKNOWN) in places
+    for place in (
+        "input.0.",
+        "input.0.content.0.",
+        "input.0.summary.0.",
+        "tools.0.",
+        "text.format.",
+        "tool_choice.",
+    ):
+        assert ("/v1/responses", place + UNKNOWN) in places
     for place in (
         "messages.0.",
         "messages.0.content.0.",

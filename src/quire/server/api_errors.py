@@ -152,7 +152,7 @@ def _no_route(request: Request, paths: Container[str]) -> ApiError:
     mount = request.scope.get("root_path", "")  # of this application in another one
     path = request.url.path.removeprefix(mount)
     hint = f"GET {mount}/openapi.json lists the routes"
-    if f"{path}/".startswith("/v1/conversations/"):  # OpenAI's conversations, which this server does not have
+    if path.startswith("/v1/conversations/"):  # OpenAI's conversations have fewer routes
         hint = f"Quire's own conversations are at {mount}/quire{path.removeprefix('/v1')[:_MAX_SHOWN]}"
     elif f"/v1{path}" in paths:
         hint = f"is {mount}/v1{path} meant? A client's base URL ends with /v1"

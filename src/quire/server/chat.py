@@ -44,7 +44,7 @@ from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 from quire.server.session_name import session_of
 
-__all__ = ["ChatWriter", "chat_params", "router"]
+__all__ = ["ChatWriter", "chat_params", "new_call_id", "router"]
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -63,7 +63,7 @@ async def chat_completions(
         body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
     )
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
-    output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=_must_call(body))
+    output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
     when_answered = _preparation(body, request, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
@@ -97,10 +97,6 @@ def _preparation(
         service.next_turns.add(tenant.name, session, turn)
 
     return prepare
-
-
-def _must_call(body: ChatFields) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
 def chat_params(
@@ -137,7 +133,7 @@ def _grammar(
     requested: RequestedFormat | None,
 ) -> str | None:
     """The grammar of answers with a call, or with a format after reasoning; None where neither is required."""
-    if _must_call(body):
+    if body.must_call:
         if requested is not None:
             raise ApiError(400, f"expected no {requested.field} with a required call", param=requested.field)
         choice = body.tool_choice
@@ -264,7 +260,7 @@ class ChatWriter:
                 calls.pop()
                 texts.append(part.text)
             elif part.name is not None:
-                calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
+                calls.append(AnsweredCall(id=new_call_id(), function={"name": part.name, "arguments": ""}))
             else:
                 calls[-1].function["arguments"] += part.arguments
         content = "".join(texts)
@@ -367,7 +363,7 @@ class ChatWriter:
             call: dict[str, Any] = {"index": part.index, "function": function}
             if part.name is not None:
                 function["name"] = part.name
-                call |= {"id": _call_id(), "type": "function"}
+                call |= {"id": new_call_id(), "type": "function"}
             deltas.append({"tool_calls": [call]})
         return deltas
 
@@ -386,7 +382,7 @@ def _add_delta(message: AnswerMessage, delta: Mapping[str, Any]) -> None:
         message.tool_calls[-1].function["arguments"] += part["function"].get("arguments") or ""
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
     """Nine letters and digits: Mistral's templates require that, others take any id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 

@@ -34,6 +34,7 @@ from quire.server.json_size import is_deeper, is_longer
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
 from quire.server.next_turn import NextTurns
+from quire.server.record_store import RecordStore
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
@@ -131,6 +132,12 @@ class Service:
         self.next_turns = NextTurns(self, settings.prepare_next_turn)
         self.conversations = Conversations(
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
+        )
+        tiers = engine.tiers
+        self.records = RecordStore(
+            None if tiers is None or tiers.disk is None else tiers.disk.path,
+            settings.limits.max_records,
+            settings.limits.max_record_bytes,
         )
         tenants = [*settings.tenants, *settings.keys.tenants]
         engine.submit_between_steps(lambda: install(engine.tenants, tenants, self)).result()

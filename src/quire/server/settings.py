@@ -125,6 +125,11 @@ class ServerLimits:
     max_kept: int = setting(256, "Prompts of one tenant that `keep_for` pins at the same time.")
     max_conversations: int = setting(256, "Conversations of one tenant.")
     max_conversation_bytes: int = setting(64 << 20, "Memory of all conversations of one tenant, in bytes.")
+    max_records: int = setting(
+        4096,
+        "Stored responses and OpenAI conversations of one tenant; beyond it, those used least recently go.",
+    )
+    max_record_bytes: int = setting(64 << 20, "Bytes of all these of one tenant, in memory or on disk.")
     max_snapshots: int = setting(256, "Snapshots of one tenant; one more gets 429.")
     max_snapshot_bytes: int | None = setting(
         None,

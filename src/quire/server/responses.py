@@ -1,0 +1,233 @@
+"""`/v1/responses`: OpenAI's answers that can be continued by their id.
+
+A response is a chat in other words (`response_input`): its prompt, parameters and answer are those of a chat. It is
+stored when it has ended, before the client gets its end; a failed one, or one whose client has left, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from quire.server.api_errors import ApiError
+from quire.server.chat import chat_params
+from quire.server.chat_prompt import ChatPrompt, prompt_of_chat
+from quire.server.dependencies import TheService, TheTenant
+from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
+from quire.server.outputs.output_format import OutputFormat
+from quire.server.outputs.requested_format import api_field_names
+from quire.server.response_input import (
+    chat_of_response,
+    drop_first_messages,
+    messages_of_items,
+    parsed_items,
+    response_field_names,
+    stored_item,
+)
+from quire.server.response_writer import ResponseWriter
+from quire.server.schemas.chat_bodies import ChatMessage
+from quire.server.schemas.common import ERRORS
+from quire.server.schemas.response_bodies import (
+    ConversationId,
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ModelResponse,
+    PromptOfResponse,
+    ResponseRequest,
+)
+from quire.server.schemas.response_items import ItemReference
+from quire.server.service import Service
+from quire.server.tenant_records import TenantRecords, items_page, new_record_id, with_new_ids
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute, responses=ERRORS)
+
+After = Annotated[str | None, Query(max_length=256)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Literal["asc", "desc"]
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ModelResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "The answer."}},
+)
+async def create_response(
+    body: ResponseRequest, request: Request, service: TheService, tenant: TheTenant
+) -> Any:
+    """Answers a history and an input."""
+    service.check_model(body.model)
+    records, response_id = TenantRecords(service, tenant), new_record_id("resp")
+    history, items = await _items_of(body, records)
+    own = [stored_item(item, "") for item in items]
+    is_stored = body.store is not False
+    if is_stored:
+        records.check_size(own, "input")
+    with response_field_names():
+        messages, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
+        chat = chat_of_response(body, messages)
+        output_format = OutputFormat.of(
+            service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
+        )
+        params = await run_in_thread_if_large(
+            request, chat_params, chat, service, output_format, prompt.tools
+        )
+        conversation_id = _conversation_id(body)
+
+        async def keep(response: dict[str, Any]) -> None:
+            owned = with_new_ids(own, response["output"], response_id)
+            if is_stored:
+                await records.keep_response(response, owned)
+            if conversation_id is not None:
+                await _keep_in_conversation(records, conversation_id, [*owned, *response["output"]])
+
+        writer = ResponseWriter(body, service, params, output_format, response_id, conversation_id, keep)
+        with api_field_names(chat):
+            running = await service.begin(
+                tenant, chat, service.requests(tenant, chat, [prompt.token_ids], params)
+            )
+    return await writer.respond(running, bool(body.stream))
+
+
+async def _keep_in_conversation(
+    records: TenantRecords, conversation_id: str, items: Sequence[dict[str, Any]]
+) -> None:
+    """Adds the items of a response. A conversation that was deleted meanwhile gets none."""
+    try:
+        await records.add_items(conversation_id, items, is_checked=True)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+
+
+def _conversation_id(body: PromptOfResponse) -> str | None:
+    return body.conversation.id if isinstance(body.conversation, ConversationId) else body.conversation
+
+
+async def _items_of(body: PromptOfResponse, records: TenantRecords) -> tuple[list[dict[str, Any]], list[Any]]:
+    """(stored items of the history, the input's own items, references replaced). *raises:* ApiError."""
+    conversation_id = _conversation_id(body)
+    if body.previous_response_id is not None and conversation_id is not None:
+        raise ApiError(
+            400, "expected previous_response_id or conversation, got both", param="previous_response_id"
+        )
+    if conversation_id is not None:
+        history = (await records.conversation(conversation_id, "conversation"))["items"]
+    else:
+        history = await records.history(body.previous_response_id)
+    if isinstance(body.input, str):
+        return history, parsed_items([{"role": "user", "content": body.input}])
+    items: list[Any] = []
+    for number, item in enumerate(body.input or ()):
+        if isinstance(item, ItemReference):
+            found = await records.item(item.id, f"input.{number}.id")
+            items += parsed_items([found])
+        else:
+            items.append(item)
+    return history, items
+
+
+async def _prompt_of(
+    body: PromptOfResponse, items: Sequence[Any], request: Request, service: Service
+) -> tuple[Sequence[ChatMessage], ChatPrompt]:
+    """(messages, their prompt). With truncation auto, the first messages are left out of one that is too long."""
+    messages = messages_of_items(items)
+    num_answer = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
+    max_tokens = service.engine.max_model_len - num_answer
+
+    async def prompt_of(some: Sequence[ChatMessage]) -> ChatPrompt:
+        chat = chat_of_response(body, some)
+        return await prompt_of_chat(chat, chat.messages, request, service, add_special_tokens=False)
+
+    async def short_prompt_of(some: Sequence[ChatMessage]) -> ChatPrompt | None:
+        try:
+            prompt = await prompt_of(some)
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                return None
+            raise
+        return prompt if len(prompt.token_ids) <= max_tokens else None
+
+    if body.truncation != "auto":
+        return messages, await prompt_of(messages)
+    if (prompt := await short_prompt_of(messages)) is not None:
+        return messages, prompt
+    shorter = drop_first_messages(messages)
+    low, high, found = 0, len(shorter), None
+    while low < high:
+        middle = (low + high) // 2
+        if (prompt := await short_prompt_of(shorter[middle])) is not None:
+            found, high = (shorter[middle], prompt), middle
+        else:
+            low = middle + 1
+    return found or (messages, await prompt_of(messages))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: PromptOfResponse, request: Request, service: TheService, tenant: TheTenant
+) -> InputTokens:
+    """Counts the tokens of a response's prompt; nothing is computed."""
+    service.check_model(body.model)
+    history, items = await _items_of(body, TenantRecords(service, tenant))
+    with response_field_names():
+        _, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
+    return InputTokens(input_tokens=len(prompt.token_ids))
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(
+    response_id: str,
+    service: TheService,
+    tenant: TheTenant,
+    stream: bool = False,
+    starting_after: int | None = None,
+) -> ModelResponse:
+    """A stored response."""
+    record = await TenantRecords(service, tenant).response(response_id)
+    if stream or starting_after is not None:
+        raise ApiError(
+            400,
+            "expected stream: false: a stored response is whole, and its events are not sent again",
+            param="stream" if stream else "starting_after",
+        )
+    return ModelResponse.model_validate(record["response"])
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, service: TheService, tenant: TheTenant) -> DeletedResponse:
+    """Removes a stored response. Responses that continue it cannot be continued any more."""
+    await TenantRecords(service, tenant).remove_response(response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    service: TheService,
+    tenant: TheTenant,
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+) -> ItemList:
+    """The items that a response answers: those of the responses before it, and its own input."""
+    records = TenantRecords(service, tenant)
+    record = await records.response(response_id)
+    before = record["response"]["previous_response_id"]
+    items = [*await records.history(before, None), *record["input"]]
+    return ItemList(**items_page(items, after, limit, order))
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, service: TheService, tenant: TheTenant) -> ModelResponse:
+    """Refused: only background responses can be cancelled, and there are none."""
+    await TenantRecords(service, tenant).response(response_id)
+    raise ApiError(
+        400,
+        "expected a response made with background: true, got one that has ended; close the connection to end an answer",
+        param="response_id",
+    )
