@@ -39,7 +39,7 @@ from quire.server.schemas.chat_bodies import (
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
-__all__ = ["ChatWriter", "chat_params", "router"]
+__all__ = ["ChatWriter", "chat_params", "new_call_id", "router"]
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -58,16 +58,12 @@ async def chat_completions(
         body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
     )
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
-    output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=_must_call(body))
+    output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
     writer = ChatWriter(body, service, params, output_format)
     with api_field_names(body):
         running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
     return await writer.respond(running, running.outputs())
-
-
-def _must_call(body: ChatFields) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
 def chat_params(
@@ -104,7 +100,7 @@ def _grammar(
     requested: RequestedFormat | None,
 ) -> str | None:
     """The grammar of answers with a call, or with a format after reasoning; None where neither is required."""
-    if _must_call(body):
+    if body.must_call:
         if requested is not None:
             raise ApiError(400, f"expected no {requested.field} with a required call", param=requested.field)
         choice = body.tool_choice
@@ -215,7 +211,7 @@ class ChatWriter:
                 calls.pop()
                 texts.append(part.text)
             elif part.name is not None:
-                calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
+                calls.append(AnsweredCall(id=new_call_id(), function={"name": part.name, "arguments": ""}))
             else:
                 calls[-1].function["arguments"] += part.arguments
         content = "".join(texts)
@@ -306,12 +302,12 @@ class ChatWriter:
             call: dict[str, Any] = {"index": part.index, "function": function}
             if part.name is not None:
                 function["name"] = part.name
-                call |= {"id": _call_id(), "type": "function"}
+                call |= {"id": new_call_id(), "type": "function"}
             deltas.append({"tool_calls": [call]})
         return deltas
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
     """Nine letters and digits: Mistral's templates require that, others take any id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 

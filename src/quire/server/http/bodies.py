@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from quire.server.api_errors import ApiError
 from quire.server.dependencies import administrator, service_of, tenant_of
-from quire.server.schemas.common import SamplingBody
+from quire.server.schemas.strict_body import GeneratingBody
 
 __all__ = ["LARGE_BODY", "BodyRoute", "parse_body", "run_in_thread_if_large", "weight_of"]
 
@@ -47,7 +47,7 @@ class BodyRoute(APIRoute):
             return handle
         kind: Any = self.body_field.field_info.annotation
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
-        generates = isinstance(kind, type) and issubclass(kind, SamplingBody)
+        generates = isinstance(kind, type) and issubclass(kind, GeneratingBody)
         checks = list(_authorisations(self.dependant))
 
         async def read_and_handle(request: Request) -> Response:

@@ -123,6 +123,11 @@ class PromptFields(StrictBody):
         None, description="Qwen's: for a chat template that knows it; others refuse true."
     )
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
 
 class WholePromptFields(PromptFields):
     """Further such fields where the messages are the whole prompt, not a conversation's next ones."""

@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from quire.server.schemas.accepted import AcceptedFields
-from quire.server.schemas.strict_body import StrictBody
+from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf, UnservedFields
 
 __all__ = [
@@ -85,7 +85,7 @@ class StructuredOutputs(StrictBody):
     structural_tag: Annotated[Any, OneOf("ask for json, regex, choice or grammar")] = None
 
 
-class SamplingBody(UnservedFields, AcceptedFields):
+class SamplingBody(UnservedFields, AcceptedFields, GeneratingBody):
     """Sampling fields, and Quire's own fields of caching. Unknown ones are refused by name."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 
-__all__ = ["StrictBody"]
+__all__ = ["GeneratingBody", "StrictBody"]
 
 
 def _end_at_first_error(schema: Any) -> None:
@@ -38,3 +38,7 @@ class StrictBody(BaseModel):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
         return {name: value for name, value in data.items() if value is not None or name in names}
+
+
+class GeneratingBody(StrictBody):
+    """A body whose request generates: it is read only if the request's tenant has a place."""
