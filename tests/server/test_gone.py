@@ -48,8 +48,12 @@ def steps(chunked_llm: LLM) -> Iterator[HeldSteps]:
 
 
 def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:
-    if kind == "chat":
-        return "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": "x = 1\n" * 300}]}
+    if kind in ("chat", "messages"):
+        path = "/v1/chat/completions" if kind == "chat" else "/v1/messages"
+        return path, {
+            "max_tokens": ASK["max_tokens"],
+            "messages": [{"role": "user", "content": "x = 1\n" * 300}],
+        }
     if kind == "turn":
         made = httpx.post(f"{url}/quire/conversations", json={"tokens": PROMPT}).json()["id"]
         return f"/quire/conversations/{made}/append", ASK
@@ -67,7 +71,7 @@ def num_aborted(url: str) -> float:
 
 KINDS = [
     (kind, stream)
-    for kind in ("completion", "several", "n", "chat", "turn", "pin")
+    for kind in ("completion", "several", "n", "chat", "messages", "turn", "pin")
     for stream in ((False,) if kind == "pin" else (False, True))
 ]
 

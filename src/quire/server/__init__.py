@@ -7,6 +7,7 @@ outputs/        output formats: tool calls, reasoning, schemas
 service         requests into the engine, outputs back, bounded
 api_admission   how many requests may be open         threads          work outside the event loop
 messages        a chat's messages as a prompt         logprobs         log probabilities in OpenAI's shapes
+anthropic/      Anthropic's Messages API
 live_page/      the live page and its events
 completions, chat, conversations, models, admin, metrics   one router each
 app             the ASGI application                  app_lifespan     its engine, opened and closed

@@ -1,6 +1,8 @@
-"""Errors of the API: a status and OpenAI's body, never a traceback.
+"""Errors of the API: a status and a body, never a traceback.
 
     {"error": {"message": ..., "type": ..., "param": null or the field, "code": a word}}
+
+This is OpenAI's form. Paths of another API have a form of their own (`register_error_form`).
 
 `invalid_request_error` (400, 404, 405, 409, 413, 415), `authentication_error` (401), `permission_error` (403),
 `rate_limit_error` (429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
@@ -11,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +31,16 @@ from quire.errors import (
     with_flag_names,
 )
 
-__all__ = ["ApiError", "answer_of", "error_body", "install_handlers", "json_answer"]
+__all__ = [
+    "ApiError",
+    "ErrorForm",
+    "answer_of",
+    "error_body",
+    "error_form",
+    "install_handlers",
+    "json_answer",
+    "register_error_form",
+]
 
 _log = logging.getLogger("quire.server")
 
@@ -92,6 +103,46 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
+class ErrorForm(Protocol):
+    """How the errors of one API are written."""
+
+    @property
+    def event_name(self) -> str | None:
+        """The name of a stream's event with an error; None for an event without a name."""
+
+    def status(self, error: ApiError) -> int: ...
+    def body(self, error: ApiError) -> dict[str, Any]: ...
+    def headers(self, error: ApiError) -> dict[str, str]: ...
+
+
+class _OpenAIErrorForm:
+    event_name = None
+
+    def status(self, error: ApiError) -> int:
+        return error.status
+
+    def body(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
+
+    def headers(self, error: ApiError) -> dict[str, str]:
+        return {}
+
+
+_openai_form = _OpenAIErrorForm()
+_forms: dict[str, ErrorForm] = {}  # by path
+
+
+def register_error_form(path: str, form: ErrorForm) -> None:
+    """Gives errors of this path, and of paths below it, a form."""
+    _forms[path] = form
+
+
+def error_form(scope: Mapping[str, Any]) -> ErrorForm:
+    """The form of errors for a request, by its path. scope: ASGI's."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return next((form for start, form in _forms.items() if f"{path}/".startswith(f"{start}/")), _openai_form)
+
+
 def answer_of(error: BaseException) -> ApiError:
     """The API's answer to any error: the engine's own messages, no details of others."""
     if isinstance(error, ApiError):
@@ -111,22 +162,25 @@ def answer_of(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why")
 
 
-def json_answer(error: ApiError) -> JSONResponse:
-    """The answer, with the headers of its status."""
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+def json_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
+    """The answer to a request in its form, with the headers of its status. scope: ASGI's."""
+    form = error_form(scope)
+    headers = form.headers(error)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), error.status, headers)
+    return JSONResponse(form.body(error), form.status(error), headers)
 
 
 def install_handlers(app: Any) -> None:
     """Makes every error of `app` an answer in this form."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return json_answer(answer_of(error))
+        return json_answer(answer_of(error), request.scope)
 
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return json_answer(_invalid(error, request.headers.get("content-type", "")))
+        return json_answer(_invalid(error, request.headers.get("content-type", "")), request.scope)
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         answered = ApiError(error.status_code, str(error.detail))
@@ -136,7 +190,7 @@ def install_handlers(app: Any) -> None:
                 answered = _no_route(request, (await asyncio.to_thread(request.app.openapi))["paths"])
             elif answered.status == 405:
                 answered = _no_method(request, (error.headers or {}).get("Allow"))
-        answer = json_answer(answered)
+        answer = json_answer(answered, request.scope)
         answer.headers.update(error.headers or {})
         return answer
 

@@ -183,5 +183,5 @@ class OpenedEngine:
                 try:
                     await self._lifespan.open_for_request()
                 except ApiError as error:  # an answer that CORS headers are added to
-                    answer = json_answer(error)
+                    answer = json_answer(error, scope)
         await answer(scope, receive, send)

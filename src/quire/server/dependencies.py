@@ -38,7 +38,9 @@ async def tenant_of(request: Request, service: TheService) -> ApiTenant:
         return tenant
     got = "none" if key is None else "an unknown one"
     raise ApiError(
-        401, f"expected an API key as `Authorization: Bearer KEY`, got {got}", code="invalid_api_key"
+        401,
+        f"expected an API key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, got {got}",
+        code="invalid_api_key",
     )
 
 

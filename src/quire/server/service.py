@@ -17,7 +17,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
+from quire.cache.pins import Pin
 from quire.engine.async_conversation import AsyncOutputs
 from quire.engine.async_engine import AsyncEngine, RequestStream
 from quire.errors import ArgumentError, CapacityError
@@ -123,6 +125,7 @@ class Service:
             per_minute_of_address=settings.limits.requests_per_minute_per_address,
         )
         self._names: set[str] = set()  # the engine's names of open requests
+        self._kept: WeakSet[Pin] = WeakSet()  # pins of `keep_prefix`
         self.threads = Threads()
         tokenizer = engine.tokenizer
         self._longest_token_bytes = (
@@ -430,6 +433,42 @@ class Service:
         except (ArgumentError, CapacityError):
             for metrics in self._metrics_for(tenant):
                 metrics.not_kept.inc()
+
+    async def keep_prefix(
+        self, tenant: ApiTenant, token_ids: list[int], seconds: float, cache_salt: str | None
+    ) -> bool:
+        """Pins the beginning of a computed prompt for `seconds` after its last use, in place of earlier such pins of
+        its own beginnings. False: there was no room, and `not_kept` counts it."""
+        engine_pins, max_kept = self.engine.pins, self.settings.limits.max_kept
+
+        def keep() -> None:
+            owner = tenant.in_engine or ""
+            timed = [pin for pin in engine_pins if pin.ttl_s is not None and pin.owner == owner]
+            kept = engine_pins.keep_for(token_ids, seconds, **tenant.key(cache_salt))
+            if kept in timed or kept.ttl_s is None:
+                return
+            replaced = [
+                pin
+                for pin in timed
+                if pin in self._kept
+                and pin.namespace == kept.namespace
+                and (pin.ttl_s or 0.0) <= seconds
+                and pin.is_prefix_of(kept.tokens, kept.extra_keys)
+            ]
+            if len(timed) - len(replaced) >= max_kept:
+                engine_pins.remove(kept)
+                raise CapacityError(f"expected at most {max_kept} kept prompts, got one more")
+            self._kept.add(kept)
+            for pin in replaced:
+                engine_pins.remove(pin)
+
+        try:
+            await self.engine.between_steps(keep)
+        except (ArgumentError, CapacityError):
+            for metrics in self._metrics_for(tenant):
+                metrics.not_kept.inc()
+            return False
+        return True
 
     # -- text and tokens -------------------------------------------------------------------------------
 

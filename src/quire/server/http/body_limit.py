@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
-
-from quire.server.api_errors import ApiError, error_body
+from quire.server.api_errors import ApiError, json_answer
 
 __all__ = ["BodyLimit"]
 
@@ -84,5 +82,4 @@ class BodyLimit:
 
 
 async def _answer(error: ApiError, scope: Any, receive: Any, send: Any) -> None:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    await JSONResponse(error_body(error), error.status, headers)(scope, receive, send)
+    await json_answer(error, scope)(scope, receive, send)

@@ -70,7 +70,7 @@ class DecodedBody:
         try:
             body = await self._unpack(b",".join(encodings).decode("latin-1"), receive)
         except ApiError as error:
-            answer = json_answer(error)
+            answer = json_answer(error, scope)
             if error.status == 415:
                 answer.headers["Accept-Encoding"] = "gzip, deflate"
             await answer(scope, receive, send)

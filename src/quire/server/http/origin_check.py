@@ -83,7 +83,7 @@ class OriginCheck:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._refusal(HTTPConnection(scope)) if scope["type"] == "http" else None
-        await (self._app if refusal is None else json_answer(refusal))(scope, receive, send)
+        await (self._app if refusal is None else json_answer(refusal, scope))(scope, receive, send)
 
     def _refusal(self, request: HTTPConnection) -> ApiError | None:
         settings = self._settings

@@ -108,7 +108,7 @@ class RequestLog:
         except Exception as error:  # outside of this layer the answer would lack the id
             if record.status is not None:
                 raise
-            await json_answer(answer_of(error))(scope, receive, send_with_id)
+            await json_answer(answer_of(error), scope)(scope, receive, send_with_id)
         finally:
             _current.reset(token)
             if self._is_logged:

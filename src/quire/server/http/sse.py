@@ -1,4 +1,4 @@
-"""Server-sent events: one JSON object an event, as OpenAI's clients read them.
+"""Server-sent events: one JSON object an event, as clients of OpenAI and Anthropic read them.
 
 Cost: a `send` for each event; a task for each stream, which wakes once in `_HEARTBEAT_S`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.server.api_errors import answer_of, error_body
+from quire.server.api_errors import answer_of, error_form
 
 __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 
@@ -32,8 +32,10 @@ def _one_line(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + _one_line(_dumps(data)) + b"\n\n"
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """name: of the event, for APIs whose events have one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _one_line(_dumps(data)) + b"\n\n"
 
 
 class ChoiceEvents:
@@ -69,6 +71,7 @@ class EventStream(Response):
     clients and proxies close a silent connection. An error is the last event, as the status has been sent.
 
     first: data sent right behind the headers, may be empty. end: sent behind all events, also behind an error.
+    heartbeat: sent in place of the comment.
     """
 
     media_type = "text/event-stream"
@@ -80,6 +83,7 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         *,
         end: bytes = b"",
+        heartbeat: bytes = _COMMENT,
     ) -> None:
         super().__init__(
             content=None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
@@ -88,6 +92,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._end = end
+        self._heartbeat = heartbeat
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
 
@@ -104,7 +109,8 @@ class EventStream(Response):
                 async for data in self._events:
                     await self._send(send, data)
             except Exception as error:
-                await self._send(send, event(error_body(answer_of(error))))
+                form = error_form(scope)
+                await self._send(send, event(form.body(answer_of(error)), form.event_name))
         finally:
             if heartbeat is not None:
                 heartbeat.cancel()
@@ -121,4 +127,4 @@ class EventStream(Response):
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await self._send(send, _COMMENT)
+                await self._send(send, self._heartbeat)

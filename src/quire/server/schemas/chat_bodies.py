@@ -50,7 +50,7 @@ class ContentPart(AcceptedInParts, UnservedInParts):
     text: str | None = None
     refusal: str | None = None
     thinking: str | list[ThoughtChunk] | None = None
-    data: str | None = Field(None, description="Of the type redacted_thinking: encrypted, ignored.")
+    data: str | None = Field(default=None, description="Of the type redacted_thinking: encrypted, ignored.")
 
 
 class FunctionCall(AcceptedInFunctions):
