@@ -130,18 +130,27 @@ class PromptExplanation:
             return f"{where}: the nearest stored segment{on_disk} is longer than the prompt of {self.num_tokens} tokens"
         if self.reason == "differs":
             assert self.differs_at is not None
-            at, on_disk = self.differs_at, " on disk" if self.differs_on_disk else ""
-            return f"{where}: the nearest stored prefix{on_disk} differs at token {at}: {self._shown(at)}"
+            on_disk = " on disk" if self.differs_on_disk else ""
+            asked, stored = self.difference()
+            return (
+                f"{where}: the nearest stored prefix{on_disk} differs at token {self.differs_at}: stored {stored}, "
+                f"asked {asked}"
+            )
         if self.is_end:
             end = f"the last {self.num_tokens - self.stop} fill no block, and are found only while in memory"
             return f"{where}: never seen, or no longer: {end}"
         more = "; the log is full, it may have been evicted long ago" if self.is_log_full else ""
         return f"{where}: never seen{more}"
 
-    def _shown(self, at: int) -> str:
+    def difference(self) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt, and of the nearest stored prefix, from `differs_at` on."""
+        assert self.differs_at is not None
+        at = self.differs_at
         start = at if self.differs_on_disk else at - at % len(self.nearest)
-        stored = self.nearest[at - start : at - start + _SHOWN].tolist()
-        return f"stored {stored}, asked {self.tokens[at : at + _SHOWN].tolist()}"
+        return (
+            self.tokens[at : at + _SHOWN].tolist(),
+            self.nearest[at - start : at - start + _SHOWN].tolist(),
+        )
 
 
 @dataclass(frozen=True)

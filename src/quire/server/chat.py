@@ -182,6 +182,7 @@ class ChatWriter:
         when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._more = more
+        self._report: Mapping[str, Any] = {}
         self._when_answered = when_answered
         self._body = body
         self._service = service
@@ -196,6 +197,7 @@ class ChatWriter:
 
     async def respond(self, running: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
         """The answer, as one body or as events. outputs: of the one running request."""
+        self._report = running.report_fields
         if self._body.stream:
             return await self.stream(running, outputs)
         with running:
@@ -225,10 +227,10 @@ class ChatWriter:
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
             )
-        completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer))
+        completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer, self._service))
         if self._body.return_token_ids:
             completion.prompt_token_ids = answer.prompt_token_ids
-        more = {} if self._more is None else self._more()
+        more = {**self._report, **({} if self._more is None else self._more())}
         fields = completion.model_dump()
         for choice in fields["choices"]:
             for field in ("tool_calls", "reasoning_content"):  # left out rather than null, as OpenAI's
@@ -344,9 +346,11 @@ class ChatWriter:
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         if self._when_answered is not None and None not in answer.finish_reasons:
             self._when_answered(message)
-        more = {} if self._more is None else self._more()
+        more = {**self._report, **({} if self._more is None else self._more())}
         if more or with_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
+            yield event(
+                {**self._head, "choices": [], "usage": _usage(answer, self._service).model_dump(), **more}
+            )
 
     def _deltas(self, parser: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -393,8 +397,13 @@ def _choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _usage(answer: Answer) -> Usage:
-    return Usage.of(answer.num_prompt_tokens, answer.num_generated_tokens, answer.num_cached_tokens)
+def _usage(answer: Answer, service: Service) -> Usage:
+    return Usage.of(
+        answer.num_prompt_tokens,
+        answer.num_generated_tokens,
+        answer.num_cached_tokens,
+        is_kept=service.keeps_prefixes,
+    )
 
 
 def _hit_header(answer: Answer) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -61,8 +61,8 @@ async def completions(
     with running:
         answers = await running.answers(params.n)
         if params.prompt_logprobs is None:
-            return writer.json_response(answers)
-        return await service.threads.run(writer.json_response, answers)
+            return writer.json_response(answers, running.report_fields)
+        return await service.threads.run(writer.json_response, answers, running.report_fields)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -168,7 +168,8 @@ class _CompletionWriter:
             self._service.tokenizer, answer.prompt_logprobs, num_given, self._body.prompt_logprobs
         )
 
-    def json_response(self, answers: list[Answer]) -> JSONResponse:
+    def json_response(self, answers: list[Answer], more: Mapping[str, Any]) -> JSONResponse:
+        """more: fields in addition to OpenAI's."""
         body, choices, all_rows = self._body, [], []
         for place, answer in enumerate(answers):
             echo, echoed = self._echoes[place], self._echoed(place, answer)
@@ -193,7 +194,7 @@ class _CompletionWriter:
                 if body.return_token_ids:
                     choices[-1].token_ids = answer.token_ids[index]
                     choices[-1].prompt_token_ids = answer.prompt_token_ids
-        completion = Completion(**self._head, choices=choices, usage=_usage(answers))
+        completion = Completion(**self._head, choices=choices, usage=_usage(answers, self._service))
         fields = completion.model_dump()
         for choice, rows in zip(fields["choices"], all_rows, strict=True):
             choice["prompt_logprobs"] = rows
@@ -201,7 +202,7 @@ class _CompletionWriter:
                 del choice["token_ids"], choice["prompt_token_ids"]
             if body.prompt_logprobs is None:
                 del choice["prompt_logprobs"]
-        return JSONResponse(fields, headers=_hit_header(answers))
+        return JSONResponse({**fields, **more}, headers=_hit_header(answers))
 
     def _stream_head(self, place: int, answer: Answer) -> dict[str, Any]:
         """The first event of each choice of a prompt with log probabilities, without the choice's index."""
@@ -275,8 +276,10 @@ class _CompletionWriter:
                             )
                             choice["logprobs"] = logprobs.model_dump()
                         yield write.choice(choice)
-        if with_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
+        more = running.report_fields
+        if with_usage or more:
+            usage = _usage(answers, self._service).model_dump()
+            yield event({**self._head, "choices": [], "usage": usage, **more})
 
 
 def _outputs(running: RunningRequests) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
@@ -314,11 +317,12 @@ async def _outputs_of_several(running: RunningRequests) -> AsyncGenerator[tuple[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(answers: list[Answer]) -> Usage:
+def _usage(answers: list[Answer], service: Service) -> Usage:
     return Usage.of(
         sum(answer.num_prompt_tokens for answer in answers),
         sum(answer.num_generated_tokens for answer in answers),
         sum(answer.num_cached_tokens for answer in answers),
+        is_kept=service.keeps_prefixes,
     )
 
 

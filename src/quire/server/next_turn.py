@@ -16,6 +16,7 @@ Cost: a rendering and two encodings in a thread, then the missing tokens.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from collections import OrderedDict
@@ -23,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from quire.engine.async_engine import AsyncEngine
 from quire.errors import QuireError
@@ -83,6 +86,10 @@ class NextTurns:
         self._service = service
         self.max_tokens = max_tokens
         self._waiting: OrderedDict[tuple[str, str], EndedTurn] = OrderedDict()
+        # By session, the newest range of tokens computed for it and the digest of all tokens up to its end; its key.
+        self._prepared: OrderedDict[tuple[str, str], tuple[tuple[int, int, bytes], Mapping[str, Any]]] = (
+            OrderedDict()
+        )
         self._task: asyncio.Task[None] | None = None
 
     def add(self, tenant: str, session: str, turn: EndedTurn) -> None:
@@ -95,6 +102,17 @@ class NextTurns:
             self._waiting.popitem(last=False)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def num_prepared(self, tokens: Sequence[int], num_found: int, key: Mapping[str, Any]) -> int:
+        """How many of the first `num_found` tokens of a prompt were prepared. key: as in `EndedTurn`."""
+        return max(
+            (
+                max(0, min(stop, num_found) - start)
+                for (start, stop, digest), of in self._prepared.values()
+                if of == key and stop <= len(tokens) and digest == _digest(tokens[:stop])
+            ),
+            default=0,
+        )
 
     def withdraw(self, tenant: str, session: str) -> None:
         """A newer request of the session has come."""
@@ -111,9 +129,9 @@ class NextTurns:
             if self._service.draining or not self._waiting:
                 self._waiting.clear()
                 return
-            _, turn = self._waiting.popitem(last=False)
+            session, turn = self._waiting.popitem(last=False)
             try:
-                await self._prepare(turn)
+                await self._prepare(session, turn)
                 outcome = "done"
             except (
                 ApiError,
@@ -127,12 +145,12 @@ class NextTurns:
         while self._service.num_open and not self._service.draining:
             await asyncio.sleep(_POLL_S)
 
-    async def _prepare(self, turn: EndedTurn) -> None:
+    async def _prepare(self, session: tuple[str, str], turn: EndedTurn) -> None:
         tokens = await self._tokens(turn)
         if not tokens:
             return
         engine, options = self._service.engine, self._options(turn)
-        left, before = self.max_tokens, -1
+        left, before, first = self.max_tokens, -1, -1
         while left > 0:
             await self._wait_until_idle()
             if self._service.draining:
@@ -144,11 +162,21 @@ class NextTurns:
             piece = len(tokens) if engine.spec.states else await self._piece()
             stop = min(len(tokens), start + min(piece, left))
             await self._compute(tokens[:stop], options)
+            first = start if first < 0 else first
+            self._remember(session, (first, stop, _digest(tokens[:stop])), turn.key)
             left -= stop - start
             self._service.metrics.prepared_tokens.inc(stop - start)
             before = start
             if stop == len(tokens):
                 return
+
+    def _remember(
+        self, session: tuple[str, str], prepared: tuple[int, int, bytes], key: Mapping[str, Any]
+    ) -> None:
+        self._prepared.pop(session, None)
+        self._prepared[session] = prepared, key
+        if len(self._prepared) > _MAX_WAITING:
+            self._prepared.popitem(last=False)
 
     async def _piece(self) -> int:
         """Tokens that the engine computes in `_PIECE_S`, by the rate measured so far."""
@@ -184,6 +212,10 @@ class NextTurns:
             min(len(first), len(second)),
         )
         return first[:num_common]
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(tokens, "<i4").data).digest()
 
 
 def _as_sent_back(turn: EndedTurn) -> ChatMessage:

@@ -30,6 +30,7 @@ from quire.scheduler.request_options import RequestOptions
 from quire.server.api_admission import Admitted, ApiAdmission, client_of
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant, install
+from quire.server.cache_report import asked_by_header, header_of, report_of
 from quire.server.conversation_store import Conversations
 from quire.server.http.request_log import current_request
 from quire.server.json_size import is_deeper, is_longer
@@ -157,6 +158,11 @@ class Service:
     def tokenizer(self) -> Any:
         return self.engine.tokenizer
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether other requests find what a request has computed."""
+        return self.engine.cache.can_fork and self.engine.cache.prefix_caching
+
     # -- admission -------------------------------------------------------------------------------------
 
     @property
@@ -200,6 +206,7 @@ class Service:
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
+            report = await self._reports(tenant, body, requests)
             releases = [admitted.release_of_one_prompt() for _ in requests]
             streams = await self.engine.begin(requests, releases, max_unread=_MAX_UNREAD)
         except asyncio.CancelledError:  # the client has gone; the request still counts in its rate limit
@@ -208,7 +215,27 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, releases, began)
+        return RunningRequests(self, body, admitted, streams, releases, began, report)
+
+    async def _reports(
+        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+    ) -> list[dict[str, Any]]:
+        """The cache's reports on the prompts, if the request asks for them; none of a storage that shares nothing."""
+        record = current_request()
+        if not (asked_by_header(record.asked_report) or body.cache_report) or not self.keeps_prefixes:
+            return []
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        reports = []
+        for prompt, _ in requests:
+            explanation = await self.engine.explain(
+                prompt.token_ids, as_administrator=False, **tenant.key(body.cache_salt)
+            )
+            prepared = self.next_turns.num_prepared(
+                prompt.token_ids, explanation.num_hit_tokens, tenant.key(body.cache_salt)
+            )
+            reports.append(report_of(explanation, decode, prepared))
+        record.cache_report = header_of(reports)
+        return reports
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -555,6 +582,7 @@ class Service:
 class RunningRequests:
     """The running requests of one body. The outputs of each are read once.
 
+    reports: the cache's, of each prompt, if the request asked for them.
     The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
 
@@ -566,8 +594,10 @@ class RunningRequests:
         streams: Sequence[RequestStream],
         releases: Sequence[Callable[[], None]],
         began: float,
+        reports: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._service = service
+        self._reports = reports
         self._body = body
         self._admitted = admitted
         self._streams = streams
@@ -578,6 +608,13 @@ class RunningRequests:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def report_fields(self) -> dict[str, Any]:
+        """The answer's field with the cache's report; of several prompts a list."""
+        if not self._reports:
+            return {}
+        return {"cache_report": self._reports[0] if len(self._reports) == 1 else list(self._reports)}
 
     def outputs(
         self, place: int = 0, through: Callable[[RequestStream], AsyncOutputs] | None = None

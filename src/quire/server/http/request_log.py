@@ -45,6 +45,8 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    asked_report: str | None = None  # the value of the header X-Cache-Report
+    cache_report: str | None = None  # of the answer, see `cache_report`
 
     def line(self, route: str, seconds: float) -> str:
         """NAME=VALUE words; a value with a space or a quote in it is quoted."""
@@ -94,12 +96,16 @@ class RequestLog:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record = RequestRecord(given.decode()) if _ID.fullmatch(given) else RequestRecord()
         record.address = self._proxies.client_of(scope)
+        asked = next((value for name, value in scope["headers"] if name == b"x-cache-report"), None)
+        record.asked_report = None if asked is None else asked.decode("latin-1")
         began = time.monotonic()
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                if record.cache_report is not None:
+                    message["headers"].append((b"x-quire-cache-report", record.cache_report.encode()))
             await send(message)
 
         token = _current.set(record)

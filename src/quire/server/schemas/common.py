@@ -176,6 +176,10 @@ class SamplingBody(UnservedFields, AcceptedFields, GeneratingBody):
         None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's blocks are pinned."
     )
 
+    cache_report: bool | None = Field(
+        False, description="Ours: the answer says how much of its prompt was cached, and why no more."
+    )
+
     def cut(self, token_ids: list[int]) -> list[int]:
         """The prompt's tokens after `truncate_prompt_tokens`."""
         limit = self.truncate_prompt_tokens
@@ -198,6 +202,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
+    cache_write_tokens: int = Field(default=0, description="Computed, and cached for other requests.")
+    computed_tokens: int = Field(default=0, description="Ours: tokens whose keys and values were computed.")
 
 
 class Usage(BaseModel):
@@ -207,12 +213,17 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
     @classmethod
-    def of(cls, num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+    def of(cls, num_prompt: int, num_completion: int, num_cached: int, *, is_kept: bool) -> Usage:
+        """is_kept: other requests find what was computed."""
         return cls(
             prompt_tokens=num_prompt,
             completion_tokens=num_completion,
             total_tokens=num_prompt + num_completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=num_cached,
+                cache_write_tokens=num_prompt - num_cached if is_kept else 0,
+                computed_tokens=num_prompt - num_cached,
+            ),
         )
 
 
