@@ -24,6 +24,7 @@ from quire.cli.plan import plan
 from quire.cli.score import score
 from quire.cli.serve import serve
 from quire.cli.top import top
+from quire.cli.why import why
 from quire.errors import ArgumentError, CapacityError, QuireError, with_flag_names
 
 __all__ = ["app", "main"]
@@ -63,6 +64,7 @@ app.command()(score)
 app.add_typer(cache)
 app.command()(serve)
 app.command()(top)
+app.command()(why)
 
 
 # typer keeps its copy of click private; this is the base class of its errors about a command line.

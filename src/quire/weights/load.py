@@ -79,7 +79,7 @@ from quire.weights.tokenizer import (
 )
 from quire.weights.transformers_progress import without_progress_bars
 
-__all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "without_weights"]
+__all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "load_tokenizer", "without_weights"]
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -604,6 +604,22 @@ def _check_folder(folder: Path) -> None:
                 f"expected weights (*.safetensors) in the model folder {folder}, found GGUF; give the file: {files[0]}"
             )
         raise LoadError(f"expected weights (*.safetensors) in the model folder {folder}, found none")
+
+
+def load_tokenizer(
+    source: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer of a model's folder, GGUF file or Hub id in the local cache; None if it has none.
+
+    source: None for the embedded model. *raises:* LoadError: it cannot be read.
+    """
+    source = None if source == "embedded" else source
+    if (file := _gguf_file(source)) is not None:
+        gguf = GGUFSource(file)
+        return load_gguf_tokenizer(gguf, gguf_config(gguf))
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    where, is_local = _locate(source)
+    return _load_tokenizer(where, is_local, options, source)
 
 
 def _load_tokenizer(where: str, local: bool, options: dict[str, Any], source: Any) -> Any:
