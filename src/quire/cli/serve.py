@@ -48,13 +48,14 @@ def serve(
         int | None,
         typer.Option(metavar="N", parser=options.number(int), help=_HELP["prepare_next_turn"]),
     ] = None,
+    warm: Annotated[str | None, typer.Option(metavar="FILE", help=_HELP["warm"])] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
-        "log_requests": log_requests, "prepare_next_turn": prepare_next_turn,
+        "log_requests": log_requests, "prepare_next_turn": prepare_next_turn, "warm": warm,
     }  # fmt: skip
     settings, table = server_settings.load_config(config, flags)
     engine_config = EngineConfig(

@@ -41,6 +41,7 @@ from quire.errors import ArgumentError
 from quire.server.api_errors import ApiError, json_answer
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
+from quire.server.warm_prompts import WarmPrompt, compute_all, read_warm_prompts
 
 __all__ = ["AppLifespan", "OpenedEngine"]
 
@@ -92,10 +93,18 @@ class AppLifespan:
             if self._has_ended:
                 self._state.service = None
                 self._has_ended = False
+        warming: asyncio.Task[None] | None = None
         try:
+            prompts: list[WarmPrompt] = []
+            if self._settings.warm is not None:
+                prompts = read_warm_prompts(self._settings.warm, self._settings.tenants)
             await self._open()
+            if prompts and (service := self._state.service) is not None:
+                warming = asyncio.create_task(compute_all(service, prompts))
             yield
         finally:
+            if warming is not None:
+                warming.cancel()
             with self._lock:
                 self._has_ended = True
                 closing = self._worker.submit(self._close_in_thread)

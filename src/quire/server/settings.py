@@ -189,6 +189,10 @@ class ServerSettings:
         4096,
         "Tokens of a session's next prompt that are computed ahead while the engine is idle; 0: none. Default: 4096.",
     )
+    warm: str | None = setting(
+        None,
+        "File of prompts that are computed at the start: the body of a chat or a completion a line. Default: none.",
+    )
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[ApiTenant, ...] = (ANYBODY,)
@@ -253,6 +257,7 @@ _SERVER_FIELDS = {
     "log_requests": bool,
     "drain_seconds": (int, float),
     "prepare_next_turn": int,
+    "warm": str,
 }
 _LISTS = ("allowed_origins", "trusted_proxies")
 # Read from the file (and --api-key-file) only, with their documentation; the settings hold the keys and secrets.

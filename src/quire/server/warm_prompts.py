@@ -1,0 +1,136 @@
+"""Prompts that a server computes at its start, before a client asks for them (`quire serve --warm FILE`).
+
+FILE has a JSON object a line: the body of a chat or a completion, whose prompt is computed and kept, or taken from the
+tiers, where they have it. `tenant` names whose it is; `cache_salt`, `cache_priority` and `keep_for` are obeyed. Fields
+of the answer, such as `max_tokens`, have no meaning here.
+
+Cost: that of the prompts, one after the other, after the server answers its first requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quire.errors import ArgumentError, QuireError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.prompts import Prompt
+from quire.scheduler.request_options import RequestOptions
+from quire.server.api_errors import ApiError
+from quire.server.api_keys import ANYBODY, ApiTenant
+from quire.server.messages import template_options
+from quire.server.schemas.chat_bodies import ChatRequest
+from quire.server.schemas.completion_bodies import CompletionRequest
+from quire.server.service import Service
+
+__all__ = ["WarmPrompt", "compute_all", "read_warm_prompts"]
+
+_log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True, eq=False)
+class WarmPrompt:
+    """A prompt of a file. place: for messages."""
+
+    place: str
+    tenant: ApiTenant
+    body: ChatRequest | CompletionRequest
+
+
+def read_warm_prompts(path: str, tenants: Sequence[ApiTenant]) -> list[WarmPrompt]:
+    """The prompts of a file. *raises:* ArgumentError: file and line, and what is wrong there."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"expected a file of prompts, got {path!r}: {error} - in `warm`") from error
+    known = {tenant.name: tenant for tenant in (ANYBODY, *tenants)}
+    return [
+        _prompt_of(line, f"line {number} of {path}", known)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def _prompt_of(line: str, place: str, tenants: dict[str, ApiTenant]) -> WarmPrompt:
+    try:
+        fields: Any = json.loads(line)
+    except ValueError as error:
+        raise ArgumentError(f"expected a JSON object, got {error} - in {place}") from error
+    if not isinstance(fields, dict) or not ({"messages", "prompt"} & fields.keys()):
+        raise ArgumentError(f"expected an object with messages or a prompt, got another one - in {place}")
+    name = fields.pop("tenant", ANYBODY.name)
+    if name not in tenants:
+        raise ArgumentError(f"expected a tenant of the settings, got {name!r} - in {place}")
+    kind = ChatRequest if "messages" in fields else CompletionRequest
+    try:
+        return WarmPrompt(place, tenants[name], kind.model_validate(fields))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        field = ".".join(map(str, wrong["loc"]))
+        raise ArgumentError(
+            f"expected a request's body, got {wrong['msg']} - in `{field}`, {place}"
+        ) from error
+
+
+async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
+    """Computes the prompts, below every request; one that cannot be computed is logged."""
+    num_tokens = num_cached = num_done = 0
+    for prompt in prompts:
+        if service.draining:
+            return
+        try:
+            for token_ids in await _tokens(service, prompt.body):
+                cached = await _compute(service, prompt, token_ids)
+                num_tokens += len(token_ids)
+                num_cached += cached
+            num_done += 1
+        except (ApiError, QuireError) as error:
+            _log.warning("%s is not computed ahead: %s", prompt.place, error)
+    _log.info("%d prompts are warm: %d tokens, %d of them from the cache", num_done, num_tokens, num_cached)
+
+
+async def _tokens(service: Service, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+    """The tokens of each prompt of a body."""
+    if isinstance(body, ChatRequest):
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        text = await service.render(body.messages, tools, template_options(service.tokenizer, body))
+        tokens = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return [body.cut(tokens)]
+    prompt: Any = body.prompt
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    special = body.add_special_tokens is not False
+    return [
+        body.cut(await service.encode(one, add_special_tokens=special) if isinstance(one, str) else one)
+        for one in prompts
+    ]
+
+
+async def _compute(service: Service, prompt: WarmPrompt, token_ids: list[int]) -> int:
+    """Computes a prompt; how many of its tokens were cached."""
+    body, engine = prompt.body, service.engine
+    key = prompt.tenant.key(body.cache_salt)
+    options = RequestOptions.of(
+        SamplingParams(max_tokens=0),
+        priority=2**20,
+        cache_priority=body.cache_priority or "normal",
+        is_preparation=True,
+        **key,
+    )
+    (stream,) = await engine.begin([(Prompt(None, token_ids), options)])
+    num_cached = 0
+    async with aclosing(stream):
+        async for output in stream:
+            if output.error is not None:
+                raise output.error
+            num_cached = output.num_cached_tokens
+    if body.keep_for is not None:
+        seconds = body.keep_for
+        await engine.between_steps(lambda: engine.pins.keep_for(token_ids, seconds, **key))
+    return num_cached
