@@ -357,6 +357,11 @@ class EngineConfig:
     prefix_caching: bool = option(
         True, None, "Share the keys and values of equal beginnings among requests. Default: on."
     )
+    keep_scores: bool = option(
+        True,
+        None,
+        "Keep the log probabilities that requests ask for beside the keys and values: 4 bytes a token. Default: on.",
+    )
     checkpoint_every: Annotated[int, _integer(0, 2**31 - 1)] = option(
         0,
         "N",

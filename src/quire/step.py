@@ -201,7 +201,9 @@ class Batch(Generic[Chosen]):
     sequence_ids: int64 [n], their cache sequences. num_new_tokens: int64 [n]. input_ids, positions: int64 [T].
     logit_rows: int64 [R], the rows whose logits are wanted. sampled: the sequences that draw a token; if every sequence
     computes its newest token and draws the next one, it is the list `sequences` itself. draw_rows: int64
-    [len(sampled)], the index among the R rows from which each draws.
+    [len(sampled)], the index among the first `num_draw_rows` of the R rows from which each draws. The others are
+    `scored`: (sequence, its positions that score the next token of its prompt), in order. completed: the sequences that
+    end with this step and draw nothing.
     plan: the cache's, its sequences in the order of `sequences`.
     closed_ids: int64, cache sequences that were closed since the step before.
     """
@@ -216,6 +218,9 @@ class Batch(Generic[Chosen]):
     draw_rows: Int64Array
     plan: StepPlan
     closed_ids: Int64Array
+    num_draw_rows: int = 0
+    scored: Sequence[tuple[Chosen, range]] = ()
+    completed: Sequence[Chosen] = ()
 
     @property
     def copying(self) -> list[Chosen]:

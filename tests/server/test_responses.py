@@ -349,3 +349,28 @@ def test_a_failure_of_the_engine_is_the_last_event(
     monkeypatch.undo()
     assert httpx.get(f"{url}/v1/responses/{failed['id']}").status_code == 404
     assert httpx.post(f"{url}/v1/responses", json=ASK, timeout=30).status_code == 200
+
+
+def test_the_turn_behind_an_answer_is_prepared_for_a_session(
+    url: str, server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history of several responses, and a conversation, are sessions by themselves."""
+    added: list[tuple[str, Any]] = []
+    next_turns = server[1].state.service.next_turns
+    monkeypatch.setattr(next_turns, "add", lambda tenant, session, turn: added.append((session, turn)))
+    first = client.responses.create(**ASK)
+    assert not added
+    second = client.responses.create(**ASK, previous_response_id=first.id)
+    client.responses.create(**ASK, previous_response_id=second.id, stream=False)
+    client.responses.create(**ASK, prompt_cache_key="key")
+    list(
+        client.responses.create(
+            **ASK, extra_headers={"X-Session-Id": "named"}, prompt_cache_key="key", stream=True
+        )
+    )
+    talk = client.conversations.create()
+    client.responses.create(**ASK, conversation=talk.id)
+    assert [session for session, _ in added] == [first.id, first.id, "key", "named", talk.id]
+    turn = added[0][1]
+    assert [message.role for message in turn.messages] == ["user", "assistant", "user"]
+    assert (turn.answer.role, turn.answer.content) == ("assistant", second.output_text)

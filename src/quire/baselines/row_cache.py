@@ -128,15 +128,17 @@ class RowCache(KVCache):
         max_num_tokens: int | None = None,
         owner_id: int = 0,
         cache_priority: int = NORMAL,
+        max_cached_tokens: int | None = None,
     ) -> Row:
         """Open a sequence of these tokens, with no token computed.
 
-        Namespace, keys and cache priority have no effect without sharing.
+        Namespace, keys, cache priority and a limit of the hit have no effect without sharing.
 
         `max_num_tokens`: the limit of its length; by default the longest that the space allows.
         """
         tokens, *_ = arguments.prompt(token_ids, namespace, extra_keys)
         owner_id, _ = arguments.owner_and_cache_priority(owner_id, cache_priority)
+        arguments.most_cached(max_cached_tokens)
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
         row = Row(self.num_opened, tokens, max(len(tokens), max_num_tokens or self.space.longest), owner_id)

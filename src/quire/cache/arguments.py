@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from quire.cache.types import DISCARD, KEEP, MAX_OWNER, Int32Array, Int64Array
+from quire.cache.types import DISCARD, KEEP, MAX_OWNER, NO_LIMIT, Int32Array, Int64Array
 from quire.errors import ArgumentError, SequenceClosedError
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "count",
     "count_array",
     "extra_key_arrays",
+    "most_cached",
     "namespace_bytes",
     "one_token_each",
     "owner_and_cache_priority",
@@ -116,6 +117,11 @@ def owner_limits(owner_id: Any, floor_blocks: Any, quota_blocks: Any) -> tuple[i
 def owner_and_cache_priority(owner_id: Any, cache_priority: Any) -> tuple[int, int]:
     levels = f"a cache priority ({DISCARD} discard, 1 normal, {KEEP} keep)"
     return owner_number(owner_id), count(cache_priority, levels, DISCARD, KEEP)
+
+
+def most_cached(max_cached_tokens: Any) -> int:
+    """The limit of a sequence's hit."""
+    return NO_LIMIT if max_cached_tokens is None else count(max_cached_tokens, "max_cached_tokens", 0)
 
 
 def namespace_bytes(namespace: Any) -> bytes:

@@ -197,13 +197,13 @@ class Cache(PrefixKVCache):
         max_num_tokens: int | None = None,
         owner_id: int = 0,
         cache_priority: int = NORMAL,
+        max_cached_tokens: int | None = None,
     ) -> Sequence:
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
-        return self._opened(
-            self._manager.open(*prompt, *arguments.owner_and_cache_priority(owner_id, cache_priority))
-        )
+        owner = arguments.owner_and_cache_priority(owner_id, cache_priority)
+        return self._opened(self._manager.open(*prompt, *owner, arguments.most_cached(max_cached_tokens)))
 
     def fork(self, sequence: CacheSequence | int) -> Sequence:
         return self._opened(call_manager(self._manager.fork, self._id(sequence)))

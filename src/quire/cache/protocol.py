@@ -217,6 +217,7 @@ class KVCache(Protocol):
         max_num_tokens: int | None = None,
         owner_id: int = 0,
         cache_priority: int = NORMAL,
+        max_cached_tokens: int | None = None,
     ) -> CacheSequence:
         """A sequence of these tokens (integers [n], 0 .. 2^31 - 1) that has taken the hit of `match`. O(n).
 
@@ -225,6 +226,7 @@ class KVCache(Protocol):
         `owner_id`: 0 .. 65535, the owner of the blocks that it allocates; 0 is the owner without limits (`set_limits`).
         `cache_priority`: eviction order of its blocks once no sequence holds them: 0 discard, 1 normal, 2 keep. Lower
         ones are given up first; a block keeps the highest priority of its users.
+        `max_cached_tokens`: limit of its hit, now, later and after a rewind; None: no limit.
         """
         ...
 

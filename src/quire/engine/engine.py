@@ -36,6 +36,7 @@ from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
+from quire.sampling.scores import score_prompts
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request, RequestOutput, RequestSequence, SequenceStatus
 from quire.scheduler.request_options import RequestOptions
@@ -71,6 +72,7 @@ class Engine:
         """Called before an idle engine checks a request; its errors go to the request's caller."""
         self._runner, self._cache = parts.runner, parts.cache
         self._launches_ahead = parts.launch_ahead is not None
+        self._kept_scores = parts.kept_scores
         self._choose = partial(most_likely, native=parts.native)
         if parts.launch_ahead is not None:
             self._choose = parts.launch_ahead.most_likely
@@ -112,6 +114,7 @@ class Engine:
             on_reserved=self._on_reserved,
             memory_limits=self.memory_limits,
             launches_ahead=self._launches_ahead,
+            kept_scores=self._kept_scores,
         )
 
     def _connect(self) -> None:
@@ -140,6 +143,11 @@ class Engine:
         *raises:* PromptError, ArgumentError, CapacityError: it can never be served, with the numbers.
         """
         return self._validator.request(_prompt(prompt), _options(options))
+
+    def num_cached(self, prompt_token_ids: Any, options: RequestOptions) -> int:
+        """Tokens of a request's prompt that memory has, at most all but the last. *raises:* as `submit`."""
+        request = self.check(Prompt(None, prompt_token_ids), options)
+        return self._cache.match(request.prompt_token_ids, **request.key.content).num_tokens
 
     def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
@@ -242,7 +250,12 @@ class Engine:
             given, num_output = parent.options.params, len(sequence.output_ids)
             min_tokens = None if given.min_tokens is None else max(0, given.min_tokens - num_output)
             params = replace(
-                given, max_tokens=parent.max_tokens - num_output, min_tokens=min_tokens, seed=None
+                given,
+                max_tokens=parent.max_tokens - num_output,
+                min_tokens=min_tokens,
+                seed=None,
+                prompt_logprobs=None,
+                prompt_logprobs_start=0,
             )
             rules = None if parent.rules is None else parent.rules.continued(num_output)
         options = replace(
@@ -341,6 +354,9 @@ class Engine:
             if profile is not None:
                 profile.lap("forward")
             tokens = np.zeros(0, np.int64)
+            if scheduled.scored:
+                score_prompts(logits[scheduled.num_draw_rows :], scheduled.scored)
+                logits = logits[: scheduled.num_draw_rows]
             if scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._choose)
             if profile is not None:
@@ -364,6 +380,8 @@ class Engine:
             profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
         touched: list[RequestSequence] = []
+        touched += scheduled.completed
+        touched += [sequence for sequence, _ in scheduled.scored if sequence.error is not None]
         for sequence in scheduled.sampled:
             if sequence.detokenizer is not None:
                 self._detokenize(sequence, sequence.detokenizer)
@@ -450,7 +468,7 @@ class Engine:
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
-        if self.monitor is not None:
+        if self.monitor is not None and not request.options.is_preparation:
             self.monitor.served(request)
         return self._outputs.finished(request)
 
@@ -475,7 +493,7 @@ class Engine:
         over the ended requests, from their arrival. token_gap_s: mean time between two tokens of a sequence.
         """
         scheduler = self.scheduler
-        live = scheduler.requests.values()
+        live = [request for request in scheduler.requests.values() if not request.options.is_preparation]
         num_prompt = self._outputs.num_prompt_tokens + sum(
             len(r.prompt_token_ids) for r in live if r.started_s is not None
         )
@@ -500,6 +518,7 @@ class Engine:
             "num_swapped": self.swap.num_swapped,
             "swapped_bytes": self.swap.num_bytes,
             "num_restored_tokens": self.swap.num_restored_tokens,
+            "kept_score_bytes": 0 if self._kept_scores is None else self._kept_scores.num_bytes,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_tokens_by_tier": self._hit_tokens(),
             "hit_rate": num_hit / num_query if num_query else 0.0,

@@ -10,6 +10,7 @@ from quire.cache.protocol import KVCache
 from quire.engine.launch_ahead import LaunchAhead
 from quire.engine.monitor import CacheMonitor
 from quire.engine.profile import Profile
+from quire.offload.kept_scores import KeptScores
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
@@ -42,7 +43,8 @@ class EngineParts:
     speeds: measurements of swap, loads and steps; the engine updates them. loads, stores: None without tiers.
     monitor: records the cache's events and ended requests (`monitor.py`); None if prefixes are not shared.
     profile: records the times of every step. native: the extension, None without it. is_lost: whether the device fails
-    every call from now on; asked after an error of a step. launch_ahead: the runner's; None without it.
+    every call from now on; asked after an error of a step. launch_ahead: the runner's; None without it. kept_scores:
+    None if no scores are kept.
     """
 
     runner: StepRunner
@@ -56,3 +58,4 @@ class EngineParts:
     native: Any = None
     is_lost: Callable[[], bool] = lambda: False
     launch_ahead: LaunchAhead | None = None
+    kept_scores: KeptScores | None = None

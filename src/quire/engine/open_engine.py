@@ -37,6 +37,7 @@ from quire.engine.profile import Profile
 from quire.engine.prompt_pins import PromptPins
 from quire.engine.serving_plan import refuse_if_none_fits
 from quire.memory.device_memory import HOST
+from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
 from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
@@ -260,6 +261,7 @@ def _open_step_loop(
             native=extension(config.device_name) if is_host_backend(config.device_name) else None,
             is_lost=model.prepared.device.is_lost,
             launch_ahead=launch_ahead,
+            kept_scores=_kept_scores(config, tiers, monitor),
         ),
         ServedModel(
             loaded.vocab_size,
@@ -301,6 +303,14 @@ def _open_tiers(
     monitor = CacheMonitor(cache, dispatcher, mirror=tiers.stores.mirror, tier_events=tiers.open_events())
     last_events.callback(monitor.subscribers.collect)
     return tiers, monitor
+
+
+def _kept_scores(
+    config: EngineConfig, tiers: OpenTiers | None, monitor: CacheMonitor | None
+) -> KeptScores | None:
+    if monitor is None or not config.keep_scores:
+        return None
+    return KeptScores(monitor.mirror, monitor.collect, None if tiers is None else tiers.scores)
 
 
 def _connect_tiers(tiers: OpenTiers, engine: Engine, model: OpenModel) -> None:

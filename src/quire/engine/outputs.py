@@ -32,6 +32,8 @@ class Outputs:
 
     def finished(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended; call it once."""
+        if request.options.is_preparation:
+            return self.so_far(request)
         self.num_finished += 1
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_cached_tokens += request.num_cached_tokens
@@ -43,7 +45,7 @@ class Outputs:
 
     def so_far(self, request: Request) -> RequestOutput:
         """The output of a request under way. Text and tokens of a delta are not repeated in the next."""
-        arrival = request.arrival_s
+        arrival, prompt_logprobs = request.arrival_s, self._prompt_logprobs(request)
         times = (request.started_s, request.first_token_s, request.finished_s)
         return RequestOutput(
             request_id=request.request_id,
@@ -54,7 +56,17 @@ class Outputs:
             finished=request.finished,
             timings=Timings(*(None if at is None else at - arrival for at in times)),
             num_tier_tokens=dict(request.num_tier_tokens),
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, float] | None] | None:
+        """Of a delta only the first output has them."""
+        scores = request.scores
+        if scores is None or scores.first_missing() < scores.num_tokens:
+            return None
+        if request.deltas and any(sequence.num_shown for sequence in request.sequences):
+            return None
+        return scores.entries(request.prompt_token_ids)
 
     def _completion(self, sequence: RequestSequence) -> CompletionOutput:
         text, new_text = "", ""

@@ -25,6 +25,10 @@ class _OffloadedRequest(Protocol):
     def key(self) -> ResolvedKey: ...
     @property
     def cache_priority(self) -> int: ...
+    @property
+    def scores(self) -> Any:
+        """`quire.sampling.prompt_scores.PromptScores`; None unless its prompt is scored."""
+        ...
 
 
 class OffloadedSequence(Protocol):
@@ -41,6 +45,11 @@ class OffloadedSequence(Protocol):
 
     @property
     def request(self) -> _OffloadedRequest: ...
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """The most tokens that it may take from the cache or a tier; None: no limit."""
+        ...
+
     def token_ids(self) -> np.ndarray:
         """All known tokens, prompt and output; int32."""
         ...

@@ -16,6 +16,7 @@ from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig, secret_bytes
 from quire.errors import ArgumentError
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
+from quire.offload.score_stores import ScoreStores, score_root
 from quire.offload.states import StateStores, state_root
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
@@ -72,6 +73,7 @@ class OpenTiers:
     segment_tokens: int
     block_size: int
     node_tokens: int
+    scores: ScoreStores | None
     _events: TierEvents | None = None
 
     def open_events(self) -> TierEvents:
@@ -84,7 +86,7 @@ class OpenTiers:
         if fingerprint == self.fingerprint:
             return
         self.fingerprint = fingerprint
-        for user in (self.loads, self.stores, self._events):
+        for user in (self.loads, self.stores, self.scores, self._events):
             if user is not None:
                 user.set_fingerprint(fingerprint)
 
@@ -106,6 +108,8 @@ class OpenTiers:
                 self.stack.submit_job(
                     disk.name, "name a root", lambda: disk.describe(states, f"{text} states")
                 )
+            scores = score_root(root)
+            self.stack.submit_job(disk.name, "name a root", lambda: disk.describe(scores, f"{text} scores"))
             self.stack.submit_job(disk.name, "let go of removed snapshots", lambda: settle(namespace))
 
         self.stores.on_root = describe
@@ -193,10 +197,12 @@ def open_tiers(
         num_tokens,
         format_size(layout.num_bytes(num_tokens)),
     )
+    stores = TierStores(*shared, policy=config.cache_write, dispatcher=dispatcher, states=states)
+    scores = ScoreStores(stack, fingerprint, stores) if config.keep_scores else None
     return OpenTiers(
         stack,
-        TierLoads(*shared, speeds, states),
-        TierStores(*shared, policy=config.cache_write, dispatcher=dispatcher, states=states),
+        TierLoads(*shared, speeds, states, scores),
+        stores,
         MemoryAhead(storage, cache.block_bytes, _bytes_in_tiers(stack)),
         host=next((tier for tier in tiers if isinstance(tier, HostTier)), None),
         disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
@@ -204,6 +210,7 @@ def open_tiers(
         segment_tokens=num_tokens,
         block_size=cache.block_size,
         node_tokens=cache.node_tokens,
+        scores=scores,
     )
 
 

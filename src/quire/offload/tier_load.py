@@ -34,6 +34,7 @@ from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.states.state_cache import StateCache
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.offloaded_sequence import OffloadedSequence
+from quire.offload.score_stores import ScoreStores
 from quire.offload.states import StateStores, state_keys
 from quire.offload.store import OnSegment
 from quire.offload.throughputs import Throughputs
@@ -51,7 +52,8 @@ class Search:
 
     stored: keys found, with their tiers, in order, with gaps. is_seen: the scheduler has found it done, at the
     beginning of a step: a search that ends within a step counts from the next. lookups: those made for it. states: keys
-    of the states found, with their tiers; None for a model without state layers.
+    of the states found, with their tiers; None for a model without state layers. scores: the load of the tokens'
+    scores, for a request that asks for them.
     """
 
     tokens: np.ndarray
@@ -62,10 +64,11 @@ class Search:
     lookups: list[Lookup] = field(default_factory=list)
     states: list[tuple[SegmentKey, str]] | None = None
     is_seen: bool = False
+    scores: Load | None = None
 
     @property
     def done(self) -> bool:
-        return self.ended.is_set()
+        return self.ended.is_set() and (self.scores is None or self.scores.done.is_set())
 
     def chain_behind(self, num_in_memory: int) -> list[tuple[SegmentKey, str]]:
         """The keys to load behind `num_in_memory` tokens, without a gap, with their tiers."""
@@ -80,10 +83,12 @@ class Search:
             at = key.end
         return run
 
-    def num_tokens(self, num_in_memory: int) -> int:
-        """Tokens after such a load: the last known token is always computed, and a hit ends where a state does."""
+    def num_tokens(self, num_in_memory: int, max_cached: int | None = None) -> int:
+        """Tokens after such a load, at most `max_cached`: the last known token is always computed, and a hit ends where
+        a state does."""
         run = self.chain_behind(num_in_memory)
-        reach = max(num_in_memory, min(run[-1][0].end, len(self.tokens) - 1)) if run else num_in_memory
+        most = len(self.tokens) - 1 if max_cached is None else min(max_cached, len(self.tokens) - 1)
+        reach = max(num_in_memory, min(run[-1][0].end, most)) if run else num_in_memory
         if self.states is None:
             return reach
         return max(
@@ -122,9 +127,11 @@ class TierLoads:
         segment_tokens: int,
         speeds: Throughputs,
         states: StateStores | None = None,
+        scores: ScoreStores | None = None,
     ) -> None:
         self._cache = cache
         self._states = states
+        self._scores = scores
         self._storage = storage
         self._stack = stack
         self._fingerprint = fingerprint
@@ -143,8 +150,19 @@ class TierLoads:
 
     def search(self, sequence: OffloadedSequence) -> None:
         """Begins to look the sequence up, in `sequence.search`."""
-        request = sequence.request
-        sequence.search = self.look_up(sequence.token_ids(), request.key.namespace, request.key.extra_keys)
+        request, tokens = sequence.request, sequence.token_ids()
+        key = request.key
+        search = self.look_up(tokens, key.namespace, key.extra_keys)
+        if request.scores is not None and self._scores is not None:
+            search.scores = self._scores.load(
+                key.namespace,
+                tokens,
+                search.extra_keys,
+                request.scores.start,
+                lambda _: self.changed.set(),
+                request.cache_priority,
+            )
+        sequence.search = search
 
     def look_up(self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Search:
         """Begins to look tokens up."""
@@ -257,7 +275,7 @@ class TierLoads:
         search = sequence.search
         if search is None or not search.done:
             return num_in_memory
-        stop = search.num_tokens(num_in_memory)
+        stop = search.num_tokens(num_in_memory, sequence.max_cached_tokens)
         num_bytes: Counter[str] = Counter()
         per_token = self._cache.spec.bytes_per_token
         for key, tier in search.chain_behind(num_in_memory):

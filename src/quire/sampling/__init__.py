@@ -3,6 +3,7 @@
 Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
+    scores, prompt_scores    log probabilities of a prompt's tokens
     greedy        the most likely token of each row
     grammar       tokens that a grammar allows
     token_mask    tokens that a request forbids

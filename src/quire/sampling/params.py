@@ -5,7 +5,8 @@ neutral value, so that what the user wrote always wins. Values out of range are 
 
 Invariant
     S1  a resolved record has no `None` but in `max_tokens` (as long as the model and the cache allow), `seed`
-        (drawn from the engine's), `logprobs` (none wanted), `allowed_token_ids` (all) and the forms (none).
+        (drawn from the engine's), `logprobs` and `prompt_logprobs` (none wanted), `allowed_token_ids` (all) and the
+        forms (none).
 
 The model's rules for tokens hold where `min_tokens` and `bad_words` are not asked for: `quire.sampling.model_rules`.
 """
@@ -28,7 +29,8 @@ _MAX_LOGPROBS = 1024
 class SamplingParams:
     """Parameters for drawing the tokens of one request.
 
-    max_tokens: the most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
+    max_tokens: the most tokens to generate per sequence; 0: the prompt is computed and kept, nothing is generated;
+        None: the model's default, else what fits, at most 256.
     min_tokens: an end token, a token of `stop_token_ids` or a stop string ends a sequence only after so many tokens;
         None: no end token before the model's own minimum.
     temperature: 0 is greedy (the most likely token); None: the model's default, else greedy.
@@ -44,6 +46,8 @@ class SamplingParams:
     seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
+    prompt_logprobs: the same for each token of the prompt behind the first. prompt_logprobs_start: tokens of the prompt
+        before this position get none, and are not computed again where their K and V are cached.
     ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
     allowed_token_ids: the only tokens that may come; None: all.
@@ -69,6 +73,8 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Iterable[int] | None = None
@@ -80,7 +86,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen; sets normal forms
-        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_int(
+            "max_tokens", self.max_tokens, 0, None, optional=True, note=" (0: only the prompt is computed)"
+        )
         _check_int("min_tokens", self.min_tokens, 0, None, optional=True)
         if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
             raise ArgumentError(
@@ -104,6 +112,13 @@ class SamplingParams:
         _check_int("n", self.n, 1, 1024)
         _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
         _check_int("logprobs", self.logprobs, 0, _MAX_LOGPROBS, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_LOGPROBS, optional=True)
+        _check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0, None)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ArgumentError(
+                f"expected prompt_logprobs with prompt_logprobs_start {self.prompt_logprobs_start}, got none - in "
+                "`prompt_logprobs_start`"
+            )
         for name in ("stop", "bad_words"):
             if getattr(self, name) is not None:
                 set_field(self, name, _texts(name, getattr(self, name)))

@@ -24,6 +24,7 @@ from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
 from quire.sampling.model_rules import RequestRules
 from quire.sampling.params import SamplingParams
+from quire.sampling.scores import logprobs_of
 from quire.sampling.token_mask import TokenMask
 from quire.sampling.top_p import keep_top_p
 from quire.torch_threads import one_torch_thread
@@ -248,13 +249,7 @@ def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
 
 def _record_logprobs(logits: torch.Tensor, sequence: DrawingSequence, token: int) -> None:
     """Appends the token's entry to `logprobs`. logits: float32 [vocab], unedited."""
-    num_top = sequence.request.params.logprobs or 0
-    row = torch.log_softmax(logits, dim=-1)
-    entry = {token: float(row[token])}
-    if num_top:
-        values, indices = row.topk(min(num_top, row.shape[0]))
-        for other, value in zip(indices.tolist(), values.tolist(), strict=True):
-            entry.setdefault(other, value)
+    entry = logprobs_of(torch.log_softmax(logits, dim=-1), token, sequence.request.params.logprobs or 0)
     if sequence.logprobs is None:
         sequence.logprobs = []
     sequence.logprobs.append(entry)

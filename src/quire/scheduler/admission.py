@@ -71,12 +71,13 @@ class Admission:
         room: int,
         budget: int,
         chunk_limit: int,
+        num_scored_rows: int,
     ) -> list[tuple[RequestSequence, int]]:
         """Opens the waiting sequences that join the step and moves them to `running`; each with its number of tokens.
 
         order: the first `MAX_EXAMINED` waiting sequences, in the order of admission. chosen: the running sequences
         of the step and their numbers of tokens. is_first: no sequence runs or loads. room: the most sequences.
-        budget: the most tokens in all; chunk_limit: per sequence.
+        budget: the most tokens in all; chunk_limit: per sequence. num_scored_rows: the most rows that score prompts.
         """
         self.refused = None
         self.short_owners = short = set()  # no sequence of these owners overtakes the waiting one
@@ -101,7 +102,8 @@ class Admission:
             tokens = sequence.token_ids()
             cache_sequence = self._open(sequence, tokens)
             num_computed = cache_sequence.num_computed_tokens
-            if being_computed is not None and sequence.swapped is None:
+            # A scored prompt needs its own rows: the K and V of another's do not help it.
+            if being_computed is not None and sequence.swapped is None and request.scores is None:
                 sequence.waits_for = being_computed.find(request, tokens, num_computed)
                 if sequence.waits_for is not None:
                     cache.close(cache_sequence)
@@ -109,6 +111,10 @@ class Admission:
             # Swapped-out tokens come back in one step, regardless of the budget.
             known = max(num_computed, self._swap.num_tokens(sequence))
             more = min(len(tokens) - known, budget, chunk_limit)
+            more = request.chunk(known, more, num_scored_rows)
+            if more == 0:
+                cache.close(cache_sequence)
+                continue  # waits for its turn to be scored
             n = known - num_computed + more
             if known > num_computed:
                 now = self._swap.num_blocks_needed(sequence, cache_sequence, more)
@@ -135,6 +141,7 @@ class Admission:
                     restored = cache_sequence.num_computed_tokens
                 num_computed = restored
                 n = min(len(tokens) - num_computed, budget, chunk_limit)
+                n = request.chunk(num_computed, n, num_scored_rows)
                 now = cache.num_blocks_needed([cache_sequence], [n])  # the restored blocks are held by now
                 num_blocks = now + cache.blocks_later(len(tokens), num_computed + n)
             taken += num_blocks
@@ -144,6 +151,7 @@ class Admission:
             sequence.cache_sequence = cache_sequence
             sequence.num_computed = num_computed
             sequence.state = SequenceStatus.RUNNING
+            num_scored_rows -= len(sequence.scored_rows(n))
             if being_computed is not None:
                 being_computed.add(sequence, tokens)
             admitted.append((sequence, n))

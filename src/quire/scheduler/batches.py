@@ -26,15 +26,27 @@ def make_batch(
     logit_rows: list[int] = []
     draw_rows: list[int] = []
     sampled: list[RequestSequence] = []
+    scored: list[tuple[RequestSequence, range]] = []
+    scored_rows: list[int] = []
+    completed: list[RequestSequence] = []
     is_decode, last = True, -1
     for sequence, n in chosen:
         start = sequence.num_computed
         sequences.append(sequence)
         starts.append(start)
         last += n
+        if sequence.request.scores is not None and (positions := sequence.scored_rows(n)):
+            is_decode = False
+            scored.append((sequence, positions))
+            first = last + 1 - n - start
+            scored_rows += range(first + positions.start, first + positions.stop)
         if start + n < sequence.num_tokens:
             is_decode = False
             continue  # the prompt has further chunks
+        if sequence.only_computes:
+            is_decode = False
+            completed += [sequence, *sequence.unforked_siblings()]
+            continue
         sampled.append(sequence)
         draw_rows.append(len(logit_rows))
         if n > 1:
@@ -62,11 +74,14 @@ def make_batch(
         num_new_tokens=num_new_tokens,
         input_ids=input_ids,
         positions=positions,
-        logit_rows=np.array(logit_rows, np.int64),
+        logit_rows=np.array(logit_rows + scored_rows, np.int64),
         sampled=sequences if is_decode else sampled,
         draw_rows=np.array(draw_rows, np.int64),
         plan=plan,
         closed_ids=closed_ids,
+        num_draw_rows=len(logit_rows),
+        scored=scored,
+        completed=completed,
     )
 
 
@@ -85,6 +100,7 @@ def next_decodes(
         draw_rows=batch.draw_rows,
         plan=plan,
         closed_ids=closed_ids,
+        num_draw_rows=batch.num_draw_rows,
     )
 
 

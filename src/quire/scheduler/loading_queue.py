@@ -96,7 +96,8 @@ class LoadingQueue:
             tokens = sequence.token_ids()
             cache_sequence = open_sequence(sequence, tokens)
             found = cache_sequence.num_computed_tokens
-            sequence.waits_for = under_way.find(sequence.request, tokens, found)
+            if sequence.request.scores is None:
+                sequence.waits_for = under_way.find(sequence.request, tokens, found)
             if sequence.waits_for is not None:
                 cache.close(cache_sequence)
                 continue

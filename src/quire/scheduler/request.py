@@ -24,6 +24,7 @@ import numpy as np
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import CacheSequence
 from quire.sampling.params import SamplingParams
+from quire.sampling.prompt_scores import PromptScores
 from quire.scheduler.request_options import RequestOptions, cache_priority_number
 
 if TYPE_CHECKING:
@@ -127,6 +128,18 @@ class RequestSequence:
         return self.search is None or self.search.is_seen
 
     @property
+    def only_computes(self) -> bool:
+        """True if the step that computes its last token ends it, which draws none."""
+        return self.request.max_tokens == 0
+
+    def scored_rows(self, num_tokens: int) -> range:
+        """The positions among its next `num_tokens` tokens that score the next token of the prompt."""
+        scores = self.request.scores
+        if scores is None:
+            return range(0)
+        return scores.rows(self.num_computed, self.num_computed + num_tokens)
+
+    @property
     def waits_for_commit(self) -> bool:
         """True if another sequence has yet to commit the tokens that it waits for."""
         if self.waits_for is None:
@@ -135,6 +148,26 @@ class RequestSequence:
         return (
             other.state in (SequenceStatus.RUNNING, SequenceStatus.LOADING) and other.num_computed < position
         )
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """The most tokens that it may take from the cache or a tier: tokens whose scores are missing are computed."""
+        scores = self.request.scores
+        return None if scores is None else scores.most_cached
+
+    def known_scores(self) -> np.ndarray:
+        """float32 [num_tokens]: the scores of prompt and output, NaN where none is known."""
+        request = self.request
+        prompt = request.scores
+        scores = np.full(self.num_tokens, np.nan, np.float32)
+        if prompt is not None:
+            scores[: prompt.num_tokens] = prompt.values
+        if self.logprobs is not None:
+            first = len(request.prompt_token_ids)
+            scores[first : first + len(self.logprobs)] = [
+                next(iter(entry.values())) for entry in self.logprobs
+            ]
+        return scores
 
     def unforked_siblings(self) -> list[RequestSequence]:
         """The request's sequences not forked yet, which draw their first token from this sequence's logits."""
@@ -155,7 +188,7 @@ class RequestSequence:
 class Request:
     """One prompt and its parameters, with its sequences and times (seconds of the engine's clock).
 
-    params, max_tokens, key: resolved; options: as the caller gave them.
+    params, max_tokens, key: resolved; options: as the caller gave them. scores: None unless its prompt is scored.
     """
 
     def __init__(
@@ -204,6 +237,11 @@ class Request:
         self.tenant = options.key.tenant
         self.client = options.client
         self.sequences = [RequestSequence(self, index) for index in range(params.n)]
+        self.scores: PromptScores | None = None
+        if params.prompt_logprobs is not None:
+            self.scores = PromptScores(
+                len(prompt_token_ids), params.prompt_logprobs_start, params.prompt_logprobs
+            )
         self.num_cached_tokens = 0
         self.num_tier_tokens: dict[str, int] = {}  # cached tokens that were loaded, by tier
         self.num_preemptions = 0
@@ -217,6 +255,12 @@ class Request:
     def prompt_list(self) -> list[int]:
         """The prompt as a list, for outputs."""
         return self.prompt_token_ids.tolist()
+
+    def chunk(self, num_computed: int, num_tokens: int, num_scored_rows: int) -> int:
+        """How many of the next `num_tokens` tokens a step may compute while it may score that many rows of prompts."""
+        if self.scores is None or num_computed >= self.scores.num_tokens:
+            return num_tokens
+        return self.scores.chunk(num_computed, num_tokens, num_scored_rows)
 
     def hit_tokens(self) -> dict[str, int]:
         """`num_cached_tokens` by their place, memory or a tier; constant after the request has begun."""
@@ -268,7 +312,9 @@ class RequestOutput:
     request_id: given or made. prompt: its text; None for a prompt of token ids. prompt_token_ids: its tokens.
     num_cached_tokens: tokens of the prompt found in memory or in a tier and not computed; num_tier_tokens: those
     loaded, by tier. outputs: the continuations, `n` of them. finished: whether all have ended. timings: seconds since
-    the request arrived: until its first step, its first token, its end; None before.
+    the request arrived: until its first step, its first token, its end; None before. prompt_logprobs: with
+    `SamplingParams.prompt_logprobs`, one entry for each token of the prompt once it is computed: a dict, the prompt's
+    token first, then the likeliest; None for the first token and those before `prompt_logprobs_start`.
     """
 
     request_id: str
@@ -279,6 +325,7 @@ class RequestOutput:
     finished: bool
     timings: Timings = field(default_factory=Timings)
     num_tier_tokens: dict[str, int] = field(default_factory=dict)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def error(self) -> BaseException | None:

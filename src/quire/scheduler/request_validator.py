@@ -98,7 +98,7 @@ class RequestValidator:
         the model's rules, if it continues another request.
         *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
         """
-        tokens = self.check_tokens(prompt.token_ids)
+        tokens = self.check_tokens(prompt.token_ids, may_fill=options.params.max_tokens == 0)
         key = key or self._tenants.resolve(options.key, tokens)
         params = self._resolve_params(options.params)
         max_tokens = self._max_tokens(params, tokens, key, options.default_max_tokens or _DEFAULT_MAX_TOKENS)
@@ -186,7 +186,7 @@ class RequestValidator:
             max_tokens = min(params.max_tokens, room)
         self._memory_limits.check_fits(
             key.owner_id,
-            len(tokens) + max_tokens - 1,
+            _most_computed(tokens, max_tokens),
             self._pins.blocks_shared(tokens, **key.content),
             f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}",
         )
@@ -197,9 +197,11 @@ class RequestValidator:
         for request in requests:
             tokens = request.prompt_token_ids
             num_shared = self._pins.blocks_shared(tokens, **request.key.content)
-            num_tokens = len(tokens) + request.max_tokens - 1  # the last token is never computed
             self._memory_limits.check_fits(
-                request.owner_id, num_tokens, num_shared, f"request {request.request_id!r}"
+                request.owner_id,
+                _most_computed(tokens, request.max_tokens),
+                num_shared,
+                f"request {request.request_id!r}",
             )
 
     def has_grammar(self, params: SamplingParams) -> bool:
@@ -210,8 +212,11 @@ class RequestValidator:
         """Compiles the grammar that `request` needs; any thread may call it. *raises:* ArgumentError: not usable."""
         self._grammars.compile(params)
 
-    def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
-        """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
+    def check_tokens(self, prompt_token_ids: Any, *, may_fill: bool = False) -> np.ndarray:
+        """A prompt as int32, a copy. may_fill: it may be as long as the model allows, without room for an answer.
+
+        *raises:* PromptError: empty, no integers, ids out of range, too long.
+        """
         tokens = np.asarray(prompt_token_ids)
         if tokens.size == 0:
             raise PromptError("expected a prompt of at least one token, got an empty one")
@@ -226,7 +231,7 @@ class RequestValidator:
                 f"expected token ids of 0 to {self._vocab_size - 1}, got {bad} at position "
                 f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
             )
-        if len(tokens) >= self.max_model_len:
+        if len(tokens) >= self.max_model_len + may_fill:
             # Clients of the OpenAI API search for these words.
             raise PromptTooLongError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
@@ -234,3 +239,8 @@ class RequestValidator:
                 f"to at most {self.max_model_len - 1} or raise max_model_len"
             )
         return tokens.astype(np.int32)  # a copy: the caller may change its array
+
+
+def _most_computed(tokens: np.ndarray, max_tokens: int) -> int:
+    """Tokens of a sequence at its end whose K and V are computed: the last one that it draws is not."""
+    return len(tokens) + max(1, max_tokens) - 1

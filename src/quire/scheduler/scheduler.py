@@ -40,8 +40,10 @@ from quire.cache.protocol import CacheSequence, KVCache
 from quire.cache.results import Dropped
 from quire.durations import Durations
 from quire.errors import CapacityError
+from quire.offload.kept_scores import KeptScores
 from quire.offload.swap import Swap
 from quire.offload.tier_load import TierLoads
+from quire.sampling.prompt_scores import MAX_SCORED_ROWS
 from quire.scheduler.admission import MAX_EXAMINED, Admission
 from quire.scheduler.batches import make_batch, next_decodes
 from quire.scheduler.client_fairness import ClientFairness
@@ -66,7 +68,8 @@ class Scheduler:
     run, so that they need not preempt it at once. clock: seconds. swap: swaps preempted sequences out; without it they
     are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
     reserved and before they are written. launches_ahead: the runner may launch the step after a batch of plain greedy
-    decodes; such a batch is given a lookahead slot for each sequence, if blocks suffice.
+    decodes; such a batch is given a lookahead slot for each sequence, if blocks suffice. kept_scores: keeps the scores
+    of prompts and outputs beside their keys; None without.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Scheduler:
         on_reserved: Callable[[], None] | None = None,
         memory_limits: MemoryLimits | None = None,
         launches_ahead: bool = False,
+        kept_scores: KeptScores | None = None,
     ) -> None:
         self._cache = cache
         self._memory_limits = memory_limits or MemoryLimits(cache)
@@ -91,6 +95,7 @@ class Scheduler:
         )
         self._on_reserved = on_reserved
         self._launches_ahead = launches_ahead
+        self._kept_scores = kept_scores
         self._admission = Admission(
             cache, self._memory_limits, self._swap, watermark=watermark, open_sequence=self._open
         )
@@ -187,6 +192,7 @@ class Scheduler:
             self._waiting_list(sequence).remove(sequence)
         elif state is SequenceStatus.RUNNING:
             self.running.remove(sequence)
+            self._keep_scores(sequence)
             self._close(sequence)
             self._oom_backoff.record_end()
         elif state is SequenceStatus.LOADING:
@@ -370,6 +376,14 @@ class Scheduler:
             for sequence in step.sampled:
                 if sequence.state is SequenceStatus.UNFORKED:
                     self._fork(sequence)
+            for sequence, _ in step.scored:
+                if sequence.error is not None:
+                    for ended in (sequence, *sequence.unforked_siblings()):
+                        self.finish(ended, "error", sequence.error)
+                else:
+                    self._skip_scored(sequence)
+            for sequence in step.completed:
+                self.finish(sequence, "length")
         num_ended = 0
         # Time of the previous token, and the number of consecutive sequences that share it.
         since, count = None, 0
@@ -407,6 +421,14 @@ class Scheduler:
             self.token_gaps.add(now - since, count)
         if together and not num_ended:
             self._decodes, self._drawn = step, drawn
+
+    def _skip_scored(self, sequence: RequestSequence) -> None:
+        """Has a sequence opened again behind tokens whose scores are known, if their K and V are cached."""
+        scores, at = sequence.request.scores, sequence.num_computed
+        if scores is None or sequence.state is not SequenceStatus.RUNNING or scores.skips_from(at) == at:
+            return
+        if self._cache.match(sequence.token_ids(), **sequence.request.key.content).num_tokens > at:
+            self._return_to_waiting(sequence)
 
     def refuse(self, step: Batch[RequestSequence], error: BaseException | None) -> list[RequestSequence]:
         """Undoes a step that the storage had no memory for, as if blocks had run out; returns the sequences that end.
@@ -471,10 +493,16 @@ class Scheduler:
         for sequence in decodes[:budget]:
             chosen.append((sequence, 1))
             budget -= 1
+        num_scored_rows = MAX_SCORED_ROWS
         for sequence in prefills:
             n = min(sequence.num_tokens - sequence.num_computed, budget, self._chunk_limit)
             if n == 0:
                 break
+            if sequence.request.scores is not None:
+                n = sequence.request.chunk(sequence.num_computed, n, num_scored_rows)
+                if n == 0:
+                    continue
+                num_scored_rows -= len(sequence.scored_rows(n))
             chosen.append((sequence, n))
             budget -= n
         return chosen, budget
@@ -495,6 +523,7 @@ class Scheduler:
             room=room,
             budget=budget,
             chunk_limit=self._chunk_limit,
+            num_scored_rows=MAX_SCORED_ROWS - sum(len(sequence.scored_rows(n)) for sequence, n in chosen),
         )
 
     def _paused_to_preempt(
@@ -610,6 +639,7 @@ class Scheduler:
         """RUNNING to WAITING; its committed content stays findable."""
         self.running.remove(sequence)
         sequence.is_withdrawn = self._is_withdrawn(sequence)
+        self._keep_scores(sequence)
         self._close(sequence)
         self._wait(sequence)
 
@@ -621,6 +651,8 @@ class Scheduler:
         sequence.state = SequenceStatus.WAITING
         sequence.num_computed = 0
         sequence.waits_for = None
+        if sequence.request.scores is not None:
+            sequence.request.scores.is_filled = False
         insort(self._waiting_list(sequence), sequence, key=_key)
         if sequence.request.is_paused:
             return  # `resume` starts the search of the tiers
@@ -633,16 +665,33 @@ class Scheduler:
 
     def _open(self, sequence: RequestSequence, tokens: np.ndarray) -> CacheSequence:
         request = sequence.request
+        self._fill_scores(sequence)
         cache_sequence = self._cache.open(
             tokens,
             **request.key.content,
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
             owner_id=request.owner_id,
             cache_priority=request.cache_priority,
+            max_cached_tokens=sequence.max_cached_tokens,
         )
         if sequence.is_withdrawn:
             self._cache.withdraw(cache_sequence)
         return cache_sequence
+
+    def _fill_scores(self, sequence: RequestSequence) -> None:
+        """Takes the scores that were kept for the sequence's prompt."""
+        scores = sequence.request.scores
+        if self._kept_scores is not None and scores is not None and not scores.is_filled:
+            self._kept_scores.fill(sequence)
+            scores.is_filled = True
+
+    def _keep_scores(self, sequence: RequestSequence) -> None:
+        """Keeps the scores of the sequence's tokens, if some are known and other sequences find its content."""
+        request = sequence.request
+        if self._kept_scores is None or (request.scores is None and sequence.logprobs is None):
+            return
+        if not self._is_withdrawn(sequence):
+            self._kept_scores.keep(sequence)
 
     def _stop_loading(self, sequence: RequestSequence) -> None:
         assert self._loading is not None

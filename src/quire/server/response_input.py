@@ -16,7 +16,14 @@ from pydantic import TypeAdapter
 
 from quire.errors import QuireError
 from quire.server.api_errors import ApiError, answer_of
-from quire.server.schemas.chat_bodies import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
+from quire.server.schemas.chat_bodies import (
+    AnswerMessage,
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    Tool,
+    ToolCall,
+)
 from quire.server.schemas.common import ResponseFormat
 from quire.server.schemas.response_bodies import (
     AllowedTools,
@@ -36,6 +43,7 @@ from quire.server.schemas.response_items import (
 )
 
 __all__ = [
+    "answer_of_items",
     "chat_of_response",
     "drop_first_messages",
     "encrypted_thought",
@@ -50,7 +58,7 @@ _SEALED = "quire1:"  # begins this server's encrypted content
 _SAME_NAMES = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority", "cache_priority", "keep_for",
-    "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream",
+    "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream", "prompt_cache_key",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",
@@ -227,9 +235,22 @@ def _thought_of(item: ReasoningItem, place: str) -> str | None:
     return None
 
 
-def chat_of_response(body: PromptOfResponse, messages: Sequence[ChatMessage]) -> ChatRequest:
-    """The chat that has the same prompt and the same answer. messages: those of the history and the input.
-    *raises:* ApiError."""
+def answer_of_items(output: Sequence[Mapping[str, Any]]) -> AnswerMessage | None:
+    """The answer that a response's output is; None if it has no item."""
+    messages = messages_of_items(parsed_items(output))
+    fields = {"content", "reasoning_content", "tool_calls"}
+    return (
+        AnswerMessage.model_validate(messages[0].model_dump(include=fields, exclude_none=True))
+        if messages
+        else None
+    )
+
+
+def chat_of_response(
+    body: PromptOfResponse, messages: Sequence[ChatMessage], session: str | None = None
+) -> ChatRequest:
+    """The chat that has the same prompt and the same answer. messages: those of the history and the input. session:
+    its name, if the body has none. *raises:* ApiError."""
     if body.instructions:
         messages = [ChatMessage(role="system", content=body.instructions), *messages]
     if not messages:
@@ -239,6 +260,7 @@ def chat_of_response(body: PromptOfResponse, messages: Sequence[ChatMessage]) ->
         fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponseRequest):
         fields |= {name: getattr(body, name) for name in _SAME_NAMES}
+        fields["session_id"] = body.session_id or (None if body.prompt_cache_key else session)
         fields["max_completion_tokens"] = body.max_output_tokens
         fields |= _logprob_fields(body)
         wanted = None if body.text is None else body.text.format

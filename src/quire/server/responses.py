@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from quire.server.api_errors import ApiError
-from quire.server.chat import chat_params
+from quire.server.chat import chat_params, next_turn_preparation
 from quire.server.chat_prompt import ChatPrompt, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
 from quire.server.response_input import (
+    answer_of_items,
     chat_of_response,
     drop_first_messages,
     messages_of_items,
@@ -62,14 +63,14 @@ async def create_response(
     """Answers a history and an input."""
     service.check_model(body.model)
     records, response_id = TenantRecords(service, tenant), new_record_id("resp")
-    history, items = await _items_of(body, records)
+    history, items, session = await _items_of(body, records)
     own = [stored_item(item, "") for item in items]
     is_stored = body.store is not False
     if is_stored:
         records.check_size(own, "input")
     with response_field_names():
         messages, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
-        chat = chat_of_response(body, messages)
+        chat = chat_of_response(body, messages, session)
         output_format = OutputFormat.of(
             service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
         )
@@ -77,6 +78,7 @@ async def create_response(
             request, chat_params, chat, service, output_format, prompt.tools
         )
         conversation_id = _conversation_id(body)
+        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
 
         async def keep(response: dict[str, Any]) -> None:
             owned = with_new_ids(own, response["output"], response_id)
@@ -84,6 +86,8 @@ async def create_response(
                 await records.keep_response(response, owned)
             if conversation_id is not None:
                 await _keep_in_conversation(records, conversation_id, [*owned, *response["output"]])
+            if when_answered is not None and (answer := answer_of_items(response["output"])) is not None:
+                when_answered(answer)
 
         writer = ResponseWriter(body, service, params, output_format, response_id, conversation_id, keep)
         with api_field_names(chat):
@@ -108,19 +112,25 @@ def _conversation_id(body: PromptOfResponse) -> str | None:
     return body.conversation.id if isinstance(body.conversation, ConversationId) else body.conversation
 
 
-async def _items_of(body: PromptOfResponse, records: TenantRecords) -> tuple[list[dict[str, Any]], list[Any]]:
-    """(stored items of the history, the input's own items, references replaced). *raises:* ApiError."""
+async def _items_of(
+    body: PromptOfResponse, records: TenantRecords
+) -> tuple[list[dict[str, Any]], list[Any], str | None]:
+    """(stored items of the history, the input's own items with references replaced, the id of the conversation or of
+    the history's first response). *raises:* ApiError."""
     conversation_id = _conversation_id(body)
     if body.previous_response_id is not None and conversation_id is not None:
         raise ApiError(
             400, "expected previous_response_id or conversation, got both", param="previous_response_id"
         )
     if conversation_id is not None:
-        history = (await records.conversation(conversation_id, "conversation"))["items"]
+        history, origin = (
+            (await records.conversation(conversation_id, "conversation"))["items"],
+            conversation_id,
+        )
     else:
-        history = await records.history(body.previous_response_id)
+        history, origin = await records.history(body.previous_response_id)
     if isinstance(body.input, str):
-        return history, parsed_items([{"role": "user", "content": body.input}])
+        return history, parsed_items([{"role": "user", "content": body.input}]), origin
     items: list[Any] = []
     for number, item in enumerate(body.input or ()):
         if isinstance(item, ItemReference):
@@ -128,7 +138,7 @@ async def _items_of(body: PromptOfResponse, records: TenantRecords) -> tuple[lis
             items += parsed_items([found])
         else:
             items.append(item)
-    return history, items
+    return history, items, origin
 
 
 async def _prompt_of(
@@ -173,7 +183,7 @@ async def count_input_tokens(
 ) -> InputTokens:
     """Counts the tokens of a response's prompt; nothing is computed."""
     service.check_model(body.model)
-    history, items = await _items_of(body, TenantRecords(service, tenant))
+    history, items, _ = await _items_of(body, TenantRecords(service, tenant))
     with response_field_names():
         _, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
     return InputTokens(input_tokens=len(prompt.token_ids))
@@ -218,7 +228,8 @@ async def list_input_items(
     records = TenantRecords(service, tenant)
     record = await records.response(response_id)
     before = record["response"]["previous_response_id"]
-    items = [*await records.history(before, None), *record["input"]]
+    history, _ = await records.history(before, None)
+    items = [*history, *record["input"]]
     return ItemList(**items_page(items, after, limit, order))
 
 

@@ -4,7 +4,7 @@ Others may use the names below, and
     model_config    the fields of a model's config
     kv_formats      the formats of keys and values
     kv_dtype        the format of each layer
-    payload, state_payload   the layout of tokens' and states' bytes outside the pool
+    payload, state_payload, score_payload   the layout of tokens', states' and scores' bytes outside the pool
     state_spec      the states of each sequence in state layers
     cards           memory and bandwidth of graphics cards
     weight_formats  how weights of a dense checkpoint are rounded

@@ -5,7 +5,7 @@
     8 bytes   XXH3-64 of the header
     header    JSON: version, key, parent, start, num_tokens, SHA-256 of the token ids, dtype, layers' shapes, payload's
               length and XXH3-64, when it was made
-    payload   see `quire.spec.payload`; of a state, `quire.spec.state_payload`
+    payload   see `quire.spec.payload`; of a state, `quire.spec.state_payload`; of scores, `quire.spec.score_payload`
 
 XXH3 finds damage, not forgery: writers to a tier are trusted, unless `signed` signs the values. A key reveals nothing
 of the content.
@@ -28,6 +28,7 @@ import xxhash
 
 from quire.errors import QuireError
 from quire.spec.payload import PayloadLayout
+from quire.spec.score_payload import ScorePayloadLayout
 from quire.spec.state_payload import StatePayloadLayout
 
 __all__ = [
@@ -45,8 +46,8 @@ _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
-Layout: TypeAlias = PayloadLayout | StatePayloadLayout
-"""Layout of payloads: of keys and values, or of states."""
+Layout: TypeAlias = PayloadLayout | StatePayloadLayout | ScorePayloadLayout
+"""Layout of payloads: of keys and values, of states, or of scores."""
 MAX_BYTES = 2 << 20  # of a segment of several blocks
 
 

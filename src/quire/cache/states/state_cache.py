@@ -139,12 +139,14 @@ class StateCache(Cache):
         max_num_tokens: int | None = None,
         owner_id: int = 0,
         cache_priority: int = NORMAL,
+        max_cached_tokens: int | None = None,
     ) -> Sequence:
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
         owner = arguments.owner_and_cache_priority(owner_id, cache_priority)
-        stored = most = self._manager.match(*prompt) if self.prefix_caching else 0
+        stored = self._manager.match(*prompt) if self.prefix_caching else 0
+        most = min(stored, arguments.most_cached(max_cached_tokens))
         is_short = False
         while True:
             source = self._deepest(prompt, most) if most and self._may_pin() else None
