@@ -261,6 +261,24 @@ def test_a_long_history_is_cut_or_refused(url: str, llm: LLM, client: openai.Ope
     assert len(list(client.responses.input_items.list(response.id))) == len(items)
 
 
+def test_a_history_is_cut_before_a_question_where_the_template_wants_one_first(
+    llm: LLM, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = """{% if messages[0].role != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}
+    {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", strict)
+    turn = "x = 1\n" * 150
+    for more in range(4):  # one of these histories fits first where an answer begins it
+        items = [
+            {"role": role, "content": turn + "y" * 400 * more}
+            for _ in range(5)
+            for role in ("user", "assistant")
+        ]
+        items += [{"role": "user", "content": "Short."}]
+        response = client.responses.create(**{**ASK, "input": items}, truncation="auto")
+        assert response.usage.input_tokens <= llm.max_model_len - 8
+
+
 def test_a_conversation(url: str, client: openai.OpenAI) -> None:
     made = client.conversations.create(items=[{"role": "user", "content": "Hi."}], metadata={"a": "b"})
     assert client.conversations.retrieve(made.id) == made

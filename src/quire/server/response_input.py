@@ -7,6 +7,7 @@ the same prompt whichever endpoint it came by.
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,12 +46,13 @@ from quire.server.schemas.response_items import (
 __all__ = [
     "answer_of_items",
     "chat_of_response",
-    "drop_first_messages",
     "encrypted_thought",
+    "first_role",
     "messages_of_items",
     "parsed_items",
     "response_field_names",
     "stored_item",
+    "without_first_messages",
 ]
 
 _SEALED = "quire1:"  # begins this server's encrypted content
@@ -309,12 +311,20 @@ def _tool_fields(body: PromptOfResponse) -> dict[str, Any]:
     return {"tools": described or None, "tool_choice": choice}
 
 
-def drop_first_messages(messages: Sequence[ChatMessage]) -> list[Sequence[ChatMessage]]:
-    """The messages with ever more of the first left out, never a system's at the beginning, and no tool's output
-    without its call: shorter histories, the longest first."""
-    num_kept = 0
-    while num_kept < len(messages) and messages[num_kept].role in ("system", "developer"):
-        num_kept += 1
-    head = list(messages[:num_kept])
+def without_first_messages(messages: Sequence[ChatMessage]) -> list[Sequence[ChatMessage]]:
+    """The messages without ever more of the first, the longest history first. Those of the system at the beginning
+    stay, and no tool's output is without its call."""
+    num_kept = _num_leading(messages)
     starts = [index for index in range(num_kept + 1, len(messages)) if messages[index].role != "tool"]
-    return [[*head, *messages[index:]] for index in starts]
+    return [[*messages[:num_kept], *messages[index:]] for index in starts]
+
+
+def first_role(messages: Sequence[ChatMessage]) -> str:
+    """The role of the first message behind those of the system."""
+    return messages[min(_num_leading(messages), len(messages) - 1)].role
+
+
+def _num_leading(messages: Sequence[ChatMessage]) -> int:
+    return sum(
+        1 for _ in itertools.takewhile(lambda message: message.role in ("system", "developer"), messages)
+    )

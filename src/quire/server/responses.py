@@ -21,11 +21,12 @@ from quire.server.outputs.requested_format import api_field_names
 from quire.server.response_input import (
     answer_of_items,
     chat_of_response,
-    drop_first_messages,
+    first_role,
     messages_of_items,
     parsed_items,
     response_field_names,
     stored_item,
+    without_first_messages,
 )
 from quire.server.response_writer import ResponseWriter
 from quire.server.schemas.chat_bodies import ChatMessage
@@ -64,12 +65,10 @@ async def create_response(
     service.check_model(body.model)
     records, response_id = TenantRecords(service, tenant), new_record_id("resp")
     history, items, session = await _items_of(body, records)
-    own = [stored_item(item, "") for item in items]
     is_stored = body.store is not False
-    if is_stored:
-        records.check_size(own, "input")
+    own = await run_in_thread_if_large(request, _own_items, items, records if is_stored else None)
     with response_field_names():
-        messages, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
+        messages, prompt = await _prompt_of(body, history, items, request, service)
         chat = chat_of_response(body, messages, session)
         output_format = OutputFormat.of(
             service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
@@ -141,11 +140,27 @@ async def _items_of(
     return history, items, origin
 
 
+def _own_items(items: Sequence[Any], records: TenantRecords | None) -> list[dict[str, Any]]:
+    """The input's items as they are stored, if they fit in `records`. *raises:* ApiError."""
+    own = [stored_item(item, "") for item in items]
+    if records is not None:
+        records.check_size(own, "input")
+    return own
+
+
+def _messages_of(history: Sequence[dict[str, Any]], items: Sequence[Any]) -> list[ChatMessage]:
+    return messages_of_items([*parsed_items(history), *items])
+
+
 async def _prompt_of(
-    body: PromptOfResponse, items: Sequence[Any], request: Request, service: Service
+    body: PromptOfResponse,
+    history: Sequence[dict[str, Any]],
+    items: Sequence[Any],
+    request: Request,
+    service: Service,
 ) -> tuple[Sequence[ChatMessage], ChatPrompt]:
     """(messages, their prompt). With truncation auto, the first messages are left out of one that is too long."""
-    messages = messages_of_items(items)
+    messages = await service.threads.run(_messages_of, history, items)
     num_answer = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
     max_tokens = service.engine.max_model_len - num_answer
 
@@ -162,18 +177,30 @@ async def _prompt_of(
             raise
         return prompt if len(prompt.token_ids) <= max_tokens else None
 
+    async def longest(
+        some: Sequence[Sequence[ChatMessage]],
+    ) -> tuple[Sequence[ChatMessage], ChatPrompt] | None:
+        low, high, found = 0, len(some), None
+        while low < high:
+            middle = (low + high) // 2
+            if (prompt := await short_prompt_of(some[middle])) is not None:
+                found, high = (some[middle], prompt), middle
+            else:
+                low = middle + 1
+        return found
+
     if body.truncation != "auto":
         return messages, await prompt_of(messages)
     if (prompt := await short_prompt_of(messages)) is not None:
         return messages, prompt
-    shorter = drop_first_messages(messages)
-    low, high, found = 0, len(shorter), None
-    while low < high:
-        middle = (low + high) // 2
-        if (prompt := await short_prompt_of(shorter[middle])) is not None:
-            found, high = (shorter[middle], prompt), middle
-        else:
-            low = middle + 1
+    shorter = without_first_messages(messages)
+    try:
+        found = await longest(shorter)
+    except ApiError as error:
+        if error.param != "messages":
+            raise
+        # A template that refuses a history which an answer begins.
+        found = await longest([some for some in shorter if first_role(some) == "user"])
     return found or (messages, await prompt_of(messages))
 
 
@@ -185,7 +212,7 @@ async def count_input_tokens(
     service.check_model(body.model)
     history, items, _ = await _items_of(body, TenantRecords(service, tenant))
     with response_field_names():
-        _, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
+        _, prompt = await _prompt_of(body, history, items, request, service)
     return InputTokens(input_tokens=len(prompt.token_ids))
 
 

@@ -208,7 +208,5 @@ class TenantRecords:
         return await self._call(self._store.get, self._tenant, name)
 
     async def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """In a thread, where it may read or write files."""
-        if self._store.folder is None:
-            return function(*arguments)
+        """In a thread: records are large, and may be files."""
         return await self._service.threads.run(function, *arguments)
