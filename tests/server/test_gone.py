@@ -54,6 +54,10 @@ def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:
             "max_tokens": ASK["max_tokens"],
             "messages": [{"role": "user", "content": "x = 1\n" * 300}],
         }
+    if kind == "response":
+        return "/v1/responses", {
+            "input": "x = 1\n" * 300, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
     if kind == "turn":
         made = httpx.post(f"{url}/quire/conversations", json={"tokens": PROMPT}).json()["id"]
         return f"/quire/conversations/{made}/append", ASK
@@ -71,7 +75,7 @@ def num_aborted(url: str) -> float:
 
 KINDS = [
     (kind, stream)
-    for kind in ("completion", "several", "n", "chat", "messages", "turn", "pin")
+    for kind in ("completion", "several", "n", "chat", "messages", "response", "turn", "pin")
     for stream in ((False,) if kind == "pin" else (False, True))
 ]
 
@@ -100,6 +104,7 @@ def test_in_the_middle_of_a_prompt(
     if kind == "completion":  # what was computed is found by the next one
         again = httpx.post(url + path, json=body, timeout=60).json()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * CHUNK
+    assert app.state.service.records.num_records("default") == 0  # only an answer that has ended is stored
     if kind == "turn":  # nothing had come, and the conversation rests again
         assert httpx.post(url + path, json=body, timeout=60).json()["usage"]["prompt_tokens"] == len(PROMPT)
         assert is_idle(chunked_llm)

@@ -261,6 +261,24 @@ def test_a_long_history_is_cut_or_refused(url: str, llm: LLM, client: openai.Ope
     assert len(list(client.responses.input_items.list(response.id))) == len(items)
 
 
+def test_a_history_is_cut_before_a_question_where_the_template_wants_one_first(
+    llm: LLM, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = """{% if messages[0].role != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}
+    {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", strict)
+    turn = "x = 1\n" * 150
+    for more in range(4):  # one of these histories fits first where an answer begins it
+        items = [
+            {"role": role, "content": turn + "y" * 400 * more}
+            for _ in range(5)
+            for role in ("user", "assistant")
+        ]
+        items += [{"role": "user", "content": "Short."}]
+        response = client.responses.create(**{**ASK, "input": items}, truncation="auto")
+        assert response.usage.input_tokens <= llm.max_model_len - 8
+
+
 def test_a_conversation(url: str, client: openai.OpenAI) -> None:
     made = client.conversations.create(items=[{"role": "user", "content": "Hi."}], metadata={"a": "b"})
     assert client.conversations.retrieve(made.id) == made
@@ -349,3 +367,28 @@ def test_a_failure_of_the_engine_is_the_last_event(
     monkeypatch.undo()
     assert httpx.get(f"{url}/v1/responses/{failed['id']}").status_code == 404
     assert httpx.post(f"{url}/v1/responses", json=ASK, timeout=30).status_code == 200
+
+
+def test_the_turn_behind_an_answer_is_prepared_for_a_session(
+    url: str, server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history of several responses, and a conversation, are sessions by themselves."""
+    added: list[tuple[str, Any]] = []
+    next_turns = server[1].state.service.next_turns
+    monkeypatch.setattr(next_turns, "add", lambda tenant, session, turn: added.append((session, turn)))
+    first = client.responses.create(**ASK)
+    assert not added
+    second = client.responses.create(**ASK, previous_response_id=first.id)
+    client.responses.create(**ASK, previous_response_id=second.id, stream=False)
+    client.responses.create(**ASK, prompt_cache_key="key")
+    list(
+        client.responses.create(
+            **ASK, extra_headers={"X-Session-Id": "named"}, prompt_cache_key="key", stream=True
+        )
+    )
+    talk = client.conversations.create()
+    client.responses.create(**ASK, conversation=talk.id)
+    assert [session for session, _ in added] == [first.id, first.id, "key", "named", talk.id]
+    turn = added[0][1]
+    assert [message.role for message in turn.messages] == ["user", "assistant", "user"]
+    assert (turn.answer.role, turn.answer.content) == ("assistant", second.output_text)

@@ -44,7 +44,7 @@ from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 from quire.server.session_name import session_of
 
-__all__ = ["ChatWriter", "chat_params", "new_call_id", "router"]
+__all__ = ["ChatWriter", "chat_params", "new_call_id", "next_turn_preparation", "router"]
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -65,14 +65,14 @@ async def chat_completions(
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
     output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
-    when_answered = _preparation(body, request, service, tenant, tools)
+    when_answered = next_turn_preparation(body, request, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
         running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
     return await writer.respond(running, running.outputs())
 
 
-def _preparation(
+def next_turn_preparation(
     body: ChatRequest, request: Request, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
 ) -> Callable[[AnswerMessage], None] | None:
     """Has the turn behind the answer prepared, if the request is of a session."""

@@ -7,6 +7,7 @@ the same prompt whichever endpoint it came by.
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,14 @@ from pydantic import TypeAdapter
 
 from quire.errors import QuireError
 from quire.server.api_errors import ApiError, answer_of
-from quire.server.schemas.chat_bodies import ChatMessage, ChatRequest, ContentPart, Tool, ToolCall
+from quire.server.schemas.chat_bodies import (
+    AnswerMessage,
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    Tool,
+    ToolCall,
+)
 from quire.server.schemas.common import ResponseFormat
 from quire.server.schemas.response_bodies import (
     AllowedTools,
@@ -36,13 +44,15 @@ from quire.server.schemas.response_items import (
 )
 
 __all__ = [
+    "answer_of_items",
     "chat_of_response",
-    "drop_first_messages",
     "encrypted_thought",
+    "first_role",
     "messages_of_items",
     "parsed_items",
     "response_field_names",
     "stored_item",
+    "without_first_messages",
 ]
 
 _SEALED = "quire1:"  # begins this server's encrypted content
@@ -50,7 +60,7 @@ _SEALED = "quire1:"  # begins this server's encrypted content
 _SAME_NAMES = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority", "cache_priority", "keep_for",
-    "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream",
+    "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream", "prompt_cache_key",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",
@@ -227,9 +237,22 @@ def _thought_of(item: ReasoningItem, place: str) -> str | None:
     return None
 
 
-def chat_of_response(body: PromptOfResponse, messages: Sequence[ChatMessage]) -> ChatRequest:
-    """The chat that has the same prompt and the same answer. messages: those of the history and the input.
-    *raises:* ApiError."""
+def answer_of_items(output: Sequence[Mapping[str, Any]]) -> AnswerMessage | None:
+    """The answer that a response's output is; None if it has no item."""
+    messages = messages_of_items(parsed_items(output))
+    fields = {"content", "reasoning_content", "tool_calls"}
+    return (
+        AnswerMessage.model_validate(messages[0].model_dump(include=fields, exclude_none=True))
+        if messages
+        else None
+    )
+
+
+def chat_of_response(
+    body: PromptOfResponse, messages: Sequence[ChatMessage], session: str | None = None
+) -> ChatRequest:
+    """The chat that has the same prompt and the same answer. messages: those of the history and the input. session:
+    its name, if the body has none. *raises:* ApiError."""
     if body.instructions:
         messages = [ChatMessage(role="system", content=body.instructions), *messages]
     if not messages:
@@ -239,6 +262,7 @@ def chat_of_response(body: PromptOfResponse, messages: Sequence[ChatMessage]) ->
         fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponseRequest):
         fields |= {name: getattr(body, name) for name in _SAME_NAMES}
+        fields["session_id"] = body.session_id or (None if body.prompt_cache_key else session)
         fields["max_completion_tokens"] = body.max_output_tokens
         fields |= _logprob_fields(body)
         wanted = None if body.text is None else body.text.format
@@ -287,12 +311,20 @@ def _tool_fields(body: PromptOfResponse) -> dict[str, Any]:
     return {"tools": described or None, "tool_choice": choice}
 
 
-def drop_first_messages(messages: Sequence[ChatMessage]) -> list[Sequence[ChatMessage]]:
-    """The messages with ever more of the first left out, never a system's at the beginning, and no tool's output
-    without its call: shorter histories, the longest first."""
-    num_kept = 0
-    while num_kept < len(messages) and messages[num_kept].role in ("system", "developer"):
-        num_kept += 1
-    head = list(messages[:num_kept])
+def without_first_messages(messages: Sequence[ChatMessage]) -> list[Sequence[ChatMessage]]:
+    """The messages without ever more of the first, the longest history first. Those of the system at the beginning
+    stay, and no tool's output is without its call."""
+    num_kept = _num_leading(messages)
     starts = [index for index in range(num_kept + 1, len(messages)) if messages[index].role != "tool"]
-    return [[*head, *messages[index:]] for index in starts]
+    return [[*messages[:num_kept], *messages[index:]] for index in starts]
+
+
+def first_role(messages: Sequence[ChatMessage]) -> str:
+    """The role of the first message behind those of the system."""
+    return messages[min(_num_leading(messages), len(messages) - 1)].role
+
+
+def _num_leading(messages: Sequence[ChatMessage]) -> int:
+    return sum(
+        1 for _ in itertools.takewhile(lambda message: message.role in ("system", "developer"), messages)
+    )

@@ -12,19 +12,21 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from quire.server.api_errors import ApiError
-from quire.server.chat import chat_params
+from quire.server.chat import chat_params, next_turn_preparation
 from quire.server.chat_prompt import ChatPrompt, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
 from quire.server.response_input import (
+    answer_of_items,
     chat_of_response,
-    drop_first_messages,
+    first_role,
     messages_of_items,
     parsed_items,
     response_field_names,
     stored_item,
+    without_first_messages,
 )
 from quire.server.response_writer import ResponseWriter
 from quire.server.schemas.chat_bodies import ChatMessage
@@ -62,14 +64,12 @@ async def create_response(
     """Answers a history and an input."""
     service.check_model(body.model)
     records, response_id = TenantRecords(service, tenant), new_record_id("resp")
-    history, items = await _items_of(body, records)
-    own = [stored_item(item, "") for item in items]
+    history, items, session = await _items_of(body, records)
     is_stored = body.store is not False
-    if is_stored:
-        records.check_size(own, "input")
+    own = await run_in_thread_if_large(request, _own_items, items, records if is_stored else None)
     with response_field_names():
-        messages, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
-        chat = chat_of_response(body, messages)
+        messages, prompt = await _prompt_of(body, history, items, request, service)
+        chat = chat_of_response(body, messages, session)
         output_format = OutputFormat.of(
             service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
         )
@@ -77,6 +77,7 @@ async def create_response(
             request, chat_params, chat, service, output_format, prompt.tools
         )
         conversation_id = _conversation_id(body)
+        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
 
         async def keep(response: dict[str, Any]) -> None:
             owned = with_new_ids(own, response["output"], response_id)
@@ -84,6 +85,8 @@ async def create_response(
                 await records.keep_response(response, owned)
             if conversation_id is not None:
                 await _keep_in_conversation(records, conversation_id, [*owned, *response["output"]])
+            if when_answered is not None and (answer := answer_of_items(response["output"])) is not None:
+                when_answered(answer)
 
         writer = ResponseWriter(body, service, params, output_format, response_id, conversation_id, keep)
         with api_field_names(chat):
@@ -108,19 +111,25 @@ def _conversation_id(body: PromptOfResponse) -> str | None:
     return body.conversation.id if isinstance(body.conversation, ConversationId) else body.conversation
 
 
-async def _items_of(body: PromptOfResponse, records: TenantRecords) -> tuple[list[dict[str, Any]], list[Any]]:
-    """(stored items of the history, the input's own items, references replaced). *raises:* ApiError."""
+async def _items_of(
+    body: PromptOfResponse, records: TenantRecords
+) -> tuple[list[dict[str, Any]], list[Any], str | None]:
+    """(stored items of the history, the input's own items with references replaced, the id of the conversation or of
+    the history's first response). *raises:* ApiError."""
     conversation_id = _conversation_id(body)
     if body.previous_response_id is not None and conversation_id is not None:
         raise ApiError(
             400, "expected previous_response_id or conversation, got both", param="previous_response_id"
         )
     if conversation_id is not None:
-        history = (await records.conversation(conversation_id, "conversation"))["items"]
+        history, origin = (
+            (await records.conversation(conversation_id, "conversation"))["items"],
+            conversation_id,
+        )
     else:
-        history = await records.history(body.previous_response_id)
+        history, origin = await records.history(body.previous_response_id)
     if isinstance(body.input, str):
-        return history, parsed_items([{"role": "user", "content": body.input}])
+        return history, parsed_items([{"role": "user", "content": body.input}]), origin
     items: list[Any] = []
     for number, item in enumerate(body.input or ()):
         if isinstance(item, ItemReference):
@@ -128,14 +137,30 @@ async def _items_of(body: PromptOfResponse, records: TenantRecords) -> tuple[lis
             items += parsed_items([found])
         else:
             items.append(item)
-    return history, items
+    return history, items, origin
+
+
+def _own_items(items: Sequence[Any], records: TenantRecords | None) -> list[dict[str, Any]]:
+    """The input's items as they are stored, if they fit in `records`. *raises:* ApiError."""
+    own = [stored_item(item, "") for item in items]
+    if records is not None:
+        records.check_size(own, "input")
+    return own
+
+
+def _messages_of(history: Sequence[dict[str, Any]], items: Sequence[Any]) -> list[ChatMessage]:
+    return messages_of_items([*parsed_items(history), *items])
 
 
 async def _prompt_of(
-    body: PromptOfResponse, items: Sequence[Any], request: Request, service: Service
+    body: PromptOfResponse,
+    history: Sequence[dict[str, Any]],
+    items: Sequence[Any],
+    request: Request,
+    service: Service,
 ) -> tuple[Sequence[ChatMessage], ChatPrompt]:
     """(messages, their prompt). With truncation auto, the first messages are left out of one that is too long."""
-    messages = messages_of_items(items)
+    messages = await service.threads.run(_messages_of, history, items)
     num_answer = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
     max_tokens = service.engine.max_model_len - num_answer
 
@@ -152,18 +177,30 @@ async def _prompt_of(
             raise
         return prompt if len(prompt.token_ids) <= max_tokens else None
 
+    async def longest(
+        some: Sequence[Sequence[ChatMessage]],
+    ) -> tuple[Sequence[ChatMessage], ChatPrompt] | None:
+        low, high, found = 0, len(some), None
+        while low < high:
+            middle = (low + high) // 2
+            if (prompt := await short_prompt_of(some[middle])) is not None:
+                found, high = (some[middle], prompt), middle
+            else:
+                low = middle + 1
+        return found
+
     if body.truncation != "auto":
         return messages, await prompt_of(messages)
     if (prompt := await short_prompt_of(messages)) is not None:
         return messages, prompt
-    shorter = drop_first_messages(messages)
-    low, high, found = 0, len(shorter), None
-    while low < high:
-        middle = (low + high) // 2
-        if (prompt := await short_prompt_of(shorter[middle])) is not None:
-            found, high = (shorter[middle], prompt), middle
-        else:
-            low = middle + 1
+    shorter = without_first_messages(messages)
+    try:
+        found = await longest(shorter)
+    except ApiError as error:
+        if error.param != "messages":
+            raise
+        # A template that refuses a history which an answer begins.
+        found = await longest([some for some in shorter if first_role(some) == "user"])
     return found or (messages, await prompt_of(messages))
 
 
@@ -173,9 +210,9 @@ async def count_input_tokens(
 ) -> InputTokens:
     """Counts the tokens of a response's prompt; nothing is computed."""
     service.check_model(body.model)
-    history, items = await _items_of(body, TenantRecords(service, tenant))
+    history, items, _ = await _items_of(body, TenantRecords(service, tenant))
     with response_field_names():
-        _, prompt = await _prompt_of(body, [*parsed_items(history), *items], request, service)
+        _, prompt = await _prompt_of(body, history, items, request, service)
     return InputTokens(input_tokens=len(prompt.token_ids))
 
 
@@ -218,7 +255,8 @@ async def list_input_items(
     records = TenantRecords(service, tenant)
     record = await records.response(response_id)
     before = record["response"]["previous_response_id"]
-    items = [*await records.history(before, None), *record["input"]]
+    history, _ = await records.history(before, None)
+    items = [*history, *record["input"]]
     return ItemList(**items_page(items, after, limit, order))
 
 

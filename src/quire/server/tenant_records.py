@@ -90,8 +90,11 @@ class TenantRecords:
         await self.response(name)
         await self._call(self._store.remove, self._tenant, name)
 
-    async def history(self, name: str | None, param: str | None = "previous_response_id") -> list[Record]:
-        """The items of a response and of all before it. *raises:* ApiError: one of them is not there."""
+    async def history(
+        self, name: str | None, param: str | None = "previous_response_id"
+    ) -> tuple[list[Record], str | None]:
+        """(the items of a response and of all before it, the id of the first). *raises:* ApiError: one of them is not
+        there."""
         turns: list[Record] = []
         max_turns = self._service.settings.limits.max_messages
         while name is not None:
@@ -108,7 +111,8 @@ class TenantRecords:
                     param=param,
                 )
             name = response["previous_response_id"]
-        return [item for turn in reversed(turns) for item in (*turn["input"], *turn["response"]["output"])]
+        items = [item for turn in reversed(turns) for item in (*turn["input"], *turn["response"]["output"])]
+        return items, turns[-1]["response"]["id"] if turns else None
 
     # -- conversations ---------------------------------------------------------------------------------
 
@@ -204,7 +208,5 @@ class TenantRecords:
         return await self._call(self._store.get, self._tenant, name)
 
     async def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """In a thread, where it may read or write files."""
-        if self._store.folder is None:
-            return function(*arguments)
+        """In a thread: records are large, and may be files."""
         return await self._service.threads.run(function, *arguments)

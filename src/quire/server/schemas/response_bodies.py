@@ -174,12 +174,13 @@ class ResponseRequest(PromptOfResponse, GeneratingBody):
     safety_identifier: Annotated[str | None, Accepted("returned")] = None
     service_tier: Annotated[str | None, Accepted("there is one")] = None
     prompt_cache_key: Annotated[
-        str | None, Accepted("returned; prefixes are found by their tokens, cache_salt sets them apart")
+        str | None,
+        Accepted("returned; names the session, without session_id; prefixes are found by their tokens"),
     ] = None
     prompt_cache_retention: Annotated[
         str | None, Accepted("prefixes stay cached while there is room; keep_for pins them")
     ] = None
-    session_id: Annotated[str | None, Accepted("not used")] = None
+    session_id: Annotated[str | None, Accepted("names the session, whose next turn is prepared")] = None
     prompt_cache_options: Annotated[Any, OneOf("say cache_priority, cache_salt or keep_for")] = None
     background: Annotated[Any, OneOf(_NO_BACKGROUND, False)] = None
     background_options: Annotated[Any, OneOf(_NO_BACKGROUND)] = None
