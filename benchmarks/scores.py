@@ -3,8 +3,9 @@
     python benchmarks/scores.py [--quick] [--tokens 2048] [--dtype bfloat16] [--repetitions 5]
 
 Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (see engine.py). One prompt at a time, each round
-another one; the cases take turns and the medians are printed, `of_cold` as a part of the time of a cold `score`.
-`computed`: prompt tokens that the engine computed.
+another one; the cases take turns and the medians are printed: of the time and of the processor's time, which other
+programs on the machine change less. `of_cold`: as a part of a cold score's. `computed`: prompt tokens that the engine
+computed.
     prefill      the prompt, nothing else (max_tokens 0)
     cold         its scores, of all tokens
     cold top 5   and the five likeliest tokens
@@ -25,6 +26,7 @@ from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams
 
+Measured = tuple[float, float, int]  # seconds, processor's seconds, computed tokens
 PREFILL = SamplingParams(max_tokens=0)
 SCORES = SamplingParams(max_tokens=0, prompt_logprobs=0)
 TOP = SamplingParams(max_tokens=0, prompt_logprobs=5)
@@ -48,21 +50,22 @@ def main() -> None:
     model = make_model(quick=arguments.quick, dtype=arguments.dtype)
     with LLM((model, None), kv_memory="1GiB", max_model_len=num_tokens + 64) as llm:
 
-        def run(prompt: list[int], params: SamplingParams) -> tuple[float, int]:
-            started = time.perf_counter()
+        def run(prompt: list[int], params: SamplingParams) -> Measured:
+            started, processor = time.perf_counter(), time.process_time()
             (output,) = llm.generate(prompt, params)
-            return time.perf_counter() - started, len(prompt) - output.num_cached_tokens
+            computed = len(prompt) - output.num_cached_tokens
+            return time.perf_counter() - started, time.process_time() - processor, computed
 
         def behind(
             before: SamplingParams, length: int, params: SamplingParams
-        ) -> Callable[[list[int]], tuple[float, int]]:
-            def case(prompt: list[int]) -> tuple[float, int]:
+        ) -> Callable[[list[int]], Measured]:
+            def case(prompt: list[int]) -> Measured:
                 llm.generate(prompt[:length], before)
                 return run(prompt, params)
 
             return case
 
-        cases: dict[str, Callable[[list[int]], tuple[float, int]]] = {
+        cases: dict[str, Callable[[list[int]], Measured]] = {
             "prefill": lambda prompt: run(prompt, PREFILL),
             "cold": lambda prompt: run(prompt, SCORES),
             "cold top 5": lambda prompt: run(prompt, TOP),
@@ -72,22 +75,28 @@ def main() -> None:
         }
         for case in cases.values():  # the first call of each finds no kernel warm
             case(prompts_of(1, num_tokens, 0)[0])
-        found: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
+        found: dict[str, list[Measured]] = {name: [] for name in cases}
         seed = 1
         for _ in range(repetitions):
             for name, case in cases.items():
                 found[name].append(case(prompts_of(1, num_tokens, seed)[0]))
                 seed += 1
-    medians = {name: statistics.median(seconds for seconds, _ in rows) for name, rows in found.items()}
+    medians = {
+        name: [statistics.median(row[column] for row in rows) for column in (0, 1)]
+        for name, rows in found.items()
+    }
     for name, rows in found.items():
+        (seconds, processor), cold = medians[name], medians["cold"]
         emit(
             benchmark="scores",
             case=name,
             tokens=num_tokens,
-            computed=rows[-1][1],
-            milliseconds=round(1000 * medians[name], 1),
-            of_cold=round(medians[name] / medians["cold"], 3),
-            tokens_per_second=round(num_tokens / medians[name]),
+            computed=rows[-1][2],
+            milliseconds=round(1000 * seconds, 1),
+            of_cold=round(seconds / cold[0], 3),
+            processor_milliseconds=round(1000 * processor, 1),
+            processor_of_cold=round(processor / cold[1], 3),
+            tokens_per_second=round(num_tokens / seconds),
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from support import tiny_llm
 
 from quire import LLM, AsyncEngine, SamplingParams
+from quire.backends import extension
 from quire.engine.scored_prompt import ScoredPrompt, perplexity_of
 from quire.errors import ArgumentError, CancelledError, PromptError
 from quire.scheduler.request import CompletionOutput, RequestOutput
@@ -73,6 +74,7 @@ def test_behind_a_start_the_keys_and_values_of_a_hit_are_used(llm: LLM) -> None:
         assert other.score([*prompt, 1, 2, 3], start=100)[0].logprobs == scored.logprobs
 
 
+@pytest.mark.skipif(extension() is None, reason="plain Python promises no bits")
 def test_scores_of_an_answer_are_those_of_its_generation(llm: LLM) -> None:
     (output,) = llm.generate(
         TEXT, SamplingParams(max_tokens=20, logprobs=0, ignore_eos=True, seed=3, temperature=1.0)

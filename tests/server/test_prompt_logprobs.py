@@ -13,6 +13,7 @@ from support import families, tiny_llm
 from support.running_server import running
 
 from quire import LLM, SamplingParams
+from quire.backends import extension
 from quire.server.logprobs import CompletionTokens, likeliest, prompt_rows
 from quire.server.settings import ServerLimits, ServerSettings
 
@@ -117,8 +118,9 @@ def test_echo_has_the_log_probabilities_of_prompt_and_answer(llm: LLM, url: str)
         assert choice["text"].startswith(token, offset)
 
 
+@pytest.mark.skipif(extension() is None, reason="plain Python promises no bits")
 def test_scores_of_a_prompt_are_those_of_generation(url: str) -> None:
-    """Bit for bit: the answer's tokens, sent again as a part of the prompt."""
+    """The answer's tokens, sent again as a part of the prompt."""
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1, "return_token_ids": True}
     (written,) = choices(post(url, **body, ignore_eos=True))
     whole = written["prompt_token_ids"] + written["token_ids"]

@@ -96,13 +96,17 @@ def _text_of_json(line: str, place: str) -> _Text:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ArgumentError(f"expected {expected} at {place}, got {line[:60]!r}: {error}") from error
     fields = value if isinstance(value, dict) else {"prompt": value}
-    prompt, start = fields.get("prompt"), fields.get("start", 0)
-    is_tokens = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
-    if not isinstance(prompt, str) and not is_tokens:
+    prompt: Any = fields.get("prompt")
+    start: Any = fields.get("start", 0)
+    if not isinstance(prompt, str) and not _is_token_ids(prompt):
         raise ArgumentError(f"expected {expected} at {place}, got {line[:60]!r}")
     if type(start) is not int or start < 0:
         raise ArgumentError(f"expected a start of 0 or more at {place}, got {start!r}")
     return _Text(place, prompt, start)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 @options.engine_flags()
