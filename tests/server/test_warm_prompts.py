@@ -70,7 +70,7 @@ def test_a_prompt_that_cannot_be_computed_is_told(tmp_path: Path, caplog: pytest
         ({"input": "x"}, "messages or a prompt"),
         ({"prompt": "x", "tenant": "bob"}, "a tenant of the settings"),
         ({"prompt": "x", "temperature": 9}, "`temperature`"),
-        ({"messages": [], "unknown": 1}, "`unknown`"),
+        ({**CHAT, "unknown": 1}, "`unknown`"),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_number(line: Any, told: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from quire import LLM, AsyncEngine
 from quire.server.app import create_app
 from quire.server.run import ApiServer, bind, url_of
 from quire.server.settings import ServerSettings
+from quire.server.warm_prompts import compute_all
 
 
 @contextmanager
@@ -20,7 +21,13 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     engine = AsyncEngine(llm)
     app = create_app(engine, settings)
     server = ApiServer(app, settings.limits, settings.proxies)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+
+    async def serve() -> None:
+        warming = asyncio.create_task(compute_all(app.state.service, app.state.warm_prompts))
+        await server.serve(sockets=[listener])
+        warming.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     try:
         yield url_of(settings.host, listener.getsockname()[1]), app

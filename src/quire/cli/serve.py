@@ -77,6 +77,10 @@ def serve(
                 "set tenant_secret in [server] to change that",
                 file=sys.stderr,
             )
+        if settings.warm is not None:
+            from quire.server.warm_prompts import read_warm_prompts
+
+            read_warm_prompts(settings.warm, settings.tenants)  # a wrong line does not wait for the model
         with open_llm(engine_config) as llm:
             name = settings.served_model_name or llm.name
             url = url_of(settings.host, listener.getsockname()[1])

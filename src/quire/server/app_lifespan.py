@@ -41,7 +41,7 @@ from quire.errors import ArgumentError
 from quire.server.api_errors import ApiError, json_answer
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
-from quire.server.warm_prompts import WarmPrompt, compute_all, read_warm_prompts
+from quire.server.warm_prompts import compute_all, read_warm_prompts
 
 __all__ = ["AppLifespan", "OpenedEngine"]
 
@@ -69,6 +69,9 @@ class AppLifespan:
         self._retry_at = 0.0  # of time.monotonic
         self._is_running = False
         self._has_ended = False
+        self._state.warm_prompts = (
+            () if settings.warm is None else read_warm_prompts(settings.warm, settings.tenants)
+        )
         self._state.service = None if isinstance(engine, EngineConfig) else self._make_service()
 
     @property
@@ -95,12 +98,9 @@ class AppLifespan:
                 self._has_ended = False
         warming: asyncio.Task[None] | None = None
         try:
-            prompts: list[WarmPrompt] = []
-            if self._settings.warm is not None:
-                prompts = read_warm_prompts(self._settings.warm, self._settings.tenants)
             await self._open()
-            if prompts and (service := self._state.service) is not None:
-                warming = asyncio.create_task(compute_all(service, prompts))
+            if (service := self._state.service) is not None:
+                warming = asyncio.create_task(compute_all(service, self._state.warm_prompts))
             yield
         finally:
             if warming is not None:

@@ -26,6 +26,7 @@ from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
 from quire.server.http.request_log import LOGGER
 from quire.server.settings import ServerLimits, ServerSettings
+from quire.server.warm_prompts import compute_all
 
 __all__ = ["ApiServer", "bind", "serve", "url_of", "uvicorn_config"]
 
@@ -182,9 +183,11 @@ async def _serve(
         server.force_exit = server.should_exit = True  # uvicorn would wait without a limit
 
     draining = asyncio.create_task(drain())
+    warming = asyncio.create_task(compute_all(service, app.state.warm_prompts))
     try:
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
+        warming.cancel()
         await asyncio.to_thread(service.close)
         gc.unfreeze()

@@ -82,6 +82,8 @@ def _prompt_of(line: str, place: str, tenants: dict[str, ApiTenant]) -> WarmProm
 async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
     """Computes the prompts, below every request; one that cannot be computed is logged."""
     num_tokens = num_cached = num_done = 0
+    if not prompts:
+        return
     for prompt in prompts:
         if service.draining:
             return
