@@ -330,6 +330,10 @@ class AsyncEngine(EngineHandle):
         """Calls `function` in the engine's thread between two steps, where it may use the engine; its result."""
         return await asyncio.wrap_future(self.submit_between_steps(function))
 
+    async def num_cached(self, prompt_token_ids: Any, options: RequestOptions) -> int:
+        """Tokens of a request's prompt that memory has, at most all but the last. *raises:* as `generate`."""
+        return await self.between_steps(lambda: self.engine.num_cached(prompt_token_ids, options))
+
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
         """`between_steps` from any thread; `.result()` waits."""
         self.driver.process.check()

@@ -155,7 +155,7 @@ class NextTurns:
             await self._wait_until_idle()
             if self._service.draining:
                 return
-            start = await engine.between_steps(lambda: engine.engine.num_cached(tokens, options))
+            start = await engine.num_cached(tokens, options)
             if start >= len(tokens) - 1 or start <= before:
                 return
             # A state is kept at each end of a computation: one, where there are states.
