@@ -249,7 +249,8 @@ def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
 
 def _record_logprobs(logits: torch.Tensor, sequence: DrawingSequence, token: int) -> None:
     """Appends the token's entry to `logprobs`. logits: float32 [vocab], unedited."""
-    entry = logprobs_of(torch.log_softmax(logits, dim=-1), token, sequence.request.params.logprobs or 0)
+    table = torch.log_softmax(logits, dim=-1)[None]
+    [entry] = logprobs_of(table, torch.tensor([token]), sequence.request.params.logprobs or 0)
     if sequence.logprobs is None:
         sequence.logprobs = []
     sequence.logprobs.append(entry)

@@ -39,14 +39,19 @@ class ScoredSequence(Protocol):
     def request(self) -> _ScoredRequest: ...
 
 
-def logprobs_of(row: torch.Tensor, token: int, num_top: int) -> dict[int, float]:
-    """The entry of a token: itself first, then the `num_top` likeliest. row: float32 [vocab], log probabilities."""
-    entry = {token: float(row[token])}
+def logprobs_of(table: torch.Tensor, tokens: torch.Tensor, num_top: int) -> list[dict[int, float]]:
+    """The entry of each row's token: itself first, then the `num_top` likeliest.
+
+    table: float32 [rows, vocab], log probabilities. tokens: int64 [rows].
+    """
+    own = table.gather(1, tokens[:, None])[:, 0].tolist()
+    entries = [{token: value} for token, value in zip(tokens.tolist(), own, strict=True)]
     if num_top:
-        values, indices = row.topk(min(num_top, row.shape[0]))
-        for other, value in zip(indices.tolist(), values.tolist(), strict=True):
-            entry.setdefault(other, value)
-    return entry
+        values, indices = table.topk(min(num_top, table.shape[1]), dim=-1)
+        for entry, others, likeliest in zip(entries, indices.tolist(), values.tolist(), strict=True):
+            for other, value in zip(others, likeliest, strict=True):
+                entry.setdefault(other, value)
+    return entries
 
 
 def score_prompts(logits: torch.Tensor, scored: Sequence[tuple[ScoredSequence, range]]) -> None:
@@ -68,18 +73,10 @@ def score_prompts(logits: torch.Tensor, scored: Sequence[tuple[ScoredSequence, r
         for start in range(0, len(rows), _ROWS):
             table = torch.log_softmax(rows[start : start + _ROWS].float().cpu(), dim=-1)
             own = tokens[start : start + _ROWS]
-            values = table.gather(1, own[:, None])[:, 0]
             if not torch.isfinite(table.amax(dim=-1)).all():
                 sequence.error = QuireError(
                     "expected finite logits, got a NaN or infinity from the model - in the prompt of request "
                     f"{request.request_id!r}, behind token {positions.start + start} or one of the next {len(own)}"
                 )
                 break
-            if scores.num_top:
-                entries = [
-                    logprobs_of(row, token, scores.num_top)
-                    for row, token in zip(table, own.tolist(), strict=True)
-                ]
-            else:
-                entries = [{token: value} for token, value in zip(own.tolist(), values.tolist(), strict=True)]
-            scores.record(positions.start + start + 1, entries)
+            scores.record(positions.start + start + 1, logprobs_of(table, own, scores.num_top))
