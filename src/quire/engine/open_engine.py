@@ -268,7 +268,11 @@ def _open_step_loop(
             loaded.eos_token_ids,
             loaded.sampling_defaults,
         ),
-        limits=StepLimits(config.max_batch_tokens, config.max_num_seqs),
+        limits=StepLimits(
+            config.max_batch_tokens,
+            config.max_num_seqs,
+            long_prefill_tokens=config.long_prompt_limit,
+        ),
         seed=config.seed,
         tenant_secret=config.tenant_secret,
     )

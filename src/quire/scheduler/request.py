@@ -62,6 +62,7 @@ class RequestSequence:
         "finish_reason",
         "generator",
         "index",
+        "is_long",
         "is_withdrawn",
         "key",
         "last_token",
@@ -96,6 +97,7 @@ class RequestSequence:
         self.num_computed = 0
         self.cache_sequence: CacheSequence = None  # type: ignore[assignment]  # while RUNNING or LOADING; else None
         self.is_withdrawn = False  # its computed content was dropped: further content of it is not findable
+        self.is_long = False  # while it waits: an admission found no room in the step for a long prompt
         self.swapped: Swapped | None = None
         self.search: Search | None = None
         self.load: TierLoad | None = None
@@ -202,7 +204,8 @@ class Request:
         self.owner_id = key.owner_id  # of its memory, see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
-        self.client = options.client
+        self.client = options.key.tenant if options.client is None else options.client
+        self.weight = key.weight  # of the client's share, see `ClientFairness`
         self.sequences = [RequestSequence(self, index) for index in range(params.n)]
         self.num_cached_tokens = 0
         self.num_tier_tokens: dict[str, int] = {}  # cached tokens that were loaded, by tier

@@ -31,14 +31,16 @@ class ApiTenant:
     """The tenant of a request.
 
     priority: smaller is served first; a request's own, at least 0, is added to it. quota_bytes: largest memory of its
-    keys and values; None: the server's. floor_bytes: memory that other tenants cannot take from it. max_requests:
-    largest number of its requests that wait or run. requests_per_minute: None for no limit.
+    keys and values; None: the server's. floor_bytes: memory that other tenants cannot take from it. weight: of its
+    share of the computed tokens, while tenants compete. max_requests: largest number of its requests that wait or run.
+    requests_per_minute: None for no limit.
     """
 
     name: str
     priority: int = 0
     quota_bytes: int | None = None
     floor_bytes: int = 0
+    weight: float = 1.0
     max_requests: int | None = None
     requests_per_minute: int | None = None
     is_admin: bool = False
@@ -73,10 +75,11 @@ def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) ->
     names, unused, users = set(missing), [], engine_tenants.users
     for old in engine_tenants:
         new = missing.get(old.name)
-        if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
+        if new is not None and (new.quota_bytes, new.floor_bytes, new.priority, new.weight) == (
             old.quota_bytes,
             old.floor_bytes,
             old.priority,
+            old.weight,
         ):
             del missing[old.name]
         elif old.name in users and all(other.draining for other in users[old.name]):
@@ -92,7 +95,11 @@ def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) ->
     try:
         for tenant in missing.values():
             engine_tenants.add(
-                tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
+                tenant.name,
+                quota=tenant.quota_bytes,
+                floor=tenant.floor_bytes,
+                priority=tenant.priority,
+                weight=tenant.weight,
             )
             added.append(tenant.name)
     except BaseException:
