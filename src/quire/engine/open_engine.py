@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import extension, is_host_backend
@@ -40,6 +41,7 @@ from quire.memory.device_memory import HOST
 from quire.offload.offloaded_sequence import InEngine
 from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
+from quire.scheduler.known_texts import KnownTexts
 from quire.scheduler.request_validator import ServedModel
 from quire.scheduler.tenants import Tenants
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
@@ -81,6 +83,11 @@ class OpenEngine:
     monitor: EngineMonitor
     _tiers: OpenTiers | None
     _is_closed: threading.Event
+
+    @cached_property
+    def texts(self) -> KnownTexts:
+        """Encodes long texts; for any thread."""
+        return KnownTexts(self.model.loaded.tokenizer)
 
     @property
     def prepared(self) -> PreparedModel:

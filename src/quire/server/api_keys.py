@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from quire.cache.prefix_key import NamespaceKeywords
+from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError
+from quire.scheduler.known_texts import owner_of
 
 if TYPE_CHECKING:
     from quire.scheduler.tenants import Tenants
@@ -53,6 +54,10 @@ class ApiTenant:
     def key(self, cache_salt: str | None) -> NamespaceKeywords:
         """The namespace of a request of this tenant, with the request's salt."""
         return {"tenant": self.in_engine, "cache_salt": cache_salt or None}
+
+    def texts_of(self, cache_salt: str | None) -> Hashable:
+        """The owner of the texts of a request with this salt."""
+        return owner_of(PrefixKey.of(**self.key(cache_salt)))
 
 
 ANYBODY = ApiTenant("default")

@@ -67,6 +67,10 @@ _COUNTERS = {
         "quire:withheld_prompt_tokens",
         "Tokens of long prompts that waited for later steps, although a step had room for them.",
     ),
+    "num_known_text_characters": (
+        "quire:known_text_characters",
+        "Characters of long prompts whose tokens were known from an earlier text.",
+    ),
     "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
     "num_restored_tokens": (
         "quire:restored_tokens",
