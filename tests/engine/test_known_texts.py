@@ -221,7 +221,7 @@ def test_each_cut_alone_gives_the_ids_of_the_whole(kind: str) -> None:
 )
 def test_added_tokens_over_a_cut_allow_none(token: AddedToken, cuts: set[str]) -> None:
     tokenizer = trained("bpe", by_pattern(QWEN))
-    tokenizer.add_tokens([token])
+    tokenizer.add_tokens([token])  # pyright: ignore[reportArgumentType]
     assert safe_cuts(tokenizer) == cuts
     known = KnownTexts(tokenizer, section=1)
     for text in texts(5, 6):

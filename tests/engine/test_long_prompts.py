@@ -128,7 +128,8 @@ def test_a_prompt_of_better_priority_passes_a_running_one_between_chunks() -> No
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"num_blocks": 64}])
 def test_a_running_prompt_gives_its_place_and_its_memory_to_a_better_priority(limits: dict[str, Any]) -> None:
     options: dict[str, Any] = {"num_blocks": 16_384, "block_size": 16, "max_batch_tokens": 256}
-    engine = FakeEngine(**(options | {"max_model_len": 2000} | limits), watermark=0.0)
+    options |= {"max_model_len": 2000, "watermark": 0.0, **limits}
+    engine = FakeEngine(**options)
     engine.submit(tokens(0, 1000), SamplingParams(max_tokens=2))
     engine.step()
     short = engine.submit(tokens(1, 60), SamplingParams(max_tokens=2), priority=-1)

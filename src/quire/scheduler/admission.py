@@ -125,11 +125,13 @@ class Admission:
             if admitted or not is_first:
                 limit = self._memory_limits.blocking_limit(owner_id, num_blocks, taken_by[owner_id])
                 if limit is not None:
+                    sequence.is_long = False  # it waits for blocks
                     cache.close(cache_sequence)
                     short.add(owner_id)
                     taken += num_blocks if limit == "others" else 0
                     continue
                 if taken + num_blocks + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
+                    sequence.is_long = False
                     cache.close(cache_sequence)
                     self.refused = sequence
                     break

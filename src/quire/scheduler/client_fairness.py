@@ -100,6 +100,11 @@ class ClientFairness:
             self._used = {client: tokens / self._scale for client, tokens in largest}
             self._scale = 1.0
 
+    def forget_step(self, sequences: Iterable[RequestSequence], num_tokens: Iterable[int]) -> None:
+        """Takes a step that was not computed out of the tenants' counts; the shares keep it for a window."""
+        for sequence, n in zip(sequences, num_tokens, strict=True):
+            self.computed_tokens[sequence.request.tenant] -= n
+
     def share(self, client: str | None) -> float:
         """The client's computed tokens of the window, divided by its weight."""
         return self._used.get(client, 0.0) / self._scale

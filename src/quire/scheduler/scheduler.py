@@ -437,6 +437,7 @@ class Scheduler:
         """
         self.num_steps -= 1
         self.num_computed_tokens -= int(step.num_new_tokens.sum())
+        self._clients.forget_step(step.sequences, step.num_new_tokens.tolist())
         alone = self.running[0] if len(self.running) == 1 else None
         ended: list[RequestSequence] = []
         if alone is not None and alone is self._oom_backoff.alone:

@@ -215,10 +215,10 @@ def _in_no_word(backend: Any, cuts: frozenset[Cut], space: str) -> frozenset[Cut
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return _NONE
     words = backend.get_vocab(with_added_tokens=False)
-    found = _NONE
+    found: set[Cut] = set()
     for cut in cuts:
         # A character that is no word may become one token together with its neighbours.
         blank, over = (space, f"[A-Za-z]{space}") if cut == "space" else ("\n", r"\n[A-Za-z]")
         if blank in words and not any(map(re.compile(over).search, words)):
-            found |= {cut}
-    return found
+            found.add(cut)
+    return frozenset(found)
