@@ -164,7 +164,10 @@ def main() -> None:
         )
     ratio = statistics.median(one / other for one, other in zip(rates[True], rates[False], strict=True))
     emit(
-        case="busy", tokens_per_second=round(statistics.median(rates[True])), of_not_prepared=round(ratio, 3)
+        "next_turn",
+        case="busy",
+        tokens_per_second=round(statistics.median(rates[True])),
+        of_not_prepared=round(ratio, 3),
     )
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "IntegerRange",
     "Option",
     "check_secret",
+    "check_weight",
     "secret_bytes",
     "shows_options",
     "spelled_out",
@@ -187,6 +188,12 @@ def _auto_off_or_folder(value: Any) -> Any:
 def _url(name: str, value: Any) -> None:
     if isinstance(value, str):
         resolve_secret(value, f"`{name}`")
+
+
+def check_weight(weight: Any, where: str) -> None:
+    """*raises:* ArgumentError: not a number of 0.001 to 1000."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0.001 <= weight <= 1000:
+        raise ArgumentError(f"expected a weight of 0.001 to 1000, got {weight!r} - {where}")
 
 
 def check_secret(secret: Any, name: str = "tenant_secret") -> None:
@@ -347,6 +354,12 @@ class EngineConfig:
         "N",
         "The most tokens that one step computes, of all sequences together; longer prompts take several steps. "
         "Default: 2048.",
+    )
+    long_prefill_tokens: Annotated[int | None, _integer(0, 2**20)] = option(
+        None,
+        "N",
+        "The most tokens that a step with other sequences computes of long prompts, those with more tokens to compute "
+        "than this; 0: no limit. Default: 64, or 512 on a device of torch.",
     )
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(
         256, "N", "The most sequences that run at once; others wait. Default: 256."
@@ -553,6 +566,13 @@ class EngineConfig:
     def device_name(self) -> str | None:
         """The name of `device` and `backend` for `quire.devices.device_of`: BACKEND@DEVICE if that is not the cpu."""
         return self.backend if self.device == "cpu" else f"{self.backend or ''}@{self.device}"
+
+    @property
+    def long_prompt_limit(self) -> int:
+        """`long_prefill_tokens`, or its default."""
+        if self.long_prefill_tokens is None:
+            return 64 if self.device == "cpu" else 512
+        return self.long_prefill_tokens
 
     @property
     def has_tiers(self) -> bool:

@@ -20,7 +20,7 @@ from quire.step import Batch, StatePlan
 
 VOCAB = 97
 _POISON = -(10**9)
-_WEIGHTS = np.random.default_rng(7).integers(1, 2**31, 4096)
+_WEIGHTS = np.random.default_rng(7).integers(1, 2**31, 40_960)
 _ROWS = np.random.default_rng(8).integers(1, 2**31, (VOCAB, 2))
 _PRIME = 2**31 - 1
 

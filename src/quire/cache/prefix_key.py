@@ -62,7 +62,7 @@ class PrefixKey:
 @dataclass(frozen=True)
 class ResolvedKey:
     """The place of a prompt's content. owner_id: the owner of its memory. priority: the tenant's, added to the
-    request's.
+    request's. weight: the tenant's, of its share of computed tokens.
 
     num_published: tokens of the prompt that belong to a published prefix.
     """
@@ -72,6 +72,7 @@ class ResolvedKey:
     owner_id: int = 0
     priority: int = 0
     num_published: int = 0
+    weight: float = 1.0
 
     @property
     def content(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from quire.engine.prompt_pins import COMPUTE_PROMPT
 from quire.engine.scored_prompt import ScoredPrompt, score_params
 from quire.errors import ArgumentError, CancelledError
 from quire.sampling.params import SamplingParams
+from quire.scheduler.known_texts import SECTION, owner_of
 from quire.scheduler.prompts import Prompt, encode, pair_params
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
@@ -187,6 +188,8 @@ class AsyncEngine(EngineHandle):
         *raises:* as `LLM.generate`; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
+        if isinstance(prompt, str) and len(prompt) > SECTION:
+            return self._outputs(lambda: self._begin_long(prompt, asked))
         return self.submit(encode(prompt, self.tokenizer), asked)
 
     async def score(
@@ -205,6 +208,13 @@ class AsyncEngine(EngineHandle):
             for stream in streams:
                 stream.close()
         return scored
+
+    async def _begin_long(self, prompt: str, options: RequestOptions) -> list[RequestStream]:
+        """Begins a request whose text is tokenized in a thread, so that the event loop goes on."""
+        encoded = await asyncio.to_thread(
+            encode, prompt, self.tokenizer, texts=self.texts, key=owner_of(options.key)
+        )
+        return await self.begin([(encoded, options)])
 
     def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""

@@ -108,6 +108,7 @@ class Engine:
             max_batch_tokens=limits.max_batch_tokens,
             max_num_seqs=limits.max_num_seqs,
             watermark=limits.watermark,
+            long_prefill_tokens=limits.long_prefill_tokens,
             clock=self._clock,
             swap=self.swap,
             loads=self._loads,
@@ -484,6 +485,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The counts of the cache and the engine since the start. Seconds are time in steps.
 
+        num_withheld_tokens: prompt tokens for which steps had room, and that `long_prefill_tokens` left to later steps.
+        tenants: see `Scheduler.stats_by_tenant`.
         evicted_blocks: full blocks whose content left memory, for any reason; without a monitor the cache's own count
         of evictions, with partial blocks.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, if prefixes are shared, else 0. A request
@@ -512,6 +515,8 @@ class Engine:
             "num_cached_tokens": num_cached,
             "num_computed_tokens": scheduler.num_computed_tokens,
             "num_generated_tokens": self._num_generated_tokens,
+            "num_withheld_tokens": scheduler.num_withheld_tokens,
+            "tenants": scheduler.stats_by_tenant(),
             "num_steps": scheduler.num_steps,
             "num_preemptions": scheduler.num_preemptions,
             "num_loading": len(scheduler.loading),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.engine.prompt_pins import PromptPins
     from quire.engine.runner import Runner
     from quire.offload.open_tiers import OpenTiers
+    from quire.scheduler.known_texts import KnownTexts
     from quire.scheduler.tenants import Tenants
     from quire.spec import KVSpec
 
@@ -48,6 +49,11 @@ class EngineHandle:
     def tokenizer(self) -> Any:
         """None if prompts and answers are token ids."""
         return self._opened.model.loaded.tokenizer
+
+    @property
+    def texts(self) -> KnownTexts:
+        """Encodes long texts: of one that begins as a text of the same owner, only the end."""
+        return self._opened.texts
 
     @property
     def vocab_size(self) -> int:

@@ -177,13 +177,15 @@ class EngineMonitor:
 
     def _tenants_table(self) -> str:
         size = self._cache.block_bytes
-        rows: list[tuple[object, ...]] = [("tenant", "held", "cached", "floor", "quota", "priority")]
+        rows: list[tuple[object, ...]] = [
+            ("tenant", "held", "cached", "floor", "quota", "priority", "weight")
+        ]
         for tenant in self._engine.tenants:
             counts = self._cache.owner_counts(tenant.owner_id)
             quota = "-" if tenant.quota_bytes is None else format_size(tenant.quota_bytes)
             rows.append((
                 tenant.name, format_size((counts.held + counts.in_flight) * size), format_size(counts.cached * size),
-                format_size(tenant.floor_bytes), quota, tenant.priority,
+                format_size(tenant.floor_bytes), quota, tenant.priority, f"{tenant.weight:g}",
             ))  # fmt: skip
         return aligned(rows) if len(rows) > 1 else ""
 

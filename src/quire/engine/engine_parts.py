@@ -29,11 +29,13 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """watermark: share of the blocks that stays free when a request is admitted."""
+    """watermark: share of the blocks that stays free when a request is admitted. long_prefill_tokens: tokens of long
+    prompts in a step with other sequences; 0: no limit."""
 
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
     watermark: float = 0.01
+    long_prefill_tokens: int = 64
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from quire.engine.scored_prompt import ScoredPrompt, score_params
 from quire.engine.text_stream import TextStream
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
+from quire.scheduler.known_texts import owner_of
 from quire.scheduler.prompts import Prompt, encode, pair_params
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestKeywords, RequestOptions
@@ -154,7 +155,8 @@ class LLM(EngineHandle):
     ) -> list[tuple[Prompt, RequestOptions]]:
         self._require_ready()
         self.driver.refuse_to_wait_here()
-        pairs = pair_params(prompts, params, self.tokenizer)
+        key = RequestOptions.of(None, **options).key
+        pairs = pair_params(prompts, params, self.tokenizer, self.texts, owner_of(key))
         return [(prompt, RequestOptions.of(own, stream=stream, **options)) for prompt, own in pairs]
 
     # -- conversations ---------------------------------------------------------------------------------

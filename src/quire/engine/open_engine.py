@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import extension, is_host_backend
@@ -41,6 +42,7 @@ from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
 from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
+from quire.scheduler.known_texts import KnownTexts
 from quire.scheduler.request_validator import ServedModel
 from quire.scheduler.tenants import Tenants
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
@@ -82,6 +84,11 @@ class OpenEngine:
     monitor: EngineMonitor
     _tiers: OpenTiers | None
     _is_closed: threading.Event
+
+    @cached_property
+    def texts(self) -> KnownTexts:
+        """Encodes long texts; for any thread."""
+        return KnownTexts(self.model.loaded.tokenizer)
 
     @property
     def prepared(self) -> PreparedModel:
@@ -270,7 +277,11 @@ def _open_step_loop(
             loaded.eos_token_ids,
             loaded.sampling_defaults,
         ),
-        limits=StepLimits(config.max_batch_tokens, config.max_num_seqs),
+        limits=StepLimits(
+            config.max_batch_tokens,
+            config.max_num_seqs,
+            long_prefill_tokens=config.long_prompt_limit,
+        ),
         seed=config.seed,
         tenant_secret=config.tenant_secret,
     )

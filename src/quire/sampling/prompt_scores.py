@@ -62,6 +62,8 @@ class PromptScores:
         The chunk also ends where a long run of known scores begins: its K and V may be cached.
         """
         stop = num_computed + num_tokens
+        if num_computed >= self.num_tokens:
+            return num_tokens
         rows = self.rows(num_computed, stop)
         if len(rows) > num_rows:
             stop = rows[num_rows]

@@ -5,5 +5,6 @@ Others may use
     batches                              builds a batch
     request, request_options             a request and its options
     request_validator, prompts           the checks of a request, the forms of a prompt
+    known_texts                          the tokens of long texts
     tenants, tenant_quotas               tenants, their quotas and floors
 """

@@ -23,6 +23,7 @@ import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.offload.swap import Swap
+from quire.scheduler.prompt_chunks import PromptChunks
 from quire.scheduler.request import RequestSequence, SequenceStatus
 from quire.scheduler.shared_prefills import SharedPrefills
 from quire.scheduler.tenant_quotas import MemoryLimits
@@ -69,19 +70,17 @@ class Admission:
         *,
         is_first: bool,
         room: int,
-        budget: int,
-        chunk_limit: int,
-        num_scored_rows: int,
+        chunks: PromptChunks,
     ) -> list[tuple[RequestSequence, int]]:
         """Opens the waiting sequences that join the step and moves them to `running`; each with its number of tokens.
 
         order: the first `MAX_EXAMINED` waiting sequences, in the order of admission. chosen: the running sequences
         of the step and their numbers of tokens. is_first: no sequence runs or loads. room: the most sequences.
-        budget: the most tokens in all; chunk_limit: per sequence. num_scored_rows: the most rows that score prompts.
+        chunks: gives each its tokens.
         """
         self.refused = None
         self.short_owners = short = set()  # no sequence of these owners overtakes the waiting one
-        if not waiting or budget <= 0:
+        if not waiting or chunks.budget <= 0:
             return []
         if room <= 0:
             ready = (sequence for sequence in order if sequence.is_searched and not sequence.waits_for_commit)
@@ -93,12 +92,14 @@ class Admission:
         admitted: list[tuple[RequestSequence, int]] = []
         taken_by = self.taken_by_owner(chosen)
         for sequence in order:
-            if not room or not budget:
+            if not room or not chunks.budget:
                 break
             request = sequence.request
             owner_id = request.owner_id
             if not sequence.is_searched or sequence.waits_for_commit or owner_id in short:
                 continue  # waits for a tier, for another's commit or for its owner's blocks
+            if not chunks.has_room(sequence):
+                continue
             tokens = sequence.token_ids()
             cache_sequence = self._open(sequence, tokens)
             num_computed = cache_sequence.num_computed_tokens
@@ -110,11 +111,11 @@ class Admission:
                     continue
             # Swapped-out tokens come back in one step, regardless of the budget.
             known = max(num_computed, self._swap.num_tokens(sequence))
-            more = min(len(tokens) - known, budget, chunk_limit)
-            more = request.chunk(known, more, num_scored_rows)
-            if more == 0:
+            more = chunks.most(sequence, len(tokens) - known)
+            if not more:  # other prompts have all tokens, or scored rows, that the step has for such
+                sequence.is_long |= chunks.withholds(len(tokens) - known)
                 cache.close(cache_sequence)
-                continue  # waits for its turn to be scored
+                continue
             n = known - num_computed + more
             if known > num_computed:
                 now = self._swap.num_blocks_needed(sequence, cache_sequence, more)
@@ -125,11 +126,13 @@ class Admission:
             if admitted or not is_first:
                 limit = self._memory_limits.blocking_limit(owner_id, num_blocks, taken_by[owner_id])
                 if limit is not None:
+                    sequence.is_long = False  # it waits for blocks
                     cache.close(cache_sequence)
                     short.add(owner_id)
                     taken += num_blocks if limit == "others" else 0
                     continue
                 if taken + num_blocks + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
+                    sequence.is_long = False
                     cache.close(cache_sequence)
                     self.refused = sequence
                     break
@@ -140,18 +143,16 @@ class Admission:
                     cache_sequence = self._open(sequence, tokens)
                     restored = cache_sequence.num_computed_tokens
                 num_computed = restored
-                n = min(len(tokens) - num_computed, budget, chunk_limit)
-                n = request.chunk(num_computed, n, num_scored_rows)
+                n = chunks.most(sequence, len(tokens) - num_computed)
                 now = cache.num_blocks_needed([cache_sequence], [n])  # the restored blocks are held by now
                 num_blocks = now + cache.blocks_later(len(tokens), num_computed + n)
             taken += num_blocks
             taken_by[owner_id] += num_blocks
             room -= 1
-            budget -= n
+            chunks.charge(sequence, len(tokens) - num_computed, n)
             sequence.cache_sequence = cache_sequence
             sequence.num_computed = num_computed
             sequence.state = SequenceStatus.RUNNING
-            num_scored_rows -= len(sequence.scored_rows(n))
             if being_computed is not None:
                 being_computed.add(sequence, tokens)
             admitted.append((sequence, n))
@@ -165,9 +166,8 @@ class Admission:
         """Blocks that the running sequences need in this step and for the rest of their prompts."""
         if not chosen:
             return 0
-        cache_sequences = [sequence.cache_sequence for sequence, _ in chosen]
-        cache = self._cache
-        num_blocks = cache.num_blocks_needed(cache_sequences, [n for _, n in chosen])
+        cache, now = self._cache, [(sequence.cache_sequence, n) for sequence, n in chosen if n]
+        num_blocks = cache.num_blocks_needed([opened for opened, _ in now], [n for _, n in now])
         return num_blocks + sum(cache.blocks_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
 
     def taken_by_owner(self, chosen: list[tuple[RequestSequence, int]]) -> Counter[int]:

@@ -1,6 +1,6 @@
 """Encodes the prompts of users: strings, token lists, chat messages, one or many.
 
-Cost: the tokenizer's.
+Cost: the tokenizer's; of a long text that begins as a known one, that of its end (`known_texts`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.errors import ArgumentError, PromptError
 from quire.sampling.params import SamplingParams
+from quire.scheduler.known_texts import KnownTexts
 
 __all__ = ["Prompt", "encode", "pair_params", "split"]
 
@@ -40,25 +41,32 @@ def split(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode(prompt: Any, tokenizer: Any, label: str = "the prompt") -> Prompt:
-    """Encodes one prompt. *raises:* PromptError: empty, of another form, or no tokenizer or chat template for it."""
+def encode(
+    prompt: Any, tokenizer: Any, label: str = "the prompt", texts: KnownTexts | None = None, key: Any = None
+) -> Prompt:
+    """Encodes one prompt. texts: the tokenizer's, for long texts; key: the owner of this one.
+
+    *raises:* PromptError: empty, of another form, or no tokenizer or chat template for it.
+    """
+    texts = texts or KnownTexts(tokenizer)
     if isinstance(prompt, str):
         _check_tokenizer(tokenizer, label)
         if not prompt:
             raise PromptError(f"expected text, got an empty string - as {label}")
-        return _check_not_empty(Prompt(prompt, tokenizer(prompt, verbose=False)["input_ids"]), label)
+        return _check_not_empty(Prompt(prompt, texts.encode(prompt, owner=key)), label)
     if isinstance(prompt, np.ndarray) or (
         isinstance(prompt, Sequence) and all(hasattr(token, "__index__") for token in prompt)
     ):
         return _check_not_empty(Prompt(None, prompt), label)
     if isinstance(prompt, Sequence) and all(isinstance(message, dict) for message in prompt):
-        return _chat(list(prompt), tokenizer, label)
+        return _chat(list(prompt), texts, label, key)
     raise PromptError(
         f"expected a string, a list of token ids or a list of chat messages, got {_description(prompt)} - as {label}"
     )
 
 
-def _chat(messages: list[Any], tokenizer: Any, label: str) -> Prompt:
+def _chat(messages: list[Any], texts: KnownTexts, label: str, key: Any) -> Prompt:
+    tokenizer = texts.tokenizer
     _check_tokenizer(tokenizer, label)
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
@@ -73,9 +81,7 @@ def _chat(messages: list[Any], tokenizer: Any, label: str) -> Prompt:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise any error
         raise PromptError(f"the model's chat template refuses {label}: {error}") from error
-    return _check_not_empty(
-        Prompt(text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), label
-    )
+    return _check_not_empty(Prompt(text, texts.encode(text, add_special_tokens=False, owner=key)), label)
 
 
 def _check_tokenizer(tokenizer: Any, label: str) -> None:
@@ -95,15 +101,20 @@ def _description(prompt: Any) -> str:
     return type(prompt).__name__
 
 
-def pair_params(prompts: Any, params: Any, tokenizer: Any) -> list[tuple[Prompt, SamplingParams]]:
+def pair_params(
+    prompts: Any, params: Any, tokenizer: Any, texts: KnownTexts | None = None, key: Any = None
+) -> list[tuple[Prompt, SamplingParams]]:
     """Pairs each prompt with its parameters: one object for all, a list with one for each, or the defaults.
+
+    texts, key: see `encode`.
 
     *raises:* PromptError; ArgumentError if the numbers differ.
     """
     parts = split(prompts)
     many = len(parts) > 1
     encoded = [
-        encode(part, tokenizer, f"prompt {i}" if many else "the prompt") for i, part in enumerate(parts)
+        encode(part, tokenizer, f"prompt {i}" if many else "the prompt", texts, key)
+        for i, part in enumerate(parts)
     ]
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(encoded)

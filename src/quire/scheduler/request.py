@@ -63,6 +63,7 @@ class RequestSequence:
         "finish_reason",
         "generator",
         "index",
+        "is_long",
         "is_withdrawn",
         "key",
         "last_token",
@@ -97,6 +98,7 @@ class RequestSequence:
         self.num_computed = 0
         self.cache_sequence: CacheSequence = None  # type: ignore[assignment]  # while RUNNING or LOADING; else None
         self.is_withdrawn = False  # its computed content was dropped: further content of it is not findable
+        self.is_long = False  # while it waits: an admission found no room in the step for a long prompt
         self.swapped: Swapped | None = None
         self.search: Search | None = None
         self.load: TierLoad | None = None
@@ -235,7 +237,8 @@ class Request:
         self.owner_id = key.owner_id  # of its memory, see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
-        self.client = options.client
+        self.client = options.key.tenant if options.client is None else options.client
+        self.weight = key.weight  # of the client's share, see `ClientFairness`
         self.sequences = [RequestSequence(self, index) for index in range(params.n)]
         self.scores: PromptScores | None = None
         if params.prompt_logprobs is not None:
@@ -255,12 +258,6 @@ class Request:
     def prompt_list(self) -> list[int]:
         """The prompt as a list, for outputs."""
         return self.prompt_token_ids.tolist()
-
-    def chunk(self, num_computed: int, num_tokens: int, num_scored_rows: int) -> int:
-        """How many of the next `num_tokens` tokens a step may compute while it may score that many rows of prompts."""
-        if self.scores is None or num_computed >= self.scores.num_tokens:
-            return num_tokens
-        return self.scores.chunk(num_computed, num_tokens, num_scored_rows)
 
     def hit_tokens(self) -> dict[str, int]:
         """`num_cached_tokens` by their place, memory or a tier; constant after the request has begun."""

@@ -33,7 +33,7 @@ class RequestOptions:
 
     cache_priority: eviction order of its content after its end: "discard" first, "keep" last. stream: an output for
     each step instead of one at the end; deltas: each output contains only new tokens and text. request_id: generated
-    if None. client: name of the client; clients share the places of the batch, see `ClientFairness`.
+    if None. client: name of the client, or None for its tenant; clients share the engine, see `ClientFairness`.
     default_max_tokens: max_tokens, if neither the parameters nor the model set it; None: the engine's default.
     is_preparation: computes a prompt before a client asks for it: no request in counts and records.
     """

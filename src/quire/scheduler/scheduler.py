@@ -2,13 +2,14 @@
 
 Continuous batching with chunked prefill under a token budget: running sequences that decode come first, then running
 sequences that still compute their prompt, then waiting ones, each in order of (priority, arrival); `client_fairness`
-orders waiting sequences of several clients. A waiting sequence does not overtake one that was refused for lack of
-memory, unless only the refused sequence's owner is short of it.
+orders the prompts of several clients. `prompt_chunks` limits the chunks of long prompts. A running prompt leaves the
+step to a waiting sequence of better priority, or of a client that is further below its share. A waiting sequence does
+not overtake one that was refused for lack of memory, unless only the refused sequence's owner is short of it.
 
 If blocks run out (the cache evicts cached content first), the last running or loading sequence in that order is
 preempted: it is swapped out or not (`quire.offload.swap`), its cache sequence is closed, so that its content stays
 findable, and it waits to be opened again with prompt and output. A sequence is also preempted for a waiting client if
-its own client has more than its share (`client_fairness`).
+its own client has more than its share (`client_fairness`), and a prompt for a waiting sequence of better priority.
 
 If a running sequence computes the next tokens of a waiting one, the waiting one waits for that commit. A sequence whose
 prefix lies in a tier is LOADING until it is read (`loading_queue`): its blocks are reserved, others overtake it.
@@ -20,8 +21,8 @@ Invariants
     R1  a sequence has an open cache sequence exactly while it is RUNNING or LOADING.
     R2  `running`, `loading`, `waiting`, `paused_waiting` are sorted by `RequestSequence.key`; no sequence is in two.
         A WAITING sequence is in `paused_waiting` exactly while its request is paused.
-    R3  progress: the first running or loading sequence that is not paused is never preempted, and alone it always fits
-        (`RequestValidator`); a load ends by itself.
+    R3  progress: the first running or loading sequence that is not paused is preempted for one of better priority
+        alone, and alone it always fits (`RequestValidator`); a load ends by itself.
 
 The clock is an argument; no decision is random. Not thread-safe: one owner.
 Cost: `schedule` O(running + examined sequences + new tokens), `update` O(scheduled).
@@ -43,13 +44,13 @@ from quire.errors import CapacityError
 from quire.offload.kept_scores import KeptScores
 from quire.offload.swap import Swap
 from quire.offload.tier_load import TierLoads
-from quire.sampling.prompt_scores import MAX_SCORED_ROWS
 from quire.scheduler.admission import MAX_EXAMINED, Admission
 from quire.scheduler.batches import make_batch, next_decodes
 from quire.scheduler.client_fairness import ClientFairness
 from quire.scheduler.loading_queue import LoadingQueue
 from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
+from quire.scheduler.prompt_chunks import PromptChunks, num_left
 from quire.scheduler.request import Request, RequestSequence, SequenceStatus
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.step import Batch, Int64Array, StepPlan
@@ -64,6 +65,7 @@ class Scheduler:
     """Schedules the steps of one engine over one cache.
 
     cache: a `quire.Cache` with watermark 0: the scheduler applies its own. max_batch_tokens: tokens of a step.
+    long_prefill_tokens: tokens of long prompts in a step with other sequences, see `PromptChunks`.
     max_num_seqs: sequences that run at once. watermark: share of the blocks that an admission must leave while others
     run, so that they need not preempt it at once. clock: seconds. swap: swaps preempted sequences out; without it they
     are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
@@ -77,6 +79,7 @@ class Scheduler:
         cache: KVCache,
         *,
         max_batch_tokens: int = 2048,
+        long_prefill_tokens: int = 0,
         max_num_seqs: int = 256,
         watermark: float = 0.01,
         clock: Callable[[], float] = time.monotonic,
@@ -100,6 +103,7 @@ class Scheduler:
             cache, self._memory_limits, self._swap, watermark=watermark, open_sequence=self._open
         )
         self.max_batch_tokens = max_batch_tokens
+        self._long_prefill_tokens = long_prefill_tokens
         self.max_num_seqs = max_num_seqs
         self.clock = clock
         self.requests: dict[str, Request] = {}
@@ -110,6 +114,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
+        self.num_withheld_tokens = 0  # of long prompts, for which steps had room
         self.token_gaps = Durations(_TOKEN_GAPS)  # between two tokens of a sequence, without pauses
         self.failed: list[RequestSequence] = []  # for `pop_failed`
         self._closed: list[int] = []  # cache sequences closed since the last step
@@ -246,6 +251,15 @@ class Scheduler:
             is_full=len(self.running) >= self.max_num_seqs,
         )
 
+    def stats_by_tenant(self) -> dict[str, dict[str, int]]:
+        """Counts since the start by tenant, "" for requests without one: computed tokens, and tokens of other tenants
+        that steps computed while a sequence of it could have joined."""
+        computed, passed_by = self._clients.computed_tokens, self._clients.passed_by_tokens
+        return {
+            tenant or "": {"computed_tokens": computed[tenant], "passed_by_tokens": passed_by[tenant]}
+            for tenant in computed.keys() | passed_by.keys()
+        }
+
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -275,10 +289,10 @@ class Scheduler:
         may_admit = True
         while self.running or self.waiting:
             steady = self._steady_decodes()
-            chosen, budget = self._continue_running(steady)
+            chosen, chunks = self._continue_running(steady, may_admit=may_admit)
             admitted: list[tuple[RequestSequence, int]] = []
             if may_admit and self.waiting:
-                admitted = self._admit(chosen, budget)
+                admitted = self._admit(chosen, chunks)
             elif may_admit:
                 self._admission.refused, self._admission.short_owners = None, set()
             if may_admit and self._paused and (paused := self._paused_to_preempt(chosen, admitted)):
@@ -292,6 +306,8 @@ class Scheduler:
                     self._record_start(admitted)
                     self._preempt(last)
                     continue
+            if steady is None:
+                chosen = chunks.refill(chosen, admitted)
             if admitted:
                 chosen += admitted
                 steady = None
@@ -308,7 +324,11 @@ class Scheduler:
                     if admitted:
                         self._record_start(admitted)
                     self.num_steps += 1
-                    self.num_computed_tokens += int(num_new.sum())
+                    num_tokens = int(num_new.sum())
+                    self.num_computed_tokens += num_tokens
+                    self.num_withheld_tokens += chunks.num_withheld
+                    ready = self._ready() if self._clients.are_several else ()
+                    self._clients.record_step(chosen, num_tokens, ready)
                     closed, self._closed = np.array(self._closed, np.int64), []
                     if steady is not None:
                         return next_decodes(steady, self._drawn, plan, closed)
@@ -438,6 +458,7 @@ class Scheduler:
         """
         self.num_steps -= 1
         self.num_computed_tokens -= int(step.num_new_tokens.sum())
+        self._clients.forget_step(step.sequences, step.num_new_tokens.tolist())
         alone = self.running[0] if len(self.running) == 1 else None
         ended: list[RequestSequence] = []
         if alone is not None and alone is self._oom_backoff.alone:
@@ -469,46 +490,49 @@ class Scheduler:
         return decodes
 
     def _continue_running(
-        self, steady: Batch[RequestSequence] | None
-    ) -> tuple[list[tuple[RequestSequence, int]], int]:
-        """The step's running sequences with their numbers of tokens, decodes first; and the remaining token budget."""
-        budget = self.max_batch_tokens
+        self, steady: Batch[RequestSequence] | None, *, may_admit: bool
+    ) -> tuple[list[tuple[RequestSequence, int]], PromptChunks]:
+        """The step's running sequences with their numbers of tokens, decodes first; and what the step has left.
+
+        A prompt behind a waiting sequence has 0 tokens before the admission.
+        """
+        budget, limits = self.max_batch_tokens, (self._long_prefill_tokens, self._chunk_limit)
         if steady is not None:
             if self._paired_sequences is not steady.sequences:
                 self._paired_sequences, self._pairs = (
                     steady.sequences,
                     [(sequence, 1) for sequence in steady.sequences],
                 )
-            return list(self._pairs), budget - len(self._pairs)
-        chosen: list[tuple[RequestSequence, int]] = []
+            return list(self._pairs), PromptChunks(budget - len(self._pairs), *limits, is_shared=True)
         prefills: list[RequestSequence] = []
         decodes: list[RequestSequence] = []
         for sequence in self.running:
             if sequence.request.is_paused:
                 continue
-            (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
+            (prefills if num_left(sequence) > 1 else decodes).append(sequence)
         clients = self._clients
         if clients.are_several or clients.step < clients.shared_until:
             decodes = clients.select_decodes(decodes)
-        for sequence in decodes[:budget]:
-            chosen.append((sequence, 1))
-            budget -= 1
-        num_scored_rows = MAX_SCORED_ROWS
+        chosen = [(sequence, 1) for sequence in decodes[:budget]]
+        ready = self._ready()
+        is_shared = len(chosen) + len(prefills) + len(ready) > 1
+        chunks = PromptChunks(budget - len(chosen), *limits, is_shared=is_shared)
+        prefills.sort(key=clients.rank)
+        first = min(map(clients.rank, ready), default=None) if may_admit and prefills else None
         for sequence in prefills:
-            n = min(sequence.num_tokens - sequence.num_computed, budget, self._chunk_limit)
-            if n == 0:
-                break
-            if sequence.request.scores is not None:
-                n = sequence.request.chunk(sequence.num_computed, n, num_scored_rows)
-                if n == 0:
-                    continue
-                num_scored_rows -= len(sequence.scored_rows(n))
-            chosen.append((sequence, n))
-            budget -= n
-        return chosen, budget
+            is_behind = first is not None and first[:2] < clients.rank(sequence)[:2]
+            chosen.append((sequence, 0 if is_behind else chunks.take(sequence)))
+        if clients.are_several:
+            long = [s for s in prefills if chunks.is_long(s)] + [s for s in ready if s.is_long]
+            chunks.client_limits = clients.limits_beside(long, self._long_prefill_tokens, chosen, ready)
+        return chosen, chunks
+
+    def _ready(self) -> list[RequestSequence]:
+        """The waiting sequences that may join a step, of those that a step examines."""
+        return [s for s in self.waiting[:MAX_EXAMINED] if s.is_searched and not s.waits_for_commit]
 
     def _admit(
-        self, chosen: list[tuple[RequestSequence, int]], budget: int
+        self, chosen: list[tuple[RequestSequence, int]], chunks: PromptChunks
     ) -> list[tuple[RequestSequence, int]]:
         """Opens the waiting sequences that join the step, see `Admission.admit`."""
         room = self.max_num_seqs - len(self.running)
@@ -516,14 +540,12 @@ class Scheduler:
             room = 0 if self.running else 1
         return self._admission.admit(
             self.waiting,
-            self._clients.admission_order(self.waiting[:MAX_EXAMINED], self.running + self.loading),
+            self._clients.admission_order(self.waiting[:MAX_EXAMINED]),
             self.running,
             chosen,
             is_first=not (self.running or self.loading),
             room=room,
-            budget=budget,
-            chunk_limit=self._chunk_limit,
-            num_scored_rows=MAX_SCORED_ROWS - sum(len(sequence.scored_rows(n)) for sequence, n in chosen),
+            chunks=chunks,
         )
 
     def _paused_to_preempt(
@@ -545,13 +567,17 @@ class Scheduler:
     def _sequence_over_share(
         self, refused: RequestSequence, admitted: list[tuple[RequestSequence, int]]
     ) -> RequestSequence | None:
-        """The sequence to preempt for `refused`, by the shares of their clients; None if that would not make enough
-        room."""
-        if not self._clients.are_several or self._oom_backoff.steps_to_wait:
+        """The sequence to preempt for `refused`, by the shares of their clients, or a prompt of worse priority; None if
+        that would not make enough room."""
+        if self._oom_backoff.steps_to_wait:
             return None
         new = {id(sequence) for sequence, _ in admitted}
         live = [sequence for sequence in self._running_and_loading() if id(sequence) not in new]
-        candidates = self._clients.candidates_over_share(refused, live)
+        candidates = self._clients.candidates_over_share(refused, live) or [
+            sequence
+            for sequence in live
+            if sequence.request.priority > refused.request.priority and num_left(sequence) > 1
+        ]
         cache = self._cache
         room = cache.num_free_blocks - self._admission.margin
         for sequence in candidates:
@@ -630,7 +656,6 @@ class Scheduler:
             self._swap.drop(sequence)
             sequence.search = None
             request = sequence.request
-            self._clients.record_join(request)
             if request.started_s is None:
                 request.started_s = self.clock()
                 request.num_cached_tokens = sequence.num_computed
@@ -653,6 +678,7 @@ class Scheduler:
         sequence.waits_for = None
         if sequence.request.scores is not None:
             sequence.request.scores.is_filled = False
+        sequence.is_long = False
         insort(self._waiting_list(sequence), sequence, key=_key)
         if sequence.request.is_paused:
             return  # `resume` starts the search of the tiers

@@ -27,7 +27,7 @@ import numpy as np
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import PrefixKey, ResolvedKey
 from quire.cache.protocol import MAX_OWNER, KVCache
-from quire.config import check_secret
+from quire.config import check_secret, check_weight
 from quire.errors import ArgumentError, CapacityError
 from quire.scheduler.request import Request
 from quire.scheduler.tenant_quotas import Limits, MemoryLimits
@@ -40,13 +40,17 @@ _MAX_OWNERS = 4096
 
 @dataclass(frozen=True)
 class Tenant:
-    """quota_bytes: None without a quota. priority: added to that of its requests; the smallest is served first."""
+    """quota_bytes: None without a quota. priority: added to that of its requests; the smallest is served first.
+
+    weight: of its share of the computed tokens, while tenants compete.
+    """
 
     name: str
     owner_id: int
     quota_bytes: int | None
     floor_bytes: int
     priority: int
+    weight: float
 
 
 class Tenants:
@@ -92,11 +96,13 @@ class Tenants:
         quota: str | int | None = None,
         floor: str | int | None = None,
         priority: int = 0,
+        weight: float = 1,
     ) -> Tenant:
         """Adds a tenant for `generate(..., tenant=name)`.
 
         quota: the most bytes of KV memory that it may take; floor: bytes of its content that are never evicted for
-        others; both in whole blocks. priority: added to that of its requests, smaller is served first.
+        others; both in whole blocks. priority: added to that of its requests, smaller is served first. weight: a
+        tenant of weight 2 gets twice the computed tokens of one of weight 1 while both have requests waiting.
         *raises:* ArgumentError, CapacityError: impossible limits, with the numbers; nothing was changed.
         """
         if not isinstance(name, str) or not name:
@@ -107,6 +113,7 @@ class Tenants:
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ArgumentError(f"expected an integer priority, got {priority!r} - of tenant {name!r}")
+        check_weight(weight, f"of tenant {name!r}")
         limits, quota_bytes, floor_bytes = self._limits(name, quota, floor)
         taken = {tenant.owner_id for tenant in self}
         free = (
@@ -118,7 +125,7 @@ class Tenants:
         if owner_id is None:
             raise ArgumentError(f"expected at most {MAX_OWNER} tenants, got one more: {name!r}")
         self._memory_limits.set(owner_id, limits, self.check_requests)
-        tenant = Tenant(name, owner_id, quota_bytes, floor_bytes, priority)
+        tenant = Tenant(name, owner_id, quota_bytes, floor_bytes, priority, float(weight))
         self._by_name[name] = tenant
         self._owners[self.namespace(name)] = name
         return tenant
@@ -227,13 +234,15 @@ class Tenants:
         namespace = self.namespace_of(key)
         if namespace != key.namespace and namespace not in self._owners:
             self._record_owner(namespace, key.tenant or "")
-        owner_id, priority = (0, 0) if tenant is None else (tenant.owner_id, tenant.priority)
+        owner_id, priority, weight = (
+            (0, 0, 1.0) if tenant is None else (tenant.owner_id, tenant.priority, tenant.weight)
+        )
         num_published = 0 if key.namespace else self._num_published(tokens, key.extra_keys)
         if num_published:
             keys = {**(key.extra_keys or {})}
             keys[num_published] = self._derive_key(b"behind", namespace) + keys.get(num_published, b"")
-            return ResolvedKey(self.public, keys, owner_id, priority, num_published)
-        return ResolvedKey(namespace, key.extra_keys, owner_id, priority)
+            return ResolvedKey(self.public, keys, owner_id, priority, num_published, weight)
+        return ResolvedKey(namespace, key.extra_keys, owner_id, priority, weight=weight)
 
     def _num_published(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
         for pin in self._published:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from quire.cache.prefix_key import NamespaceKeywords
+from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError
+from quire.scheduler.known_texts import owner_of
 
 if TYPE_CHECKING:
     from quire.scheduler.tenants import Tenants
@@ -31,14 +32,16 @@ class ApiTenant:
     """The tenant of a request.
 
     priority: smaller is served first; a request's own, at least 0, is added to it. quota_bytes: largest memory of its
-    keys and values; None: the server's. floor_bytes: memory that other tenants cannot take from it. max_requests:
-    largest number of its requests that wait or run. requests_per_minute: None for no limit.
+    keys and values; None: the server's. floor_bytes: memory that other tenants cannot take from it. weight: of its
+    share of the computed tokens, while tenants compete. max_requests: largest number of its requests that wait or run.
+    requests_per_minute: None for no limit.
     """
 
     name: str
     priority: int = 0
     quota_bytes: int | None = None
     floor_bytes: int = 0
+    weight: float = 1.0
     max_requests: int | None = None
     requests_per_minute: int | None = None
     is_admin: bool = False
@@ -51,6 +54,10 @@ class ApiTenant:
     def key(self, cache_salt: str | None) -> NamespaceKeywords:
         """The namespace of a request of this tenant, with the request's salt."""
         return {"tenant": self.in_engine, "cache_salt": cache_salt or None}
+
+    def texts_of(self, cache_salt: str | None) -> Hashable:
+        """The owner of the texts of a request with this salt."""
+        return owner_of(PrefixKey.of(**self.key(cache_salt)))
 
 
 ANYBODY = ApiTenant("default")
@@ -73,10 +80,11 @@ def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) ->
     names, unused, users = set(missing), [], engine_tenants.users
     for old in engine_tenants:
         new = missing.get(old.name)
-        if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
+        if new is not None and (new.quota_bytes, new.floor_bytes, new.priority, new.weight) == (
             old.quota_bytes,
             old.floor_bytes,
             old.priority,
+            old.weight,
         ):
             del missing[old.name]
         elif old.name in users and all(other.draining for other in users[old.name]):
@@ -92,7 +100,11 @@ def install(engine_tenants: Tenants, tenants: Sequence[ApiTenant], user: Any) ->
     try:
         for tenant in missing.values():
             engine_tenants.add(
-                tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
+                tenant.name,
+                quota=tenant.quota_bytes,
+                floor=tenant.floor_bytes,
+                priority=tenant.priority,
+                weight=tenant.weight,
             )
             added.append(tenant.name)
     except BaseException:

@@ -60,7 +60,12 @@ async def chat_completions(
     """Answers a conversation."""
     service.check_model(body.model)
     prompt = await prompt_of_chat(
-        body, body.messages, request, service, add_special_tokens=bool(body.add_special_tokens)
+        body,
+        body.messages,
+        request,
+        service,
+        add_special_tokens=bool(body.add_special_tokens),
+        owner=tenant.texts_of(body.cache_salt),
     )
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
     output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -33,11 +33,16 @@ async def prompt_of_chat(
     *,
     add_special_tokens: bool,
     is_counted_only: bool = False,
+    owner: Hashable | None = None,
 ) -> ChatPrompt:
-    """is_counted_only: the prompt may be longer than the model's longest sequence. *raises:* ApiError."""
+    """owner: of the text, see `Service.encode`. is_counted_only: the prompt may be longer than the model's longest
+    sequence. *raises:* ApiError.
+    """
     tools = await run_in_thread_if_large(request, _tools, body, service)
     text = await service.render(messages, tools, template_options(service.tokenizer, body))
-    tokens = await service.encode(text, add_special_tokens=add_special_tokens, is_prompt=not is_counted_only)
+    tokens = await service.encode(
+        text, add_special_tokens=add_special_tokens, is_prompt=not is_counted_only, owner=owner
+    )
     return ChatPrompt(text, tokens, tools)
 
 

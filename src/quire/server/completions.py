@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -51,7 +51,8 @@ async def completions(
     given = _prompts(body, service)
     params = await run_in_thread_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
-    prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
+    owner = tenant.texts_of(body.cache_salt)
+    prompts = [body.cut(await _token_ids(service, prompt, add_special, owner)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
     writer = _CompletionWriter(body, service, params, _echoes(body, service, echoed))
     with api_field_names(body):
@@ -115,12 +116,12 @@ def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> li
     return [prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt) for prompt in prompts]
 
 
-async def _token_ids(service: Service, prompt: Any, add_special_tokens: bool) -> list[int]:
+async def _token_ids(service: Service, prompt: Any, add_special_tokens: bool, owner: Hashable) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if not prompt:
         raise ApiError(400, "expected a prompt with text, got an empty one", param="prompt")
-    return await service.encode(prompt, add_special_tokens=add_special_tokens)
+    return await service.encode(prompt, add_special_tokens=add_special_tokens, owner=owner)
 
 
 class _CompletionWriter:

@@ -12,6 +12,8 @@
     vllm:request_prompt_tokens, vllm:request_generation_tokens, vllm:request_max_num_generation_tokens
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     each tier's content and calls: `quire.tiers.tier_worker.TierCounts`
+    quire:tenant_computed_tokens_total{tenant}        tokens computed for a tenant
+    quire:tenant_passed_by_tokens_total{tenant}       tokens computed for others in steps in which it waited
     quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
     quire:evicted_blocks_total{reason}       full blocks whose content memory evicted, by reason: `LOSS_REASONS`
     quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks
@@ -29,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from quire.server.api_keys import name_of_owner
 
 if TYPE_CHECKING:
     from quire.scheduler.request import RequestOutput
@@ -59,6 +63,14 @@ _COUNTERS = {
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_cached_tokens": ("quire:cached_prompt_tokens", "Tokens of prompts found in the cache."),
     "num_computed_tokens": ("quire:computed_tokens", "Tokens whose keys and values were computed."),
+    "num_withheld_tokens": (
+        "quire:withheld_prompt_tokens",
+        "Tokens of long prompts that waited for later steps, although a step had room for them.",
+    ),
+    "num_known_text_characters": (
+        "quire:known_text_characters",
+        "Characters of long prompts whose tokens were known from an earlier text.",
+    ),
     "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
     "num_restored_tokens": (
         "quire:restored_tokens",
@@ -100,6 +112,11 @@ _TIER_GAUGES = {
     "segments": "Segments it holds.",
     "bytes": "Bytes it holds.",
     "waiting_bytes": "Bytes queued to be stored in it.",
+}
+# Each tenant's, under `quire:tenant_...`.
+_TENANT_COUNTERS = {
+    "computed_tokens": "Tokens computed for it.",
+    "passed_by_tokens": "Tokens computed for other tenants in steps in which a sequence of it waited.",
 }
 _EVICTION_SPANS = {
     "idle": "Time since the last use of blocks at their eviction.",
@@ -216,6 +233,12 @@ class Metrics:
                 )
         yield from self._tier_families(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
         yield from self._eviction_families(stats)
+        if by_tenant := stats.get("tenants"):
+            for name, text in _TENANT_COUNTERS.items():
+                family = CounterMetricFamily(f"quire:tenant_{name}", text, labels=["model_name", "tenant"])
+                for tenant, counts in by_tenant.items():
+                    family.add_metric([self._label, name_of_owner(tenant)], counts[name])
+                yield family
         if "num_token_gaps" in stats:
             text = "Between two tokens of a sequence."
             family = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=["model_name"])

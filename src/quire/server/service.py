@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -132,6 +132,7 @@ class Service:
         self._longest_token_bytes = (
             0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
         )
+        engine.texts.prove()
         self.draining = False
         self.next_turns = NextTurns(self, settings.prepare_next_turn)
         self.conversations = Conversations(
@@ -418,7 +419,10 @@ class Service:
         """The metrics page: the whole server's for the administrator, and for every client if no tenant has a name;
         else the tenant's own requests'."""
         own = None if tenant.is_admin else self._tenant_metrics.get(tenant.name)
-        return self.metrics.render(await self.engine.stats()) if own is None else own.render()
+        if own is not None:
+            return own.render()
+        texts = {"num_known_text_characters": self.engine.texts.num_found_characters}
+        return self.metrics.render({**await self.engine.stats(), **texts})
 
     def _metrics_for(self, tenant: ApiTenant) -> list[Metrics]:
         own = self._tenant_metrics.get(tenant.name)
@@ -500,10 +504,16 @@ class Service:
     # -- text and tokens -------------------------------------------------------------------------------
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        is_prompt: bool = True,
+        owner: Hashable | None = None,
     ) -> list[int]:
         """The tokens of a text; a long one is tokenized in a thread.
 
+        owner: whose later texts, if they begin as this one, are tokenized from the last cut on (`ApiTenant.texts_of`).
         A text longer than `max_model_len` of the longest tokens is refused before it is read: ApiError. If
         `is_prompt` is false, at least 256 KiB are accepted.
         """
@@ -513,7 +523,7 @@ class Service:
             self._require_short(len(text.encode("utf-8", "replace")), is_prompt)
             return self._encode(text, add_special_tokens)
         self._require_short(len(text), is_prompt)  # characters: not fewer bytes
-        return await self.threads.run(self._encode, text, add_special_tokens)
+        return await self.threads.run(self._encode, text, add_special_tokens, owner)
 
     async def render(
         self,
@@ -563,8 +573,8 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    def _encode(self, text: str, add_special_tokens: bool, owner: Hashable | None = None) -> list[int]:
+        return self.engine.texts.encode(text, add_special_tokens=add_special_tokens, owner=owner)
 
     def check_schema(self, schema: Any, param: str) -> None:
         """*raises:* ApiError: the JSON schema is beyond the limits."""

@@ -14,6 +14,7 @@
     name = "alice"
     keys = ["env:ALICE_KEY", "sha256:9f86d0..."]   # a key in the clear is accepted too
     priority = 0
+    weight = 2
     quota = "1GiB"
     floor = "128MiB"
     max_requests = 64
@@ -37,7 +38,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from quire.config import EngineConfig, check_secret
+from quire.config import EngineConfig, check_secret, check_weight
 from quire.errors import ArgumentError
 from quire.secret_text import check_key, is_readable_by_all, key_lines, read_text, resolve_secret
 from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
@@ -274,6 +275,7 @@ _TENANT_FIELDS = {
     "name": str,
     "keys": list,
     "priority": int,
+    "weight": (int, float),
     "quota": (int, str),
     "floor": (int, str),
     "max_requests": int,
@@ -283,6 +285,7 @@ TENANT_HELP = {
     "name": "Name of the tenant, in logs, metrics and for its namespace. Required.",
     "keys": "API keys of the tenant: each in the clear, env:NAME (a variable) or sha256:HEX. Required.",
     "priority": "Added to the priority of its requests; smaller is served first. Default: 0.",
+    "weight": "Its share of the computed tokens while tenants wait, next to the others' weights. Default: 1.",
     "quota": "The most KV memory of its content, cached content included. Default: no limit.",
     "floor": "KV memory that no other tenant can take. Default: 0.",
     "max_requests": "Its requests that run or wait; one more gets 429. Default: a share of the places.",
@@ -414,8 +417,11 @@ def _tenant(entry: Any, path: str | None) -> tuple[ApiTenant, list[tuple[bytes, 
         if entry.get(name, 1) < (0 if name == "priority" else 1):
             raise ArgumentError(f"expected a positive number, got {entry[name]} - as {name} in {where}")
     quota = entry.get("quota")
+    weight = entry.get("weight", 1)
+    check_weight(weight, f"as weight in {where}")
     tenant = ApiTenant(
         entry["name"],
+        weight=float(weight),
         priority=entry.get("priority", 0),
         quota_bytes=None if quota is None else parse_size(quota, where=f"quota in {where}"),
         floor_bytes=parse_size(entry["floor"], where=f"floor in {where}") if "floor" in entry else 0,

@@ -75,7 +75,11 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
         engine = Engine(
             EngineParts(runner, opened.cache),
             ServedModel(_VOCAB_SIZE, comparison.max_model_len),
-            limits=StepLimits(config.max_batch_tokens, config.max_num_seqs),
+            limits=StepLimits(
+                config.max_batch_tokens,
+                config.max_num_seqs,
+                long_prefill_tokens=config.long_prompt_limit,
+            ),
             clock=clock,
         )
         meter = Meter(opened.cache, runner)
