@@ -70,7 +70,7 @@ def test_scores_are_those_of_generation_and_of_the_model(options: dict[str, Any]
         else:
             assert got[len(PROMPT) :] == wanted
         again, num_cached = scores(llm, text)
-        assert again == got
+        assert again == got or (is_python and again[1:] == pytest.approx(got[1:], abs=1e-5))
         if llm._opened.cache.can_fork:
             assert num_cached >= len(text) - 16
         others = [[(7 * i + j) % 90 + 5 for j in range(9 + 40 * i)] for i in range(4)]

@@ -58,10 +58,14 @@ class ClientFairness:
         self._used: dict[str | None, float] = {}
         self._scale = 1.0
         # By tenant, since the start: tokens computed for it, and tokens of others computed while it waited.
+        # Tokens of steps of decodes of one client, which `record_decodes` is still to record, and a request of it.
+        self.unrecorded = 0
+        self.unrecorded_of: Request | None = None
         self.computed_tokens: Counter[str | None] = Counter()
         self.passed_by_tokens: Counter[str | None] = Counter()
 
     def add(self, request: Request) -> None:
+        self.record_decodes()
         self._num_requests[request.client] += 1
         self.are_several = len(self._num_requests) > 1
 
@@ -80,8 +84,9 @@ class ClientFairness:
         waiting: Iterable[RequestSequence],
     ) -> None:
         """Records the tokens of a step, `num_tokens` in all. waiting: the sequences that may join the next one."""
-        used, first = self._used, chosen[0][0]
+        self.record_decodes()
         if self.are_several:
+            used = self._used
             by_tenant: Counter[str | None] = Counter()
             for sequence, n in chosen:
                 request = sequence.request
@@ -90,18 +95,34 @@ class ClientFairness:
             self.computed_tokens.update(by_tenant)
             for tenant in {sequence.request.tenant for sequence in waiting}:
                 self.passed_by_tokens[tenant] += num_tokens - by_tenant[tenant]
-        else:  # all are of one client
-            client = first.request.client
-            used[client] = used.get(client, 0.0) + num_tokens * self._scale / first.request.weight
-            self.computed_tokens[first.request.tenant] += num_tokens
+            self._age(num_tokens)
+        else:
+            self._record(chosen[0][0].request, num_tokens)
+
+    def record_decodes(self) -> None:
+        """Records the tokens of `unrecorded`."""
+        if self.unrecorded and self.unrecorded_of is not None:
+            self._record(self.unrecorded_of, self.unrecorded)
+        self.unrecorded, self.unrecorded_of = 0, None
+
+    def _record(self, request: Request, num_tokens: int) -> None:
+        """Records tokens that are all of one client."""
+        added = num_tokens * self._scale / request.weight
+        self._used[request.client] = self._used.get(request.client, 0.0) + added
+        self.computed_tokens[request.tenant] += num_tokens
+        self._age(num_tokens)
+
+    def _age(self, num_tokens: int) -> None:
+        """Has all tokens before the newest `num_tokens` count less."""
         self._scale *= math.exp(num_tokens / WINDOW_TOKENS)
-        if self._scale > 1e100 or len(used) > 2 * _MAX_REMEMBERED:
-            largest = heapq.nlargest(_MAX_REMEMBERED, used.items(), key=lambda entry: entry[1])
+        if self._scale > 1e100 or len(self._used) > 2 * _MAX_REMEMBERED:
+            largest = heapq.nlargest(_MAX_REMEMBERED, self._used.items(), key=lambda entry: entry[1])
             self._used = {client: tokens / self._scale for client, tokens in largest}
             self._scale = 1.0
 
     def forget_step(self, sequences: Iterable[RequestSequence], num_tokens: Iterable[int]) -> None:
         """Takes a step that was not computed out of the tenants' counts; the shares keep it for a window."""
+        self.record_decodes()
         for sequence, n in zip(sequences, num_tokens, strict=True):
             self.computed_tokens[sequence.request.tenant] -= n
 

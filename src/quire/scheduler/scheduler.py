@@ -254,6 +254,7 @@ class Scheduler:
     def stats_by_tenant(self) -> dict[str, dict[str, int]]:
         """Counts since the start by tenant, "" for requests without one: computed tokens, and tokens of other tenants
         that steps computed while a sequence of it could have joined."""
+        self._clients.record_decodes()
         computed, passed_by = self._clients.computed_tokens, self._clients.passed_by_tokens
         return {
             tenant or "": {"computed_tokens": computed[tenant], "passed_by_tokens": passed_by[tenant]}
@@ -327,8 +328,12 @@ class Scheduler:
                     num_tokens = int(num_new.sum())
                     self.num_computed_tokens += num_tokens
                     self.num_withheld_tokens += chunks.num_withheld
-                    ready = self._ready() if self._clients.are_several else ()
-                    self._clients.record_step(chosen, num_tokens, ready)
+                    clients = self._clients
+                    if steady is not None and not clients.are_several:  # no call in a step of decodes
+                        clients.unrecorded += num_tokens
+                        clients.unrecorded_of = chosen[0][0].request
+                    else:
+                        clients.record_step(chosen, num_tokens, self._ready() if clients.are_several else ())
                     closed, self._closed = np.array(self._closed, np.int64), []
                     if steady is not None:
                         return next_decodes(steady, self._drawn, plan, closed)
