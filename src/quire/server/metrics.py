@@ -124,7 +124,9 @@ class Metrics:
             "quire:refused_requests", "Answers of 429.", ["reason"], registry=self.registry
         )
         self.not_kept = Counter(
-            "quire:not_kept", "Prompts with keep_for that found no room.", registry=self.registry
+            "quire:not_kept",
+            "Prompts with keep_for or cache_control that found no room.",
+            registry=self.registry,
         )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."

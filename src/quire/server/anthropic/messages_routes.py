@@ -48,6 +48,15 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 async def messages(body: MessagesRequest, request: Request, service: TheService, tenant: TheTenant) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
+    if (
+        body.thread is not None
+    ):  # by this code the client's helpers know that they have to send the whole history
+        raise ApiError(
+            400,
+            "expected no thread: this server keeps no messages; send all of them",
+            param="thread",
+            code="thread_unsupported_request",
+        )
     tokenizer = service.tokenizer
     made = await run_in_thread_if_large(request, chat_of_messages, body, tokenizer)
     chat = made.chat
