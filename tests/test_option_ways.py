@@ -164,6 +164,7 @@ SERVER = {
     "allowed_origins": [["http://a.b"], ["http://a.b", "https://c.d"], [], ["*"], [5], "http://a.b", 5],
     "trusted_proxies": [["10.0.0.7"], ["10.0.0.0/8", "::1"], [], ["x"], [5], "10.0.0.7", 5],
     "drain_seconds": [0, 30, 0.5, -1, float("inf"), float("nan"), True, "30"],
+    "prepare_next_turn": [0, 4096, -1, 0.5, True],
 }
 SERVER_FLAGS = (
     "host",
@@ -173,6 +174,7 @@ SERVER_FLAGS = (
     "trust_loopback",
     "log_requests",
     "allowed_origins",
+    "prepare_next_turn",
 )
 
 

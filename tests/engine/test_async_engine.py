@@ -144,9 +144,9 @@ def test_requests_begin_together_or_not_at_all_and_are_checked_once(
     checked: list[int] = []
     check = RequestValidator.check_tokens
 
-    def counted(self: RequestValidator, tokens: Any) -> Any:
+    def counted(self: RequestValidator, tokens: Any, **options: Any) -> Any:
         checked.append(len(tokens))
-        return check(self, tokens)
+        return check(self, tokens, **options)
 
     monkeypatch.setattr(RequestValidator, "check_tokens", counted)
 

@@ -33,7 +33,7 @@ from quire.weights.linear import pack_linears
 from quire.weights.load import EMBEDDED, load, without_weights
 from quire.weights.quantized_experts import ExpertForms
 
-PARTS = ("weights", "tokenizer", "kv", "states", "scratch", "runtime")
+PARTS = ("weights", "tokenizer", "kv", "scores", "states", "scratch", "runtime")
 KINDS = (
     "llama",
     "gemma3_text",

@@ -13,8 +13,10 @@ from quire.sampling.params import SamplingParams
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("max_tokens", 0, "1 or more"),
-        ("max_tokens", 2.5, "1 or more"),
+        ("max_tokens", -1, "0 or more"),
+        ("max_tokens", 2.5, "0 or more"),
+        ("prompt_logprobs", 1025, "0 to 1024"),
+        ("prompt_logprobs_start", 3, "prompt_logprobs with"),
         ("temperature", -1, "0 (greedy) or more"),
         ("temperature", float("nan"), "0 (greedy) or more"),
         ("temperature", "hot", "0 (greedy) or more"),

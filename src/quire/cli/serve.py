@@ -44,13 +44,17 @@ def serve(
     log_requests: Annotated[
         bool | None, typer.Option("--log-requests/--no-log-requests", help=_HELP["log_requests"])
     ] = None,
+    prepare_next_turn: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=options.number(int), help=_HELP["prepare_next_turn"]),
+    ] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
-        "log_requests": log_requests,
+        "log_requests": log_requests, "prepare_next_turn": prepare_next_turn,
     }  # fmt: skip
     settings, table = server_settings.load_config(config, flags)
     engine_config = EngineConfig(

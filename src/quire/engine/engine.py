@@ -144,6 +144,11 @@ class Engine:
         """
         return self._validator.request(_prompt(prompt), _options(options))
 
+    def num_cached(self, prompt_token_ids: Any, options: RequestOptions) -> int:
+        """Tokens of a request's prompt that memory has, at most all but the last. *raises:* as `submit`."""
+        request = self.check(Prompt(None, prompt_token_ids), options)
+        return self._cache.match(request.prompt_token_ids, **request.key.content).num_tokens
+
     def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
         return self._validator.check_tokens(prompt_token_ids)
@@ -463,7 +468,7 @@ class Engine:
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
-        if self.monitor is not None:
+        if self.monitor is not None and not request.options.is_preparation:
             self.monitor.served(request)
         return self._outputs.finished(request)
 
@@ -488,7 +493,7 @@ class Engine:
         over the ended requests, from their arrival. token_gap_s: mean time between two tokens of a sequence.
         """
         scheduler = self.scheduler
-        live = scheduler.requests.values()
+        live = [request for request in scheduler.requests.values() if not request.options.is_preparation]
         num_prompt = self._outputs.num_prompt_tokens + sum(
             len(r.prompt_token_ids) for r in live if r.started_s is not None
         )
@@ -513,6 +518,7 @@ class Engine:
             "num_swapped": self.swap.num_swapped,
             "swapped_bytes": self.swap.num_bytes,
             "num_restored_tokens": self.swap.num_restored_tokens,
+            "kept_score_bytes": 0 if self._kept_scores is None else self._kept_scores.num_bytes,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_tokens_by_tier": self._hit_tokens(),
             "hit_rate": num_hit / num_query if num_query else 0.0,

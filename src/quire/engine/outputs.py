@@ -32,6 +32,8 @@ class Outputs:
 
     def finished(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended; call it once."""
+        if request.options.is_preparation:
+            return self.so_far(request)
         self.num_finished += 1
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_cached_tokens += request.num_cached_tokens

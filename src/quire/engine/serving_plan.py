@@ -3,16 +3,16 @@
     weights   in their final formats (`quire.model.weight_sizes`)
     tokenizer by the counts of its words and merges (`quire.weights.tokenizer`)
     kv        keys and values of the requests, by kind of layer
+    scores    log probabilities of tokens, kept where requests ask for them
     states    states of the requests
     scratch   memory of a step: activations of its tokens, logits
     runtime   Python, torch, transformers and this model's code in this process; on a card what its context takes
     host      on a card: the parts that stay in this machine's memory
 
 It reads config and headers, makes a model without memory, and uses the allocator's own arithmetic (`kv_capacity`):
-blocks,
-their padding, state slots, the budget of `kv_memory` from the memory that the weights leave free. `Plan.fits` is the
-verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of its
-error.
+blocks, their padding, state slots, the budget of `kv_memory` from the memory that the weights leave free. `Plan.fits`
+is the verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of
+its error.
 
 On a device with memory of its own (`plan_device`) these rows are of that memory, and the tokenizer and the process are
 rows of the host, which `total_bytes` leaves out. For a card of known bandwidth `decode_bound` bounds tokens per second.
@@ -38,6 +38,7 @@ from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
+from quire.spec.score_payload import BYTES_PER_SCORE
 
 if TYPE_CHECKING:
     from quire.model.support import Support
@@ -404,6 +405,7 @@ def _plan_of(
             *loaded,
             *_kv_rows(layout, asked, wanted, shared_prefix),
             *of_prompts,
+            *(_score_rows(config, layout, asked, wanted, shared_prefix) if place.is_host else ()),
             *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
             *_scratch_rows(config, unloaded, asked, wanted, place),
             *_process_rows(process, place),
@@ -522,6 +524,16 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
             note += f", {padding:.1%} padding"
         rows.append(PlanRow("kv", name, num_blocks * layout.block_bytes, note))
     return rows
+
+
+def _score_rows(
+    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, shared_prefix: int
+) -> list[PlanRow]:
+    """Bytes of the kept scores of all tokens."""
+    if not (config.keep_scores and config.shares_prefixes and layout.shares_blocks):
+        return []
+    num_tokens = concurrency * (context - shared_prefix) + shared_prefix
+    return [PlanRow("scores", "of tokens", BYTES_PER_SCORE * num_tokens, "at most, if requests ask for them")]
 
 
 def _prompt_rows(

@@ -107,13 +107,10 @@ class KeptScores:
         key, mirror = sequence.request.key, self._mirror
         return mirror.path(mirror.hashes(key.namespace, tokens, key.extra_keys))
 
-    def stats(self) -> dict[str, int]:
-        """Tokens whose scores are kept in memory, and their bytes."""
-        num_tokens = sum(int(np.isfinite(scores).sum()) for scores in self._by_node.values())
-        return {
-            "num_tokens": num_tokens,
-            "num_bytes": sum(scores.nbytes for scores in self._by_node.values()),
-        }
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the scores in memory."""
+        return 4 * self._mirror.node_tokens * len(self._by_node)
 
     # -- called by the mirror (`BlockRecorder`) ----------------------------------------------------------
 

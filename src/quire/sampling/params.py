@@ -117,7 +117,7 @@ class SamplingParams:
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise ArgumentError(
                 f"expected prompt_logprobs with prompt_logprobs_start {self.prompt_logprobs_start}, got none - in "
-                "`prompt_logprobs`"
+                "`prompt_logprobs_start`"
             )
         for name in ("stop", "bad_words"):
             if getattr(self, name) is not None:

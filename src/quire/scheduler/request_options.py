@@ -35,6 +35,7 @@ class RequestOptions:
     each step instead of one at the end; deltas: each output contains only new tokens and text. request_id: generated
     if None. client: name of the client; clients share the places of the batch, see `ClientFairness`.
     default_max_tokens: max_tokens, if neither the parameters nor the model set it; None: the engine's default.
+    is_preparation: computes a prompt before a client asks for it: no request in counts and records.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -46,6 +47,7 @@ class RequestOptions:
     request_id: str | None = None
     client: str | None = None
     default_max_tokens: int | None = None
+    is_preparation: bool = False
 
     @classmethod
     def of(
@@ -57,11 +59,21 @@ class RequestOptions:
         stream: bool = False,
         deltas: bool = False,
         request_id: str | None = None,
+        is_preparation: bool = False,
         **key: Unpack[PrefixKeywords],
     ) -> RequestOptions:
         """Options from a call's keywords. params: None for the defaults. *raises:* TypeError: unknown keywords."""
         params = SamplingParams() if params is None else params
-        return cls(params, PrefixKey.of(**key), priority, cache_priority, stream, deltas, request_id)
+        return cls(
+            params,
+            PrefixKey.of(**key),
+            priority,
+            cache_priority,
+            stream,
+            deltas,
+            request_id,
+            is_preparation=is_preparation,
+        )
 
 
 def cache_priority_number(cache_priority: Any) -> int:

@@ -16,11 +16,14 @@ from fastapi.responses import JSONResponse
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import ApiError
+from quire.server.api_keys import ApiTenant
 from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs
+from quire.server.messages import template_options
+from quire.server.next_turn import EndedTurn
 from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
@@ -32,14 +35,16 @@ from quire.server.schemas.chat_bodies import (
     ChatChoice,
     ChatCompletion,
     ChatFields,
+    ChatMessage,
     ChatRequest,
     NamedTool,
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
+from quire.server.session_name import session_of
 
-__all__ = ["ChatWriter", "chat_params", "new_call_id", "router"]
+__all__ = ["ChatWriter", "chat_params", "new_call_id", "next_turn_preparation", "router"]
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -60,10 +65,38 @@ async def chat_completions(
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
     output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
-    writer = ChatWriter(body, service, params, output_format)
+    when_answered = next_turn_preparation(body, request, service, tenant, tools)
+    writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
         running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
     return await writer.respond(running, running.outputs())
+
+
+def next_turn_preparation(
+    body: ChatRequest, request: Request, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
+) -> Callable[[AnswerMessage], None] | None:
+    """Has the turn behind the answer prepared, if the request is of a session."""
+    session = session_of(body, request)
+    if session is None:
+        return None
+    service.next_turns.withdraw(tenant.name, session)
+    is_whole = body.truncate_prompt_tokens is None and not body.continue_final_message
+    if (body.n or 1) > 1 or not is_whole or body.cache_priority == "discard":
+        return None
+
+    def prepare(answer: AnswerMessage) -> None:
+        turn = EndedTurn(
+            body.messages,
+            ChatMessage.model_validate(answer.model_dump(exclude_none=True)),
+            tools,
+            template_options(service.tokenizer, body),
+            bool(body.add_special_tokens),
+            tenant.key(body.cache_salt),
+            body.cache_priority or "normal",
+        )
+        service.next_turns.add(tenant.name, session, turn)
+
+    return prepare
 
 
 def chat_params(
@@ -136,6 +169,7 @@ class ChatWriter:
     """The answer to one request, written in this endpoint's shape.
 
     output_format: of the model's text. more: returns fields in addition to OpenAI's; called at the end.
+    when_answered: called with the message of a whole answer, if there is one.
     """
 
     def __init__(
@@ -145,8 +179,10 @@ class ChatWriter:
         params: SamplingParams,
         output_format: OutputFormat,
         more: Callable[[], Mapping[str, Any]] | None = None,
+        when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._more = more
+        self._when_answered = when_answered
         self._body = body
         self._service = service
         self._params = params
@@ -170,6 +206,8 @@ class ChatWriter:
         for index, text in enumerate(answer.texts):
             parser = OutputParser(self._format)
             message = self._message(parser, text)
+            if self._when_answered is not None:
+                self._when_answered(message)
             choices.append(
                 ChatChoice(
                     index=index,
@@ -242,6 +280,7 @@ class ChatWriter:
         self, running: RunningRequests, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
         parsers = [OutputParser(self._format) for _ in range(self._params.n)]
+        message = AnswerMessage()
         opened: set[int] = set()
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
@@ -274,6 +313,8 @@ class ChatWriter:
                         if (dumped is not None or ids) and not deltas:
                             deltas = [{"content": ""}]
                         for delta in deltas:
+                            if self._when_answered is not None:
+                                _add_delta(message, delta)
                             if dumped is None and not ids and len(delta) == 1 and "content" in delta:
                                 yield write.content(index, delta["content"])
                                 continue
@@ -283,6 +324,8 @@ class ChatWriter:
                         if reason is not None:
                             last = _choice(index, {}, finish_reason=parsers[index].finish_reason(reason))
                             yield write.choice({**last, "stop_reason": part.stop_reason})
+        if self._when_answered is not None and None not in answer.finish_reasons:
+            self._when_answered(message)
         more = {} if self._more is None else self._more()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
@@ -305,6 +348,20 @@ class ChatWriter:
                 call |= {"id": new_call_id(), "type": "function"}
             deltas.append({"tool_calls": [call]})
         return deltas
+
+
+def _add_delta(message: AnswerMessage, delta: Mapping[str, Any]) -> None:
+    """Adds a delta of a stream to the message that it is a part of."""
+    if "content" in delta:
+        message.content = (message.content or "") + delta["content"]
+    if "reasoning_content" in delta:
+        message.reasoning_content = (message.reasoning_content or "") + delta["reasoning_content"]
+    for part in delta.get("tool_calls", ()):
+        if "id" in part:
+            called = AnsweredCall(id=part["id"], function={"name": part["function"]["name"], "arguments": ""})
+            message.tool_calls = [*(message.tool_calls or []), called]
+        assert message.tool_calls
+        message.tool_calls[-1].function["arguments"] += part["function"].get("arguments") or ""
 
 
 def new_call_id() -> str:

@@ -78,6 +78,7 @@ _GAUGES = {
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),
     "swapped_bytes": ("quire:swapped_bytes", "Host memory that swapped out sequences take."),
+    "kept_score_bytes": ("quire:kept_score_bytes", "Host memory that kept scores of tokens take."),
     "num_loading": ("quire:num_requests_loading", "Sequences whose prefix comes from a tier."),
 }
 # Each tier's, under `quire:tier_...`.
@@ -127,6 +128,12 @@ class Metrics:
             "quire:not_kept",
             "Prompts with keep_for or cache_control that found no room.",
             registry=self.registry,
+        )
+        self.prepared_turns = Counter(
+            "quire:prepared_turns", "Next turns of sessions.", ["outcome"], registry=self.registry
+        )
+        self.prepared_tokens = Counter(
+            "quire:prepared_tokens", "Tokens computed for next turns.", registry=self.registry
         )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."

@@ -35,6 +35,7 @@ from quire.server.http.request_log import current_request
 from quire.server.json_size import is_deeper, is_longer
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
+from quire.server.next_turn import NextTurns
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
@@ -127,6 +128,7 @@ class Service:
             0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
         )
         self.draining = False
+        self.next_turns = NextTurns(self, settings.prepare_next_turn)
         self.conversations = Conversations(
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
         )

@@ -176,6 +176,10 @@ class ServerSettings:
         30.0,
         "Seconds in which running requests may finish after SIGTERM. Default: 30.",
     )
+    prepare_next_turn: int = setting(
+        4096,
+        "Tokens of a session's next prompt that are computed ahead while the engine is idle; 0: none. Default: 4096.",
+    )
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[ApiTenant, ...] = (ANYBODY,)
@@ -239,6 +243,7 @@ _SERVER_FIELDS = {
     "trusted_proxies": (list, tuple),
     "log_requests": bool,
     "drain_seconds": (int, float),
+    "prepare_next_turn": int,
 }
 _LISTS = ("allowed_origins", "trusted_proxies")
 # Read from the file (and --api-key-file) only, with their documentation; the settings hold the keys and secrets.
@@ -459,6 +464,8 @@ def _check(name: str, value: Any, where: str | None = None) -> None:
     _check_type(value, _SERVER_FIELDS.get(name, str), where)
     if name == "drain_seconds" and not 0 <= value < math.inf:
         raise ArgumentError(f"expected seconds, 0 or more, got {value} - as {where}")
+    if name == "prepare_next_turn" and value < 0:
+        raise ArgumentError(f"expected tokens, 0 or more, got {value} - as {where}")
     for entry in value if name in _LISTS else ():
         _check_type(entry, str, where)
 

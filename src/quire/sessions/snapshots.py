@@ -4,7 +4,7 @@ A snapshot is its file (`snapshot_files`). The segments of its tokens are stored
 "keep", so that they are evicted last. They only save time: the first turn after `resume` computes missing ones again,
 bit for bit. Never stored: the last, partial block; blocks that neither memory nor the disk has any more; for a model
 with sliding windows the blocks behind them in the last, unfinished segment. For a model with state layers the deepest
-state at a block's end is stored too; the first turn continues from it.
+state at a block's end is stored too; the first turn continues from it. Scores of its tokens stay with it.
 
 Invariants
     O1  the file is written before its segments get cache priority "keep", and set aside before they lose it. A process
@@ -254,6 +254,7 @@ class Snapshots:
             changes.add_stored(self._disk.name, key, seen)
             stop = key.end
         kept = [*keys, *self._store_state(record, namespace, stop, in_engine)]
+        kept += self._score_keys(record, namespace)
         self._disk.set_cache_priority([key.hash for key in kept], _KEEP)
 
     def _store_state(
@@ -271,6 +272,18 @@ class Snapshots:
             if self._store(key, found[1], states.layout):
                 return [key]
         return [] if on_disk is None else [on_disk]
+
+    def _keys(self, record: SnapshotRecord, namespace: bytes) -> set[bytes]:
+        """The keys of all values that a snapshot may need."""
+        keys = self._chain(record, namespace) + self._state_keys(record, namespace)
+        return {key.hash for key in keys + self._score_keys(record, namespace)}
+
+    def _score_keys(self, record: SnapshotRecord, namespace: bytes) -> list[SegmentKey]:
+        """Keys of the scores of its tokens, which the tiers have if a request asked for them."""
+        if self._tiers.scores is None:
+            return []
+        extra_keys = tuple(sorted(record.extra_keys.items()))
+        return self._tiers.scores.keys(namespace, record.token_ids, extra_keys)
 
     def _state_keys(
         self, record: SnapshotRecord, namespace: bytes, stop: int | None = None
@@ -310,13 +323,11 @@ class Snapshots:
         """O2: what no other snapshot needs is evicted like everything else from now on."""
         if record.fingerprint != self._tiers.fingerprint:
             return
-        keys = {key.hash for key in self._chain(record, namespace) + self._state_keys(record, namespace)}
+        keys = self._keys(record, namespace)
         for name in self._files.names(namespace):
             other = self._record(name, namespace)
             if other is not None and other.fingerprint == self._tiers.fingerprint:
-                keys -= {
-                    key.hash for key in self._chain(other, namespace) + self._state_keys(other, namespace)
-                }
+                keys -= self._keys(other, namespace)
         self._disk.set_cache_priority(list(keys), _NORMAL)
 
     def _record(self, name: str, namespace: bytes) -> SnapshotRecord | None:

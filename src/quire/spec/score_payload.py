@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ScorePayloadLayout"]
+__all__ = ["BYTES_PER_SCORE", "ScorePayloadLayout"]
 
 BYTES_PER_SCORE = 4
 

@@ -242,6 +242,9 @@ class MessagesRequest(MessagesPrompt, GeneratingBody):
         None, description="Not served: send the whole history. The client's helpers then do so."
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Ours.")
+    session_id: str | None = Field(
+        None, description="Ours: names the session, whose next turn is prepared; or the header X-Session-Id."
+    )
     cache_salt: str | None = Field(
         None, max_length=1024, description="Ours: separates this request's cached content from others'."
     )

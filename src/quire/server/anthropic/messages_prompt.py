@@ -158,8 +158,8 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
         fields |= {
             name: getattr(body, name)
             for name in (
-                "stream", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority", "cache_priority",
-                "keep_for",
+                "stream", "temperature", "top_p", "top_k", "seed", "session_id", "cache_salt", "priority",
+                "cache_priority", "keep_for",
             )
         }  # fmt: skip
         fields["stop"] = body.stop_sequences

@@ -49,12 +49,12 @@ class AcceptedFields(StrictBody):
 
     user: Annotated[str | None, Accepted("not used: keys tell tenants apart")] = None
     safety_identifier: Annotated[str | None, Accepted("not used")] = None
-    session_id: Annotated[str | None, Accepted("not used")] = None
+    session_id: Annotated[str | None, Accepted("names the session, whose next turn is prepared")] = None
     metadata: Annotated[dict[str, Any] | None, Accepted("not kept")] = None
     store: Annotated[bool | None, Accepted("no answer is kept")] = None
     service_tier: Annotated[str | None, Accepted("there is one")] = None
     prompt_cache_key: Annotated[
-        str | None, Accepted("prefixes are found by their tokens; cache_salt sets them apart")
+        str | None, Accepted("names the session, without session_id; prefixes are found by their tokens")
     ] = None
     prompt_cache_retention: Annotated[
         str | None, Accepted("prefixes stay cached while there is room; keep_for pins them")
