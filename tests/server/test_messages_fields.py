@@ -16,6 +16,9 @@ import httpx
 import pytest
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_create_params
+from support import families
+from support.running_server import running
+from support.state_layers import tiny_model
 from support.until import until
 
 from quire import LLM
@@ -403,6 +406,29 @@ def test_cache_control_pins_up_to_its_block(url: str, unpinned: LLM) -> None:
     assert len(pins_of(unpinned)) == 2
 
 
+def test_breakpoints_of_tools_and_results(url: str, unpinned: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the tools the head of the prompt is kept, in any order; behind a result, what the template shows of it."""
+    monkeypatch.setattr(unpinned.tokenizer, "chat_template", TEMPLATE)
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "the result", "cache_control": EPHEMERAL}
+    body = {
+        **ASK,
+        "tools": [{**TOOL, "description": "d", "cache_control": HOUR}],
+        "system": "S",
+        "messages": [
+            {"role": "user", "content": "the question"},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "the rest"}]},
+        ],
+    }
+    post(url, body)
+    kept = {pin.ttl_s: unpinned.tokenizer.decode(pin.tokens.tolist()) for pin in unpinned.pins}
+    assert kept == {
+        3600: "[f: d]<system>S</><user>",
+        300: "[f: d]<system>S</><user>the question</><assistant>f{}</><tool>the result</><user>",
+    }
+
+
 def test_a_longer_turn_replaces_the_pin_of_the_last(url: str, unpinned: LLM) -> None:
     messages: list[Any] = []
     for turn in range(4):
@@ -433,6 +459,18 @@ def test_no_room_is_told_and_the_answer_comes(serve: Callable[..., Any], unpinne
         assert len(pins_of(unpinned)) == 1
         page = httpx.get(f"{url}/metrics").text
         assert "quire:not_kept_total 1.0" in page
+
+
+def test_a_prompt_of_state_layers_is_pinned_up_to_its_state() -> None:
+    words = families.tokenizer("qwen3")
+    model = tiny_model("qwen3_next", vocab_size=len(words))
+    with LLM((model, words), kv_memory="16MiB") as llm, running(llm, ServerSettings()) as (url, _):
+        body = {**ASK, "cache_control": EPHEMERAL}
+        num_prompt = count(url, body)
+        usage = post(url, body)["usage"]
+        assert (usage["cache_creation_input_tokens"], usage["input_tokens"]) == (num_prompt - 1, 1)
+        assert pins_of(llm) == [(num_prompt - 1, 300)]
+        assert post(url, body)["usage"]["cache_read_input_tokens"] == num_prompt - 1
 
 
 def test_a_budget_of_pins_is_kept(small_server: Any, small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

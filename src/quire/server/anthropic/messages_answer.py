@@ -219,16 +219,15 @@ class MessagesWriter:
 
     async def _keep(self, token_ids: list[int], num_cached: int) -> None:
         """Pins the beginnings, and counts their computed tokens: each with the longest time that it was pinned for."""
-        salt = self._body.cache_salt
+        salt, pinned = self._body.cache_salt, []
+        for kept in self._kept:
+            beginning = token_ids[: kept.num_tokens]
+            num_pinned = await self._service.keep_prefix(self._tenant, beginning, kept.seconds, salt)
+            pinned.append((num_pinned, kept.seconds))
         counted = num_cached
-        pinned = [
-            kept
-            for kept in self._kept
-            if await self._service.keep_prefix(self._tenant, token_ids[: kept.num_tokens], kept.seconds, salt)
-        ]
-        for kept in reversed(pinned):
-            self._created[kept.seconds] += max(0, kept.num_tokens - counted)
-            counted = max(counted, kept.num_tokens)
+        for num_pinned, seconds in reversed(pinned):
+            self._created[seconds] += max(0, num_pinned - counted)
+            counted = max(counted, num_pinned)
 
     def _head(self) -> dict[str, Any]:
         return {
