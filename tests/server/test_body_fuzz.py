@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -13,7 +14,8 @@ from support.at_length import at_length
 
 CLIENT = httpx.Client(verify=False, timeout=60)  # one: what httpx.post makes anew costs more than the request
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses",
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
     "/v1/responses/input_tokens", "/v1/conversations", "/v1/conversations/conv_0",
 )  # fmt: skip
 
@@ -193,8 +195,12 @@ def ask(url: str, path: str, content: bytes) -> httpx.Response:
         assert told[-1]["type"].removeprefix("response.") in ("completed", "incomplete", "failed")
         assert all(one.get("code") != "internal_error" for one in told), told
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        *events, done = [part[6:] for part in answer.text.split("\n\n") if part.startswith("data: ")]
-        assert done == "[DONE]", done
+        if path == PATHS[4]:
+            events = re.findall("^data: (.*)$", answer.text, re.MULTILINE)
+            assert json.loads(events[-1])["type"] in ("message_stop", "error")
+        else:
+            *events, done = [part[6:] for part in answer.text.split("\n\n") if part.startswith("data: ")]
+            assert done == "[DONE]", done
         errors = [error for one in events if (error := json.loads(one).get("error"))]
         assert all(error["type"] == "invalid_request_error" for error in errors), errors
     else:
@@ -203,11 +209,14 @@ def ask(url: str, path: str, content: bytes) -> httpx.Response:
     return answer
 
 
-def body_of(optional: dict[str, Any], required: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Mostly sensible bodies, in which any field may be any JSON."""
+def body_of(
+    optional: dict[str, Any], required: dict[str, Any], plain: dict[str, Any] | None = None
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Mostly sensible bodies, in which any field may be any JSON. plain: fields that half of them have."""
     fields = {name: st.one_of(strategy, strategy, JSON) for name, strategy in optional.items()}
     some = st.fixed_dictionaries(required, optional=fields)
-    return st.one_of(some, some.flatmap(lambda body: st.just({**body, "n": 1, "model": None})))
+    plain = {"n": 1, "model": None} if plain is None else plain
+    return st.one_of(some, some.flatmap(lambda body: st.just({**body, **plain})))
 
 
 def schema_request(schema: Any, where: str) -> tuple[str, bytes]:
@@ -224,6 +233,63 @@ def schema_request(schema: Any, where: str) -> tuple[str, bytes]:
     return "/v1/chat/completions", encoded(body)
 
 
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20) | st.sampled_from(
+    ["", "<think>", "x " * 30]
+)
+CONTROLS = st.none() | st.fixed_dictionaries(
+    {"type": st.just("ephemeral")}, optional={"ttl": st.sampled_from(["5m", "1h"])}
+)
+BLOCK_FIELDS: dict[str, Any] = {
+    "text": {"text": WORDS},
+    "thinking": {
+        "thinking": WORDS,
+        "signature": WORDS | st.sampled_from(["quire.text.YQ==", "quire.text.!", "quire.text.\u0663"]),
+    },
+    "redacted_thinking": {"data": WORDS},
+    "tool_use": {"id": WORDS, "name": WORDS, "input": st.dictionaries(WORDS, JSON, max_size=2)},
+    "tool_result": {
+        "tool_use_id": WORDS,
+        "content": WORDS | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": WORDS}), max_size=2),
+        "is_error": st.booleans(),
+    },
+}  # fmt: skip
+BLOCKS = st.one_of(
+    *(
+        st.fixed_dictionaries({"type": st.just(kind), **fields}, optional={"cache_control": CONTROLS})
+        for kind, fields in BLOCK_FIELDS.items()
+    ),
+    st.fixed_dictionaries({"type": WORDS | st.sampled_from(["image", "web_search_tool_result"])}),
+    JSON,
+)
+MESSAGES_FIELDS: dict[str, Any] = {
+    "system": WORDS | st.lists(BLOCKS, max_size=3),
+    "stop_sequences": st.lists(WORDS, max_size=3),
+    "stream": st.booleans(),
+    "temperature": st.floats(0, 2),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "cache_control": CONTROLS,
+    "thinking": st.sampled_from(
+        [{"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}]
+    ),
+    "tools": st.lists(
+        st.fixed_dictionaries({"name": st.sampled_from(["f", "g", "a b"]), "input_schema": SCHEMAS}), max_size=2
+    ),
+    "tool_choice": st.sampled_from(
+        [*({"type": kind} for kind in ("auto", "any", "none")), {"type": "tool", "name": "f"}]
+    ),
+    "output_config": st.fixed_dictionaries({}, optional={"effort": st.just("low"), "format": JSON}),
+    "metadata": st.fixed_dictionaries({"user_id": WORDS}),
+}  # fmt: skip
+MESSAGES_MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]),
+            "content": WORDS | st.lists(BLOCKS, max_size=3),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
 PROMPTS = TEXTS | st.lists(TEXTS | st.lists(st.integers(0, 300)), max_size=3)
 KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
     "any bytes": st.tuples(st.sampled_from(PATHS), st.binary(max_size=64)),
@@ -236,6 +302,22 @@ KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
     "conversations": st.tuples(
         st.just("/v1/conversations"),
         body_of({"metadata": RESPONSE_FIELDS["metadata"]}, {"items": ITEMS}).map(encoded),
+    ),
+    "messages": st.tuples(
+        st.just(PATHS[4]),
+        body_of(
+            MESSAGES_FIELDS,
+            {"messages": MESSAGES_MESSAGES, "max_tokens": st.sampled_from([0, 1, 2, 3])},
+            {"thinking": None, "tools": None, "tool_choice": None, "output_config": None},
+        ).map(encoded),
+    ),
+    "messages' tokens": st.tuples(
+        st.just(PATHS[5]),
+        body_of(
+            {name: MESSAGES_FIELDS[name] for name in ("system", "thinking", "tools", "tool_choice")},
+            {"messages": MESSAGES_MESSAGES},
+            {"thinking": None},
+        ).map(encoded),
     ),
     "schemas": st.builds(
         schema_request, SCHEMAS, st.sampled_from(["json_schema", "response_format", "tools", "required"])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from support import families
@@ -247,6 +248,48 @@ def test_the_next_turn_computes_its_new_text(
         computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
         assert computed <= words + 2, (computed, words)  # a token may cross into the new text
         settle(service)
+    assert num_turns(service, "failed") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kind", ["thought", "thought-call"])
+def test_by_anthropics_api(shaped: tuple[str, str, Service], kind: str, stream: bool) -> None:
+    """Its next prompt is found up to the new text, as a chat's."""
+    name, url, service = shaped
+    if kind not in WRITES[name]:
+        pytest.skip(f"{name} does not write such an answer")
+    asked = f"messages {kind} {stream}. What is it? [{kind}]"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+    body: dict[str, Any] = {"max_tokens": 600, "temperature": 0}
+    if "call" in kind:
+        body["tools"] = [
+            {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {})}
+            for tool in TOOLS
+        ]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        more = {"model": model, "max_tokens": 600, "tools": body.get("tools", [])}
+        with_session = {"temperature": 0, "session_id": f"messages-{kind}-{stream}"}
+        if stream:
+            with client.messages.stream(**more, messages=messages, extra_body=with_session) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**more, messages=messages, extra_body=with_session)
+        settle(service)
+        assert answer.content[0].type == "thinking"
+        blocks: list[Any] = [block for block in answer.content if "call" in kind or block.type != "thinking"]
+        new: Any = f"And what is it now? [{kind}]"
+        if "call" in kind:
+            new = [{"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": new}]
+        messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": new}]
+        usage = client.messages.create(**more, messages=messages).usage
+        words = families.tokenizer(f"{name}-shape")
+        least = len(words(f"And what is it now? [{kind}]")["input_ids"])
+        assert usage.input_tokens <= least + 16, (
+            usage,
+            least,
+        )  # the text, and the template's words behind it
+        assert usage.cache_read_input_tokens > least
     assert num_turns(service, "failed") == 0
 
 

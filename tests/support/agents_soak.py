@@ -35,6 +35,8 @@ from support.coding_agents import AGENTS, CONTEXT, Agent, Modules, install, lack
 from support.serve_process import serving
 from support.until import until
 
+from quire.server.anthropic.messages_bodies import MessagesRequest
+from quire.server.anthropic.messages_prompt import chat_of_messages
 from quire.server.messages import render
 from quire.server.outputs.tool_call_format import template_text
 from quire.server.schemas.chat_bodies import ChatRequest
@@ -75,6 +77,9 @@ class Record:
         found: list[dict[str, Any]] = []
         for one in self.all():
             body = json.loads(one["body"] or "null")
+            if body and one["path"].endswith("/messages"):
+                chat = chat_of_messages(MessagesRequest.model_validate(body), None).chat
+                body = chat.model_dump(exclude_none=True)
             if body and body.get("tools") and marker in _text(_last_question(body)):
                 found.append({**one, "body": body})
         return found

@@ -37,7 +37,12 @@ class Streamed:
 
 
 def streamed(text: str) -> Streamed:
-    """text: the body of an answer to a request of one choice, with `include_usage`. *raises:* ValueError."""
+    """text: the body of an answer to a chat request of one choice with `include_usage`, or to `/v1/messages`.
+
+    *raises:* ValueError: it has not the form.
+    """
+    if text.startswith("event: "):
+        return _message(text)
     *events, behind = text.split("\n\n")
     if behind or not events or events[-1] != "data: [DONE]":
         raise ValueError(f"expected events up to data: [DONE], got ...{text[-200:]!r}")
@@ -78,3 +83,46 @@ def _add(answer: Streamed, choice: dict[str, Any]) -> None:
         elif call["index"] != len(answer.calls) - 1 or call.get("id") or function.get("name"):
             raise ValueError(f"expected more of call {len(answer.calls) - 1}, or the next one, got {call}")
         answer.calls[-1].arguments += function.get("arguments") or ""
+
+
+_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
+
+
+def _message(text: str) -> Streamed:
+    """An answer of `/v1/messages`, in a chat's words."""
+    *events, behind = text.split("\n\n")
+    answer, kinds, kind, usage = Streamed(), [], "", {}
+    index = -1
+    for one in events:
+        name, line = one.split("\n")
+        data = json.loads(line.removeprefix("data: "))
+        if name != f"event: {data['type']}":
+            raise ValueError(f"expected the event's type as its name, got {one[:200]!r}")
+        if data["type"] == "error":
+            raise ValueError(f"expected an answer, got the error {data['error']}")
+        if data["type"] == "ping":
+            continue
+        kinds.append(data["type"])
+        if data["type"] == "content_block_start":
+            if kind or data["index"] != index + 1:
+                raise ValueError(f"expected block {index + 1} once the last has ended, got {one[:200]!r}")
+            index, block = data["index"], data["content_block"]
+            kind = block["type"]
+            if kind == "tool_use":
+                answer.calls.append(StreamedCall(block["id"], block["name"]))
+        elif data["type"] in ("content_block_delta", "content_block_stop"):
+            if not kind or data["index"] != index:
+                raise ValueError(f"expected an event of block {index}, got {one[:200]!r}")
+            delta = data.get("delta", {})
+            answer.content += delta.get("text", "")
+            answer.reasoning += delta.get("thinking", "")
+            if "partial_json" in delta:
+                answer.calls[-1].arguments += delta["partial_json"]
+            kind = "" if data["type"] == "content_block_stop" else kind
+        elif data["type"] == "message_delta":
+            usage, answer.finish_reason = data["usage"], _REASONS[data["delta"]["stop_reason"]]
+    if behind or kind or kinds[0] != "message_start" or kinds[-2:] != ["message_delta", "message_stop"]:
+        raise ValueError(f"expected a message from its start to its stop, got {kinds} and {behind!r}")
+    answer.num_cached = usage["cache_read_input_tokens"]
+    answer.num_prompt = usage["input_tokens"] + answer.num_cached + usage["cache_creation_input_tokens"]
+    return answer

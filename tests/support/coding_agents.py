@@ -218,6 +218,7 @@ class OpenCode(Agent):
         "echo": "quire_echo",
     }
     arguments: ClassVar = {"path": "filePath", "old": "oldString", "new": "newString"}
+    provider: ClassVar[str] = "@ai-sdk/openai-compatible"
 
     def set_up(self) -> None:
         known = {
@@ -226,9 +227,9 @@ class OpenCode(Agent):
             "limit": {"context": self.context, "output": self.output},
         }
         provider = {
-            "npm": "@ai-sdk/openai-compatible",
+            "npm": self.provider,
             "name": "Quire",
-            "options": {"baseURL": self.url},
+            "options": {"baseURL": self.url, "apiKey": "none"},
             "models": {self.model: known},
         }
         settings = {
@@ -258,6 +259,13 @@ class OpenCode(Agent):
             return [one, "run", "--format", "json", "--auto", *going_on, text]
 
         return TurnByTurn(self, folder, command, lambda event: event["sessionID"])
+
+
+class MessagesOpenCode(OpenCode):
+    """The same by Anthropic's API."""
+
+    name = "opencode, messages"
+    provider: ClassVar[str] = "@ai-sdk/anthropic"
 
 
 class QwenCode(Agent):
@@ -332,4 +340,4 @@ class ResumedQwenCode(QwenCode):
         return TurnByTurn(self, folder, command, lambda event: event["session_id"])
 
 
-AGENTS: list[type[Agent]] = [OpenCode, QwenCode, ResumedQwenCode]
+AGENTS: list[type[Agent]] = [OpenCode, MessagesOpenCode, QwenCode, ResumedQwenCode]

@@ -139,7 +139,7 @@ def register_error_form(path: str, form: ErrorForm) -> None:
 
 def error_form(scope: Mapping[str, Any]) -> ErrorForm:
     """The form of errors for a request, by its path. scope: ASGI's."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     return next((form for start, form in _forms.items() if f"{path}/".startswith(f"{start}/")), _openai_form)
 
 

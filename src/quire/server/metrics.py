@@ -142,7 +142,9 @@ class Metrics:
             "quire:refused_requests", "Answers of 429.", ["reason"], registry=self.registry
         )
         self.not_kept = Counter(
-            "quire:not_kept", "Prompts with keep_for that found no room.", registry=self.registry
+            "quire:not_kept",
+            "Prompts with keep_for or cache_control that found no room.",
+            registry=self.registry,
         )
         self.prepared_turns = Counter(
             "quire:prepared_turns", "Next turns of sessions.", ["outcome"], registry=self.registry

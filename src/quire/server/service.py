@@ -467,17 +467,20 @@ class Service:
 
     async def keep_prefix(
         self, tenant: ApiTenant, token_ids: list[int], seconds: float, cache_salt: str | None
-    ) -> bool:
+    ) -> int:
         """Pins the beginning of a computed prompt for `seconds` after its last use, in place of earlier such pins of
-        its own beginnings. False: there was no room, and `not_kept` counts it."""
+        its own beginnings. Returns the number of pinned tokens; 0: there was no room, and `not_kept` counts it."""
         engine_pins, max_kept = self.engine.pins, self.settings.limits.max_kept
 
-        def keep() -> None:
+        def keep() -> int:
             owner = tenant.in_engine or ""
             timed = [pin for pin in engine_pins if pin.ttl_s is not None and pin.owner == owner]
-            kept = engine_pins.keep_for(token_ids, seconds, **tenant.key(cache_salt))
+            try:
+                kept = engine_pins.keep_for(token_ids, seconds, **tenant.key(cache_salt))
+            except ArgumentError:  # state layers have a state before a prompt's last token, not behind it
+                kept = engine_pins.keep_for(token_ids[:-1], seconds, **tenant.key(cache_salt))
             if kept in timed or kept.ttl_s is None:
-                return
+                return len(kept.tokens)
             replaced = [
                 pin
                 for pin in timed
@@ -492,14 +495,14 @@ class Service:
             self._kept.add(kept)
             for pin in replaced:
                 engine_pins.remove(pin)
+            return len(kept.tokens)
 
         try:
-            await self.engine.between_steps(keep)
+            return await self.engine.between_steps(keep)
         except (ArgumentError, CapacityError):
             for metrics in self._metrics_for(tenant):
                 metrics.not_kept.inc()
-            return False
-        return True
+            return 0
 
     # -- text and tokens -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +32,7 @@ from quire.server.http.sse import EventStream, event
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
 from quire.server.outputs.reasoning import ReasoningSpan
+from quire.server.schemas.chat_bodies import AnsweredCall, AnswerMessage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
 
 __all__ = ["MessagesWriter"]
@@ -55,6 +56,7 @@ class _Blocks:
         self.whole: list[dict[str, Any]] = []
         self._has_one_call = has_one_call
         self._omits_thoughts = omits_thoughts
+        self._thoughts: list[str] = []
         self._pieces: list[str] = []  # of the open block
         self._is_open = False
 
@@ -75,6 +77,22 @@ class _Blocks:
                 yield from self._call(part)
         if final:
             yield from self._close()
+
+    def message(self) -> AnswerMessage:
+        """The whole answer as a chat's message."""
+        calls = [
+            AnsweredCall(
+                id=block["id"],
+                function={"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)},
+            )
+            for block in self.whole
+            if block["type"] == "tool_use"
+        ]
+        return AnswerMessage(
+            content="\n".join(block["text"] for block in self.whole if block["type"] == "text"),
+            tool_calls=calls or None,
+            reasoning_content="\n".join(self._thoughts) or None,
+        )
 
     def _call(self, part: CallDelta) -> Iterator[bytes]:
         if part.name is not None:
@@ -111,6 +129,7 @@ class _Blocks:
         elif block["type"] == "text":
             block["text"] = text
         else:
+            self._thoughts.append(text)
             block["thinking"] = "" if self._omits_thoughts else text
             block["signature"] = signature_of(text, is_omitted=self._omits_thoughts)
             yield self._delta(type="signature_delta", signature=block["signature"])
@@ -127,7 +146,8 @@ def _input(text: str) -> dict[str, Any]:
 
 
 class MessagesWriter:
-    """The answer to one request. kept: the beginnings of the prompt to pin, longest first."""
+    """The answer to one request. kept: the beginnings of the prompt to pin, longest first. when_answered: called with
+    the message of a whole answer."""
 
     def __init__(
         self,
@@ -137,12 +157,14 @@ class MessagesWriter:
         params: SamplingParams,
         output_format: OutputFormat,
         kept: Sequence[KeptPrefix] = (),
+        when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._body = body
         self._service = service
         self._tenant = tenant
         self._params = params
         self._kept = kept
+        self._when_answered = when_answered
         self._answer = Answer.of(params.n)
         self._created = {300.0: 0, 3600.0: 0}  # tokens computed and pinned, by the seconds
         choice, thinking = body.tool_choice, body.thinking
@@ -163,6 +185,7 @@ class MessagesWriter:
             text = self._answer.texts[0]
             for _ in self._blocks.push(text, final=True):
                 pass
+        self._has_ended()
         message = {**self._head(), **self._end(), "content": self._blocks.whole, "usage": self._usage()}
         return JSONResponse(message, headers=request_id_header())
 
@@ -180,8 +203,13 @@ class MessagesWriter:
                     part = output.outputs[0]
                     for data in self._blocks.push(part.new_text, final=part.finish_reason is not None):
                         yield data
+        self._has_ended()
         yield _event("message_delta", delta=self._end(), usage=self._usage())
         yield _event("message_stop")
+
+    def _has_ended(self) -> None:
+        if self._when_answered is not None and self._blocks.whole:
+            self._when_answered(self._blocks.message())
 
     async def _take(self, output: RequestOutput) -> None:
         is_first = not self._answer.num_prompt_tokens
@@ -191,16 +219,15 @@ class MessagesWriter:
 
     async def _keep(self, token_ids: list[int], num_cached: int) -> None:
         """Pins the beginnings, and counts their computed tokens: each with the longest time that it was pinned for."""
-        salt = self._body.cache_salt
+        salt, pinned = self._body.cache_salt, []
+        for kept in self._kept:
+            beginning = token_ids[: kept.num_tokens]
+            num_pinned = await self._service.keep_prefix(self._tenant, beginning, kept.seconds, salt)
+            pinned.append((num_pinned, kept.seconds))
         counted = num_cached
-        pinned = [
-            kept
-            for kept in self._kept
-            if await self._service.keep_prefix(self._tenant, token_ids[: kept.num_tokens], kept.seconds, salt)
-        ]
-        for kept in reversed(pinned):
-            self._created[kept.seconds] += max(0, kept.num_tokens - counted)
-            counted = max(counted, kept.num_tokens)
+        for num_pinned, seconds in reversed(pinned):
+            self._created[seconds] += max(0, num_pinned - counted)
+            counted = max(counted, num_pinned)
 
     def _head(self) -> dict[str, Any]:
         return {

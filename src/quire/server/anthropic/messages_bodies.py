@@ -112,6 +112,8 @@ class ContentBlock(ResultBlock):
 class InputMessage(StrictBody):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
+    clear_at: Annotated[Any, OneOf("histories are not edited here; leave the message out")] = None
+    output_config: Annotated[Any, OneOf("say it next to the messages")] = None
 
 
 class MessagesTool(_Cacheable):
@@ -128,6 +130,19 @@ class MessagesTool(_Cacheable):
     eager_input_streaming: Annotated[bool | None, Accepted("input is streamed as the model writes it")] = None
     defer_loading: Annotated[Any, OneOf("every tool is described in the prompt", False)] = None
     allowed_callers: Annotated[Any, OneOf("tools are called by the model", ["direct"])] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, data: Any) -> Any:
+        """Names the type of a tool that is not served, rather than a field of it."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            message = (
+                f"tools of the type {kind[:64]} are not supported: this server runs no tools and knows none of "
+                "Anthropic's; describe it with an input_schema and run it in the client"
+            )
+            raise PydanticCustomError("unserved", "{message}", {"message": message})
+        return data
 
 
 class ToolSelection(StrictBody):
@@ -223,8 +238,13 @@ class MessagesRequest(MessagesPrompt, GeneratingBody):
     ] = None
     fallbacks: Annotated[Any, OneOf("this server serves one model", [])] = None
     fallback_credit_token: Annotated[Any, OneOf(_NO_BILLING)] = None
-    thread: Annotated[Any, OneOf("send the whole history as messages")] = None
+    thread: dict[str, Any] | None = Field(
+        None, description="Not served: send the whole history. The client's helpers then do so."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Ours.")
+    session_id: str | None = Field(
+        None, description="Ours: names the session, whose next turn is prepared; or the header X-Session-Id."
+    )
     cache_salt: str | None = Field(
         None, max_length=1024, description="Ours: separates this request's cached content from others'."
     )
@@ -284,9 +304,14 @@ class CountedTokens(BaseModel):
     input_tokens: int
 
 
+class MessagesErrorDetails(BaseModel):
+    error_code: str = Field(description="The code, where Anthropic's clients look for it.")
+
+
 class MessagesError(BaseModel):
     type: str
     message: str
+    details: MessagesErrorDetails
     param: str | None = None
     code: str
 

@@ -1,7 +1,7 @@
 """Errors in Anthropic's form: `{"type": "error", "error": {...}, "request_id": ...}`.
 
-The inner object has Anthropic's `type` and `message`, and the `param` and `code` of this server's other errors. The
-message names the field, since Anthropic's clients show nothing else.
+The inner object has Anthropic's `type`, `message` and `details.error_code`, and the `param` and `code` of this server's
+other errors. The message names the field, since Anthropic's clients show nothing else.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class AnthropicErrorForm:
         inner = {
             "type": _TYPES.get(self.status(error), "invalid_request_error"),
             "message": message,
+            "details": {"error_code": error.code},
             "param": error.param,
             "code": error.code,
         }

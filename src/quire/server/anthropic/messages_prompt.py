@@ -158,8 +158,8 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
         fields |= {
             name: getattr(body, name)
             for name in (
-                "stream", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority", "cache_priority",
-                "keep_for",
+                "stream", "temperature", "top_p", "top_k", "seed", "session_id", "cache_salt", "priority",
+                "cache_priority", "keep_for",
             )
         }  # fmt: skip
         fields["stop"] = body.stop_sequences
@@ -276,13 +276,6 @@ def _result(block: ContentBlock, place: str) -> list[str]:
 
 
 def _check_tool(tool: MessagesTool, place: str, body: MessagesPrompt) -> None:
-    if tool.type not in (None, "custom"):
-        raise ApiError(
-            400,
-            f"expected custom, got {tool.type!r}: this server runs no tools and knows none of Anthropic's; describe "
-            "it with an input_schema and run it in the client",
-            param=f"{place}.type",
-        )
     if tool.input_schema is None:
         raise ApiError(400, "expected a schema of the tool's input", param=f"{place}.input_schema")
     if tool.strict and (body.tool_choice is None or body.tool_choice.type not in ("any", "tool")):

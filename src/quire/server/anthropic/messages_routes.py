@@ -22,7 +22,7 @@ from quire.server.anthropic.messages_bodies import (
 from quire.server.anthropic.messages_errors import PATH
 from quire.server.anthropic.messages_prompt import chat_of_messages, field_names
 from quire.server.api_errors import ApiError
-from quire.server.chat import chat_params
+from quire.server.chat import chat_params, next_turn_preparation
 from quire.server.chat_prompt import prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
@@ -48,6 +48,15 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 async def messages(body: MessagesRequest, request: Request, service: TheService, tenant: TheTenant) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
+    if (
+        body.thread is not None
+    ):  # by this code the client's helpers know that they have to send the whole history
+        raise ApiError(
+            400,
+            "expected no thread: this server keeps no messages; send all of them",
+            param="thread",
+            code="thread_unsupported_request",
+        )
     tokenizer = service.tokenizer
     made = await run_in_thread_if_large(request, chat_of_messages, body, tokenizer)
     chat = made.chat
@@ -70,7 +79,8 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
                 return await service.encode(text, add_special_tokens=False)
 
             kept = await kept_prefixes(made.texts, prompt.text, prompt.token_ids, encode)
-        writer = MessagesWriter(body, service, tenant, params, output_format, kept)
+        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        writer = MessagesWriter(body, service, tenant, params, output_format, kept, when_answered)
         with api_field_names(chat):
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
             running = await service.begin(tenant, chat, requests)
