@@ -110,6 +110,10 @@ void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason re
     const NodeId node = pool_.node(victim);
     const std::int64_t had = pool_.num_cached();
     const bool takes_all = shape_.is_full[static_cast<std::size_t>(column_of(node, victim))];
+    if (pool_.order().counts_uses() && takes_all && tree_.is_full(node)) {
+        ghosts_.add(tree_.view(node), pool_.uses(victim));
+        if (const NodeId soon = pool_.node_behind(victim); soon != kNone) tree_.prefetch_tokens(soon);
+    }
     BlockId* const noted = note_removed(node, owner_id, reason);
     pool_.charge(victim);
     for (std::int32_t column = 0; column < num_columns(); ++column) {
@@ -134,7 +138,7 @@ void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason re
 // Evicts until enough blocks for the sequence are free.
 void BlockManager::make_room(const Sequence& sequence, std::int64_t num_blocks) noexcept {
     while (pool_.num_free() < num_blocks)
-        evict(pool_.order().first(false), pool_.order().owner_id(sequence.owner_id).number, Event::Reason::evicted);
+        evict(pool_.first(false), pool_.order().owner_id(sequence.owner_id).number, Event::Reason::evicted);
 }
 
 // Allocates a block for block `position` of the sequence, behind block `before` or kNone; kNone for the position: the
