@@ -1,12 +1,12 @@
-"""Eviction policies on public traces: the share of prompt tokens that a pool of so many blocks finds again.
+"""Eviction policies on public traces: the share of prompt tokens that a pool finds again.
 
     python benchmarks/eviction.py --traces DIR    all traces: 10 minutes
     python benchmarks/eviction.py --quick         a made-up trace of chats and one-off prompts: seconds
 
-A request's blocks are found from its first block to the first that is missing. Then its path is used, tail before head,
-and the missing blocks are added; only blocks without blocks below them are evicted. A row is the hits of the second half
-of the requests, in tokens over tokens. It is the definition of `kvcache-simulator` 0.1.3, whose figures for LRU on the
-conversation trace these are, to 4 digits.
+A request's blocks are found from its first block to the first missing one. Then its path is used, tail before head, and
+the missing blocks are added. A block below the one that a policy names is evicted in its place, the oldest first. A
+row is the hits of the second half of the requests, in tokens over tokens: the definition of `kvcache-simulator` 0.1.3,
+whose figures for LRU on the conversation trace these are, to 4 digits.
 
 `lru` and `frequency` are `quire.Cache(eviction=)` itself, on the back end chosen. The other policies are 10 lines each,
 below, on a tree of block ids: `slru` (protected half), `2q` (Johnson and Shasha 1994: a quarter in, ghosts of half the
@@ -15,9 +15,10 @@ clock that rises with each eviction; the cost of a block is constant in tokens, 
 
 Traces in --traces:
     conversation    mooncake_fast25_conversation.jsonl, blocks of 512 tokens
-    agents          agentic_claude_code_0001-0120.jsonl.gz, blocks of 64 taken 4 at a time; a session begins every 5 s
-    azure code      azure2023_code.csv has lengths alone. Its content is made up here: a request continues the latest
-                    prompt that was 1 to 512 tokens shorter, else it is new; blocks of 64 tokens
+    agents          agentic_claude_code_0001-0120.jsonl.gz, blocks of 64 taken 16 at a time; a session begins every 5 s
+    azure code      azure2023_code.csv has lengths alone. Its content is made up here: a request continues one of the
+                    last 512 prompts that was 1 to 512 tokens shorter, drawn at random, or is new; blocks of 64 tokens.
+                    With --recent it continues the latest of them, which favours the policy that knows recency alone
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class S3Fifo(Policy):
 
     def candidates(self) -> Iterator[int]:
         small, main = self.lists
-        for _ in range(4 * self.capacity):
+        while True:  # each round takes a use away
             is_small = bool(small) and (len(small) >= self.capacity // 10 or not main)
             block_id, uses = next(iter((small if is_small else main).items()))
             if is_small and uses > 1:
@@ -209,7 +210,7 @@ POLICIES: dict[str, type[Policy]] = {"slru": Slru, "2q": TwoQ, "s3-fifo": S3Fifo
 def replay(policy: Policy, requests: list[Request]) -> Iterator[int]:
     """The blocks found of each request."""
     parent: dict[int, int] = {}  # of the blocks in the pool; -1 for a first block
-    num_children: dict[int, int] = {}
+    children: dict[int, dict[int, None]] = {}
     for request in requests:
         path = request.block_ids
         num_found = next((at for at, block_id in enumerate(path) if block_id not in parent), len(path))
@@ -218,19 +219,17 @@ def replay(policy: Policy, requests: list[Request]) -> Iterator[int]:
         num_kept = min(len(path), policy.capacity)
         for at in range(num_found, num_kept):
             if len(parent) == policy.capacity:
-                leaf = next(
-                    candidate
-                    for candidate in policy.candidates()
-                    if candidate not in held and not num_children[candidate]
-                )
+                leaf = next(candidate for candidate in policy.candidates() if candidate not in held)
+                while children[leaf]:
+                    leaf = next(iter(children[leaf]))
                 policy.evicted(leaf)
-                del num_children[leaf]
+                del children[leaf]
                 if (above := parent.pop(leaf)) >= 0:
-                    num_children[above] -= 1
+                    del children[above][leaf]
             parent[path[at]] = path[at - 1] if at else -1
-            num_children[path[at]] = 0
+            children[path[at]] = {}
             if at:
-                num_children[path[at - 1]] += 1
+                children[path[at - 1]][path[at]] = None
         for block_id in reversed(path[num_found:num_kept]):
             policy.add(block_id)
         for block_id in reversed(path[: min(num_found, num_kept)]):
@@ -284,33 +283,37 @@ def agents(folder: Path) -> Trace:
         for number, line in enumerate(file):
             for request in flat(json.loads(line)["requests"]):
                 block_ids = [
-                    ids.setdefault((number, block), len(ids)) for block in request["hash_ids"][3::4]
+                    ids.setdefault((number, block), len(ids)) for block in request["hash_ids"][15::16]
                 ]
                 if block_ids:
                     events.append((5 * number + request["t"], Request(request["in"], block_ids)))
     events.sort(key=lambda event: event[0])
-    return Trace("agents", 256, [request for _, request in events], (2500, 5000, 7500, 10_000, 25_000))
+    return Trace("agents", 1024, [request for _, request in events], (625, 1250, 1875, 2500, 6250))
 
 
-def azure_code(folder: Path) -> Trace:
+def azure_code(folder: Path, is_recent: bool = False) -> Trace:
+    rng = np.random.default_rng(0)
     requests: list[Request] = []
     open_prompts: list[tuple[int, list[int]]] = []  # (length, blocks), the latest last
     num_ids = 0
     with (folder / "azure2023_code.csv").open() as file:
         for row in csv.DictReader(file):
             length = int(row["ContextTokens"])
-            at = next(
-                (i for i in range(len(open_prompts) - 1, -1, -1) if 0 < length - open_prompts[i][0] <= 512),
-                None,
-            )
-            whole = [] if at is None else open_prompts.pop(at)[1]
+            shorter = [at for at, (before, _) in enumerate(open_prompts) if 0 < length - before <= 512]
+            drawn = -1 if is_recent or not shorter else int(rng.integers(len(shorter)))
+            whole = open_prompts.pop(shorter[drawn])[1] if shorter else []
             num_new = length // 64 - len(whole)
             block_ids = [*whole, *range(num_ids, num_ids + num_new)]
             num_ids += num_new
             open_prompts = [*open_prompts[-511:], (length, block_ids)]
             if block_ids:
                 requests.append(Request(length, block_ids))
-    return Trace("azure code", 64, requests, (1000, 5000, 10_000, 20_000, 50_000))
+    return Trace(
+        "azure code, recent" if is_recent else "azure code",
+        64,
+        requests,
+        (1000, 5000, 10_000, 20_000, 50_000),
+    )
 
 
 def made_up() -> Trace:
@@ -338,17 +341,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the made-up trace alone: seconds")
     parser.add_argument("--traces", type=Path, help="a folder with the traces")
     parser.add_argument("--trace", choices=["conversation", "agents", "azure-code"], help="one of them alone")
+    parser.add_argument("--recent", action="store_true", help="other made-up content of the Azure trace")
     parser.add_argument("--backend", choices=["native", "python"], default="native")
     arguments = parser.parse_args()
     emit_machine()
-    makers = {"conversation": conversation, "agents": agents, "azure-code": azure_code}
+    makers = {
+        "conversation": conversation,
+        "agents": agents,
+        "azure-code": lambda folder: azure_code(folder, arguments.recent),
+    }
     traces = [made_up()]
     if not arguments.quick:
         if arguments.traces is None:
             parser.error("expected --traces DIR or --quick")
-        traces = [
-            make(arguments.traces) for name, make in makers.items() if arguments.trace in (None, name)
-        ]
+        traces = [make(arguments.traces) for name, make in makers.items() if arguments.trace in (None, name)]
     for trace in traces:
         for capacity in trace.capacities:
             rates = {

@@ -16,6 +16,6 @@ struct BlockRecord {
 };
 static_assert(sizeof(BlockRecord) == 16);
 
-inline constexpr std::uint32_t kMaxUses = 6;
+inline constexpr std::uint32_t kMaxUses = 5;
 
 }  // namespace quire

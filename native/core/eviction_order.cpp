@@ -10,8 +10,8 @@ namespace quire {
 
 namespace {
 
-// By number of uses: 60 / uses, so that ages for each use are compared in integers.
-constexpr std::uint64_t kShares[kMaxUses + 1] = {0, 60, 30, 20, 15, 12, 10};
+// By number of uses: 60 / (uses + 1), so that quotients of ages are compared in integers.
+constexpr std::uint64_t kShares[kMaxUses + 1] = {0, 30, 20, 15, 12, 10};
 
 }  // namespace
 

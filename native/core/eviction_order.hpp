@@ -1,6 +1,6 @@
 // The order of eviction: the lists of cached blocks, and the owners' counts.
 //
-// Lowest cache priority first (0 discard, 1 normal, 2 keep), then the longest age for each use: the age of a block is the number
+// Lowest cache priority first (0 discard, 1 normal, 2 keep), then the highest age / (uses + 1): the age of a block is the number
 // of blocks released since its own release, its uses are 1 and 1 for each hit, at most kMaxUses
 // (quire.cache.manager.eviction has the reasons). If uses are not counted, the least recently used block goes first. There
 // is a list for each owner, cache priority and number of uses, linked through the blocks' own records, least recently used
@@ -111,7 +111,7 @@ private:
     };
     static_assert(sizeof(Mark) == 4);
 
-    // The block with the highest age for each use among those given to `add`; the block released first among equals.
+    // The block with the highest age / (uses + 1) among those given to `add`; the block released first among equals.
     class Oldest {
     public:
         Oldest(const EvictionOrder& order, const Slab<BlockRecord>& block_ids) : order_(order), block_ids_(block_ids) {}

@@ -39,6 +39,7 @@ public:
         if (num_blocks > 2 * num_blocks_) make(num_blocks);
     }
     void clear() noexcept {
+        num_pending_ = 0;
         if (!is_empty_) std::memset(entries_.get(), 0, capacity_bytes());
         is_empty_ = true;
     }
@@ -46,14 +47,17 @@ public:
     // The content of a full node is evicted; its block was used so often (1 .. 7).
     void add(const BlockView& content, std::uint32_t uses) noexcept {
         const std::uint64_t value = hash(content);
-        std::uint16_t* const bucket = bucket_of(value);
-        std::memmove(bucket + 1, bucket, (kEntries - 1) * sizeof(std::uint16_t));
-        bucket[0] = static_cast<std::uint16_t>(fingerprint(value) << 3 | uses);
+#if defined(__GNUC__)
+        __builtin_prefetch(bucket_of(value), 1);
+#endif
+        pending_[num_pending_++] = {value, uses};
+        if (num_pending_ == kPending) write_pending();
         is_empty_ = false;
     }
     // Takes the latest entry of the content out; its uses, 0 without an entry.
     std::uint32_t pop(const BlockView& content) noexcept {
         if (is_empty_) return 0;
+        write_pending();
         const std::uint64_t value = hash(content);
         std::uint16_t* const bucket = bucket_of(value);
         for (std::size_t at = 0; at < kEntries; ++at) {
@@ -71,6 +75,12 @@ public:
 private:
     static constexpr std::size_t kEntries = 8;  // of a bucket
 
+    static constexpr std::size_t kPending = 16;
+
+    struct Entry {
+        std::uint64_t value;
+        std::uint32_t uses;
+    };
     struct Free {
         void operator()(void* pointer) const noexcept { std::free(pointer); }
     };
@@ -82,7 +92,17 @@ private:
         entries_.reset(static_cast<std::uint16_t*>(memory));
         num_buckets_ = num_buckets;
         num_blocks_ = num_blocks;
+        num_pending_ = 0;
         is_empty_ = true;
+    }
+
+    void write_pending() noexcept {
+        for (std::size_t at = 0; at < num_pending_; ++at) {
+            std::uint16_t* const bucket = bucket_of(pending_[at].value);
+            std::memmove(bucket + 1, bucket, (kEntries - 1) * sizeof(std::uint16_t));
+            bucket[0] = static_cast<std::uint16_t>(fingerprint(pending_[at].value) << 3 | pending_[at].uses);
+        }
+        num_pending_ = 0;
     }
 
     std::uint64_t hash(const BlockView& content) const noexcept {
@@ -108,6 +128,9 @@ private:
     std::uint64_t num_buckets_ = 0;
     std::int64_t num_blocks_ = 0;  // that it was made for
     bool is_empty_ = true;
+    // New entries, written together: their buckets lie anywhere in memory and are fetched meanwhile.
+    Entry pending_[kPending];
+    std::size_t num_pending_ = 0;
     std::vector<std::uint64_t> multipliers_;  // of the positions of a node
 };
 

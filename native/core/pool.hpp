@@ -81,11 +81,8 @@ public:
     }
     // The next block to evict, of the owners with a budget, or of all, or of one; kNone without one.
     BlockId first(bool of_all) const noexcept { return order_.first(blocks_, of_all); }
-    // The node of the fourth block behind a cached block in its list, so of a block that is evicted soon; kNone without one.
-    NodeId node_behind(BlockId block_id) const noexcept {
-        for (int at = 0; at < 4 && block_id != kNone; ++at) block_id = blocks_[index(block_id)].next;
-        return block_id == kNone ? kNone : blocks_[index(block_id)].node;
-    }
+    // The block behind a block in its list, cached or evicted a moment ago; kNone without one.
+    BlockId behind(BlockId block_id) const noexcept { return blocks_[index(block_id)].next; }
     BlockId first_of(const Owner& owner_id) const noexcept { return order_.first_of(blocks_, owner_id); }
 
     // Takes a cached block out of the list; it has no state until the next call.

@@ -1,4 +1,4 @@
-"""The eviction policy "frequency": content used again stays, content used once goes first; ghosts; both back ends alike."""
+"""The eviction policy "frequency": content used once goes before content used again; ghosts; both back ends alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from laws.pin_rules import PinMachine
-from support.cache_case import BACKENDS, compute, make, prompt, spec_of, store
+from support.cache_case import BACKENDS, FULL, compute, make, prompt, spec_of, store
 from support.run_laws import run_laws
 
 from quire import Cache
@@ -49,24 +49,25 @@ def test_a_flood_of_single_uses_does_not_push_out_what_is_used_again(
 
 
 def test_what_is_no_longer_used_ages_by_its_uses(backend: str) -> None:
-    """Content of two uses goes at twice the age of content of one, of six or more at six times."""
+    """Content of n uses goes at (n + 1) / 2 times the age of content of one, of five or more at three times."""
     lasted = []
-    for num_uses in (1, 2, 3, 6, 30):
+    for num_uses in (1, 2, 3, 5, 30):
         cache = make(backend, num_blocks=16)
         store(cache, prompt(4))
         for _ in range(num_uses - 1):
             use(cache, prompt(4))
         lasted.append(next(n for n in range(200) if flood(cache, 1, 1000 + n) or not found(cache, prompt(4))))
-    assert lasted == sorted(lasted)
     assert lasted[0] == 7  # 14 others fill the pool, with its own block 15: the eighth prompt evicts it
-    assert lasted[1] == pytest.approx(2 * lasted[0], abs=1)
-    assert lasted[2] == pytest.approx(3 * lasted[0], abs=2)
-    assert lasted[3] == lasted[4] == pytest.approx(6 * lasted[0], abs=4)
+    assert lasted[1] == pytest.approx(1.5 * lasted[0], abs=1)
+    assert lasted[2] == pytest.approx(2 * lasted[0], abs=1)
+    assert lasted[3] == lasted[4] == pytest.approx(3 * lasted[0], abs=2)
 
 
 def test_the_working_set_moves_on(backend: str) -> None:
     """Old content of many uses does not keep a new working set out."""
-    cache = make(backend, num_blocks=13)  # one for the copy of a last block, whose last token is always computed
+    cache = make(
+        backend, num_blocks=13
+    )  # one for the copy of a last block, whose last token is always computed
     for seed in (1, 2, 3):
         store(cache, prompt(16, seed=seed))
     for _ in range(10):
@@ -101,7 +102,7 @@ def test_a_hit_that_grows_while_a_request_waits_is_one_use(backend: str) -> None
     cache.close(waiting)
     lasted = next(n for n in range(200) if flood(cache, 1, 1000 + n) or found(cache, prompt(16)) < 16)
     cache.check()
-    assert 6 < lasted < 16  # two uses, not five
+    assert 4 < lasted < 11  # two uses, not five
 
 
 # Ghosts
@@ -194,7 +195,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def outcome(backend: str, seed: int, spans: Any = (Span(),), blocks_per_node: Any = (), **options: Any) -> Any:
+def outcome(backend: str, seed: int, spans: Any = (FULL,), blocks_per_node: Any = (), **options: Any) -> Any:
     """Everything observable of a random run: hits, block ids, evictions."""
     rng = np.random.default_rng(seed)
     spec = spec_of(*spans, blocks_per_node=blocks_per_node)
@@ -212,7 +213,9 @@ def outcome(backend: str, seed: int, spans: Any = (Span(),), blocks_per_node: An
             length = int(rng.integers(1, 49))
             keys = {int(rng.integers(length)): b"key"} if rng.random() < 0.1 else None
             tokens = np.append(text[:length], int(rng.integers(50)))
-            owner_id, cache_priority = (int(rng.integers(3)), int(rng.integers(3))) if number > 150 else (0, 1)
+            owner_id, cache_priority = (
+                (int(rng.integers(3)), int(rng.integers(3))) if number > 150 else (0, 1)
+            )
             sequence = cache.open(tokens, extra_keys=keys, owner_id=owner_id, cache_priority=cache_priority)
             seen.append(sequence.num_cached_tokens)
             running.append(sequence)

@@ -106,7 +106,7 @@ class Cache(PrefixKVCache):
         backend
             "native", "python", or None: the environment variable QUIRE_BACKEND, else native if built.
         eviction
-            The eviction order of cached blocks: "frequency" (the longest age for each use first), "lru" (the least
+            The eviction order of cached blocks: "frequency" (the highest age / (uses + 1) first), "lru" (the least
             recently used first), or on backend "python" a policy that was registered
             (`quire.cache.manager.eviction`).
         """

@@ -277,15 +277,19 @@ class Blocks:
     def supply(self, node: Node, column: int, block_id: int) -> None:
         """Fill a hole. The block gets as many uses as its head, so no block below it has more."""
         node.block_ids[column] = block_id
-        above = node.parent
-        while above is not None and above.depth and above.block_ids[column] == HOLE:
-            above = above.parent
-        is_first = above is None or not above.depth
         if self.pool.cached.counts_uses:
-            uses = self.pool.cached.uses
-            uses[block_id] = MAX_USES if is_first else uses[above.block_ids[column]]
+            self.pool.cached.uses[block_id] = self._uses_above(node, column)
         self.node_of[block_id] = node
         self.tree.version += 1
+
+    def _uses_above(self, node: Node, column: int) -> int:
+        """The uses of the nearest block above the node in this column; `MAX_USES` without one."""
+        above = node.parent
+        while above is not None and above.depth:
+            if above.block_ids[column] != HOLE:
+                return self.pool.cached.uses[above.block_ids[column]]
+            above = above.parent
+        return MAX_USES
 
     def is_unheld_partial(self, node: Node) -> bool:
         """Whether no table names this partial node: it is kept only while no sibling begins with its content."""

@@ -4,17 +4,17 @@
     NORMAL   1
     KEEP     2   goes after all others
 
-The default policy is "frequency": the block with the longest age for each of its uses goes first. Its age is the number
-of blocks released since its own release. Its uses are 1 for the sequence that computed it and 1 for each hit, at most
-`MAX_USES`; for content that was evicted a short time ago they are counted on (`ghosts.py`). So content that is used
-once, however much, does not push out what is used again, and content without further uses ages six times as slowly at
-most. The policy has no parameter. "lru", the least recently used block first, counts no uses.
+The default policy is "frequency": the block with the highest age / (uses + 1) goes first. Its age is the number of
+blocks released since its own release. Its uses are 1 for the sequence that computed it and 1 for each hit, up to 5; for
+content that was evicted a short time ago they are counted on (`ghosts.py`). So content that is used once does not push
+out content that is used again, and content without further uses stays at most three times as long. The policy has no
+parameter. "lru", the least recently used block first, counts no uses.
 
 Each owner, cache priority and number of uses has a list, in the order in which its blocks were released. Until it is
 free, a block keeps the highest cache priority of its users.
 
-Every sequence that used a path releases its head after its tail, and with no lower a cache priority. A head has at least
-the uses of its tail. So a head goes last, unless its tail belongs to an owner that may not lose it now.
+Every sequence that used a path releases its head after its tail, and with no lower a cache priority. A head has at
+least the uses of its tail. So a head goes last, unless its tail belongs to an owner that may not lose it now.
 
 Another policy is a subclass of `EvictionPolicy` and one call of `register`. It gives the keys, one to a block each time
 it is released: the lowest goes first, among equals the one released first. It orders only blocks that may go. Cache
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 FREQUENCY = "frequency"
-MAX_USES = 6
-# By number of uses: 60 / uses, so that ages for each use are compared in integers.
-_SHARES = (0, 60, 30, 20, 15, 12, 10)
+MAX_USES = 5
+# By number of uses: 60 / (uses + 1), so that quotients of ages are compared in integers.
+_SHARES = (0, 30, 20, 15, 12, 10)
 
 NO_KEY = float("-inf")  # lower than every key of a policy
 
@@ -131,7 +131,7 @@ class EvictionOrder:
         return self.owner_id[block_id], self.cache_priority[block_id], self.uses[block_id]
 
     def _rank(self, uses: int, key: float, time: int) -> tuple[float, int]:
-        """Lower ranks go first. With "frequency" it is the age for each use, as of now, the highest first."""
+        """Lower ranks go first. With "frequency" it is age / (uses + 1), as of now, the highest first."""
         return (-(self._clock - time) * _SHARES[uses] if self.counts_uses else key), time
 
     def rank_of(self, block_id: int) -> tuple[float, int]:

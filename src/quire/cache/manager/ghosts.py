@@ -1,8 +1,8 @@
 """Ghosts: hashes of content that was evicted a short time ago, with the number of its uses.
 
-A fixed table of 16 bits an entry, two entries a block of the pool. A bucket holds `ENTRIES` of them, the latest first; a
-new one drops the oldest of its bucket. An entry has 13 bits of the hash, so about one look-up in 1 000 finds an entry of
-other content. That costs a place in the order of eviction, never a wrong hit: a hit compares tokens (`prefix.py`).
+A fixed table of 16 bits an entry, two entries a block of the pool. A bucket holds `ENTRIES` of them, the latest first;
+a new one drops the oldest of its bucket. An entry has 13 bits of the hash, so about one look-up in 1 000 finds an entry
+of other content. That costs a place in the order of eviction, never a wrong hit: a hit compares tokens (`prefix.py`).
 
 Only full nodes have ghosts. The hash is of a node's own elements, not of its path: the block manager limits the uses of
 a block to those of the block before it, so an entry under another path counts nothing.
