@@ -123,8 +123,9 @@ class S3Fifo(Policy):
 
     def candidates(self) -> Iterator[int]:
         small, main = self.lists
-        while True:  # each round takes a use away
-            is_small = bool(small) and (len(small) >= self.capacity // 10 or not main)
+        num_refused = 0
+        while num_refused <= len(small):  # each round takes a use away, or a candidate is refused
+            is_small = len(small) >= self.capacity // 10 or not main
             block_id, uses = next(iter((small if is_small else main).items()))
             if is_small and uses > 1:
                 self.drop(block_id)
@@ -136,6 +137,9 @@ class S3Fifo(Policy):
                 yield block_id
                 if block_id in small or block_id in main:  # it may not go now
                     (small if is_small else main).move_to_end(block_id)
+                    num_refused += 1
+        yield from main
+        yield from small
 
     def evicted(self, block_id: int) -> None:
         if self.drop(block_id) == 0:
