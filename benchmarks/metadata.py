@@ -6,7 +6,8 @@
             its slots as an array; and `advance`, which commits these tokens and appends the next ones
   hit       `open` of a prompt of 8 192 tokens that is cached but for its last token: match and take
   insert    `commit` of 8 192 tokens that are new to the cache
-  evict     `reserve` of 2 048 tokens out of a full pool that holds 10 000 or 100 000 cached prompts of 64 tokens
+  evict     `reserve` of 2 048 tokens out of a full pool that holds 10 000 or 100 000 cached prompts of 64 tokens; and
+            with the `commit` after it, which finds the memory of the evicted nodes in the processor's cache
   pool      a pool of 1 048 576 blocks: time to make it, memory it takes empty and per block once all are cached
 
 All through `quire.Cache`, at block size 16. Median and least of the repetitions, in microseconds; on a shared
@@ -128,28 +129,30 @@ def evict(backend: str, repetitions: int, numbers_of_prompts: list[int], num_tok
         cache = make_cache(backend, num_prompts * prompt_tokens // BLOCK_SIZE)
         for _ in range(num_prompts):
             cache.close(compute(cache, fresh_tokens(rng, prompt_tokens)))
-        caches.append((num_prompts, cache, Stopwatch()))
+        caches.append((num_prompts, cache, Stopwatch(), Stopwatch()))
     # The two sizes take turns; they never evict more than was cached before the first turn.
     possible = min(numbers_of_prompts) * prompt_tokens // num_tokens
     for _ in range(min(repetitions, possible)):
-        for _num_prompts, cache, monitor in caches:
+        for _num_prompts, cache, monitor, inserting in caches:
             sequence = cache.open(fresh_tokens(rng, num_tokens))
             evicted = cache.stats()["evicted_blocks"]
             monitor.time(lambda cache=cache, sequence=sequence: cache.reserve([sequence], [num_tokens]))
             evicted = cache.stats()["evicted_blocks"] - evicted
             if evicted != num_tokens // BLOCK_SIZE:
                 raise RuntimeError(f"expected {num_tokens // BLOCK_SIZE} evicted blocks, got {evicted}")
-            cache.commit(sequence, num_tokens)
+            inserting.time(lambda cache=cache, sequence=sequence: cache.commit(sequence, num_tokens))
+            inserting.times_us[-1] += monitor.times_us[-1]
             cache.close(sequence)
-    for num_prompts, _, monitor in caches:
-        emit(
-            "metadata",
-            case="evict",
-            backend=backend,
-            num_tokens=num_tokens,
-            num_cached_prompts=num_prompts,
-            **monitor.figures(),
-        )
+    for num_prompts, _, evicting, inserting in caches:
+        for case, monitor in (("evict", evicting), ("evict and insert", inserting)):
+            emit(
+                "metadata",
+                case=case,
+                backend=backend,
+                num_tokens=num_tokens,
+                num_cached_prompts=num_prompts,
+                **monitor.figures(),
+            )
 
 
 def fill(cache: Cache, num_blocks: int) -> None:

@@ -207,7 +207,8 @@ void bind_cache(nb::module_& module) {
         .def("__init__",
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& spans,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
-                bool overlapped_steps, std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node) {
+                bool overlapped_steps, std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node,
+                const std::string& eviction) {
                  check_range("num_blocks", num_blocks, 0, kMostBlocks);
                  check_range("block_size", block_size, 1, kMostBlockSize);
                  check_range("watermark_blocks", watermark_blocks, 0, kMostBlocks);
@@ -215,11 +216,13 @@ void bind_cache(nb::module_& module) {
                  if ((run_blocks & (run_blocks - 1)) != 0)
                      throw BadArgument("expected a power of two for run_blocks, got " + std::to_string(run_blocks));
                  check_blocks_per_node(blocks_per_node, spans.size(), block_size);
+                 if (eviction != "frequency" && eviction != "lru")
+                     throw BadArgument("expected frequency or lru as eviction, got '" + eviction + "'");
                  new (self) Manager(spans_of(spans), num_blocks, block_size, prefix_caching,
-                                    watermark_blocks, overlapped_steps, run_blocks, blocks_per_node);
+                                    watermark_blocks, overlapped_steps, run_blocks, blocks_per_node, eviction == "frequency");
              },
              "spans"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
-             "overlapped_steps"_a, "run_blocks"_a, "blocks_per_node"_a = std::vector<std::int32_t>{})
+             "overlapped_steps"_a, "run_blocks"_a, "blocks_per_node"_a = std::vector<std::int32_t>{}, "eviction"_a = "frequency")
         .def("match",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {

@@ -11,16 +11,18 @@ UnknownSequence::UnknownSequence(SequenceId sequence)
 
 BlockManager::BlockManager(const std::vector<Span>& spans, std::int64_t num_blocks, std::int64_t block_size,
                            bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps,
-                           std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node)
+                           std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node,
+                           bool counts_uses)
     : shape_(spans, block_size, blocks_per_node),
       block_size_(block_size),
       prefix_caching_(prefix_caching),
       watermark_blocks_(watermark_blocks),
       overlapped_(overlapped_steps),
-      pool_(num_blocks, run_blocks),
+      pool_(num_blocks, run_blocks, counts_uses),
       // Room for as many nodes as blocks, and a root. More nodes (windows leave nodes without blocks) make the slabs
       // grow.
       tree_(static_cast<std::int32_t>(block_size), shape_.starts, static_cast<std::size_t>(num_blocks) + 1),
+      ghosts_(num_blocks, block_size),
       events_(static_cast<std::int32_t>(block_size), num_columns()),
       missing_(shape_.groups.size()),
       stored_(shape_.starts.size()) {
@@ -135,6 +137,7 @@ void BlockManager::reset() {
     if (events_.is_on()) events_.ensure_room(1, 0, 0);
     tree_.clear();
     pool_.clear();
+    ghosts_.clear();
     if (events_.is_on()) events_.add({Event::Kind::cleared});
 }
 
@@ -148,6 +151,7 @@ std::vector<BlockId> BlockManager::resize(std::int64_t num_blocks, std::int64_t 
     given_up.reserve(static_cast<std::size_t>(std::max<std::int64_t>(pool_.num_blocks() - num_blocks, 0)));
     const std::int64_t num_ids = std::max(pool_.num_ids(), num_blocks);
     pool_.ensure_ids(num_ids);
+    ghosts_.grow(num_ids);
     if (overlapped_) {
         const auto had = static_cast<std::size_t>(pool_.num_ids());
         busy_until_.ensure(static_cast<std::size_t>(num_ids), had);
@@ -160,8 +164,8 @@ std::vector<BlockId> BlockManager::resize(std::int64_t num_blocks, std::int64_t 
     while (pool_.num_blocks() > num_blocks) {
         if (pool_.num_free() == 0) {
             // Floors hold while other blocks can go, and then yield: no other owner takes the room.
-            BlockId victim = pool_.order().first(false);
-            if (victim == kNone) victim = pool_.order().first(true);
+            BlockId victim = pool_.first(false);
+            if (victim == kNone) victim = pool_.first(true);
             evict(victim, 0, Event::Reason::forgotten);
         }
         given_up.push_back(pool_.give_up());

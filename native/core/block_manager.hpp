@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "core/event_log.hpp"
+#include "core/ghosts.hpp"
 #include "core/node_shape.hpp"
 #include "core/pool.hpp"
 #include "core/prefix_tree.hpp"
@@ -130,10 +131,11 @@ struct BlockContent {
 
 class BlockManager {
 public:
-    // block_size: tokens of a node. blocks_per_node: of each group, divisors of it; empty: one each.
+    // block_size: tokens of a node. blocks_per_node: of each group, divisors of it; empty: one each. counts_uses: the policy
+    // of eviction is "frequency", else "lru".
     BlockManager(const std::vector<Span>& spans, std::int64_t num_blocks, std::int64_t block_size,
                  bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps, std::int64_t run_blocks,
-                 const std::vector<std::int32_t>& blocks_per_node = {});
+                 const std::vector<std::int32_t>& blocks_per_node = {}, bool counts_uses = true);
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
@@ -198,7 +200,7 @@ public:
     std::int64_t num_visited() const noexcept { return tree_.num_visited(); }
     // Address space of the pool and the tree; unused parts take no memory.
     std::size_t capacity_bytes() const noexcept {
-        return pool_.capacity_bytes() + tree_.capacity_bytes() + busy_until_.capacity_bytes();
+        return pool_.capacity_bytes() + tree_.capacity_bytes() + ghosts_.capacity_bytes() + busy_until_.capacity_bytes();
     }
     // Checks C1 to C9; throws InvariantBroken.
     void check() const;
@@ -301,6 +303,9 @@ private:
     NodeId own_partial_node(const Sequence& sequence, std::int64_t depth) const noexcept;
     NodeId make_node(Sequence& sequence, std::int64_t depth, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
     void remove_covered_sibling(NodeId node) noexcept;
+    std::uint32_t most_uses_below(NodeId node) const noexcept;
+    std::uint32_t uses_above(NodeId node, std::int32_t column) const noexcept;
+    bool recall_uses(NodeId node, NodeId parent) noexcept;
     void release_behind_windows(Sequence& sequence, std::int64_t num_computed) noexcept;
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
 
@@ -319,6 +324,8 @@ private:
     bool overlapped_;
     Pool pool_;
     PrefixTree tree_;
+    Ghosts ghosts_;
+    bool may_recall_ = false;  // whether the next node of this commit can have a ghost; see recall_uses
     SequenceTable sequences_;
     Slab<std::int64_t> busy_until_;  // by block, with overlapped steps: the last step that may still use what was released
     SequenceId next_id_ = 0;

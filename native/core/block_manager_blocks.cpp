@@ -3,6 +3,12 @@
 
 namespace quire {
 
+namespace {
+
+constexpr std::int32_t kFetchedAhead = 8;
+
+}  // namespace
+
 void BlockManager::ensure_flight_room(std::int64_t num_released) {
     if (is_step_under_way()) pool_.ensure_flight_room(static_cast<std::size_t>(num_released));
 }
@@ -110,6 +116,7 @@ void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason re
     const NodeId node = pool_.node(victim);
     const std::int64_t had = pool_.num_cached();
     const bool takes_all = shape_.is_full[static_cast<std::size_t>(column_of(node, victim))];
+    if (pool_.order().counts_uses() && takes_all && tree_.is_full(node)) ghosts_.add(tree_.view(node), pool_.uses(victim));
     BlockId* const noted = note_removed(node, owner_id, reason);
     pool_.charge(victim);
     for (std::int32_t column = 0; column < num_columns(); ++column) {
@@ -133,8 +140,21 @@ void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason re
 
 // Evicts until enough blocks for the sequence are free.
 void BlockManager::make_room(const Sequence& sequence, std::int64_t num_blocks) noexcept {
-    while (pool_.num_free() < num_blocks)
-        evict(pool_.order().first(false), pool_.order().owner_id(sequence.owner_id).number, Event::Reason::evicted);
+    if (pool_.num_free() >= num_blocks) return;
+    const std::int32_t number = pool_.order().owner_id(sequence.owner_id).number;
+    // A ghost is made of tokens that are long out of the processor's cache: they are fetched some evictions ahead.
+    const bool fetches = pool_.order().counts_uses() && num_blocks - pool_.num_free() > kFetchedAhead;
+    BlockId ahead = fetches ? pool_.first(false) : kNone;
+    const auto fetch_next = [&] {
+        if (ahead == kNone) return;
+        if (const NodeId node = pool_.node(ahead); node != kNone) tree_.prefetch_tokens(node);
+        ahead = pool_.behind(ahead);
+    };
+    for (std::int32_t at = 0; at < kFetchedAhead; ++at) fetch_next();
+    while (pool_.num_free() < num_blocks) {
+        fetch_next();
+        evict(pool_.first(false), number, Event::Reason::evicted);
+    }
 }
 
 // Allocates a block for block `position` of the sequence, behind block `before` or kNone; kNone for the position: the

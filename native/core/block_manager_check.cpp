@@ -80,7 +80,8 @@ void BlockManager::check_nodes() const {
         prove(next == kNone || tree_.num_common(next, tree_.view(node)) < tree_.num_tokens(node), "C6",
               name + ", partial and held by nobody, is a prefix of node " + text(next));
     }
-    // C5: every full-attention block was released after its node's cached descendants, and so comes behind them.
+    // C5: every full-attention block was released after its node's cached descendants and has at least their uses, and so comes
+    // behind them.
     const std::vector<std::int64_t> times = pool_.times();
     for (BlockId block_id = 0; block_id < pool_.num_ids(); ++block_id) {
         const std::int64_t time = times[static_cast<std::size_t>(block_id)];
@@ -93,6 +94,9 @@ void BlockManager::check_nodes() const {
                 const std::int64_t of_above = above == kNone ? -1 : times[static_cast<std::size_t>(above)];
                 prove(of_above < 0 || of_above > time, "C5",
                       "block " + text(above) + " was let go before block " + text(block_id) + " below it");
+                prove(above == kNone || pool_.uses(block_id) <= pool_.uses(above), "C5",
+                      "block " + text(block_id) + " has " + text(pool_.uses(block_id)) + " uses, block " + text(above) +
+                          " above it " + text(pool_.uses(above)));
                 if (above != kNone) break;  // the rest follows when the loop reaches that block
             }
         }

@@ -69,6 +69,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
         const auto staged = [&](std::int64_t block) {
             return keys.empty() ? PrefixTree::StagedKeys{} : std::move(keys[static_cast<std::size_t>(block - first)]);
         };
+        may_recall_ = pool_.order().counts_uses();
         for (std::int64_t block = first; block < num_full; ++block) {
             const auto at = static_cast<std::size_t>(block - first);
             commit_full_node(sequence, block, at < num_deduplicated ? path_[at] : kNone, staged(block));
@@ -131,6 +132,7 @@ void BlockManager::commit_full_node(Sequence& sequence, std::int64_t depth, Node
             if (theirs == kNone) {
                 tree_.set_block(equal, column, ours);
                 pool_.set_node(ours, equal);
+                if (pool_.order().counts_uses()) pool_.set_uses(ours, uses_above(equal, column));
                 stored_[static_cast<std::size_t>(column)] = ours;
                 has_filled = true;
                 ++version_;
@@ -208,12 +210,54 @@ NodeId BlockManager::make_node(Sequence& sequence, std::int64_t depth, const Blo
             const BlockId block_id = entries[block];
             if (block_id == kNone) continue;
             tree_.set_block(node, shape.first_column + static_cast<std::int32_t>(block - first), block_id);
-            pool_.set_node(block_id, node);
+            if (had == 0) {
+                pool_.set_fresh(block_id, node);
+            } else {
+                pool_.set_node(block_id, node);
+            }
         }
     }
+    if (may_recall_ && tree_.is_full(node)) may_recall_ = recall_uses(node, sequence.node);
     ++version_;
     remove_covered_sibling(node);
     return node;
+}
+
+// The uses of the nearest block above the node in this column, so of the block that fills a hole of the node: no block below
+// it has more. kMaxUses without one.
+std::uint32_t BlockManager::uses_above(NodeId node, std::int32_t column) const noexcept {
+    for (NodeId up = tree_.parent(node); !tree_.is_root(up); up = tree_.parent(up))
+        if (const BlockId above = tree_.block_id(up, column); above != kNone) return pool_.uses(above);
+    return kMaxUses;
+}
+
+// The most uses that a block below the node may have, so that it has no more than the blocks above it.
+std::uint32_t BlockManager::most_uses_below(NodeId node) const noexcept {
+    if (tree_.is_root(node)) return kMaxUses;
+    std::uint32_t most = 0;  // no block yet
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        if (!shape_.is_full[static_cast<std::size_t>(column)]) continue;
+        const BlockId block_id = tree_.block_id(node, column);
+        const std::uint32_t uses = block_id == kNone ? 1 : pool_.uses(block_id);
+        most = most == 0 ? uses : std::min(most, uses);
+    }
+    return std::max<std::uint32_t>(most, 1);
+}
+
+// Counts on the uses of a full node's content, if it was evicted a short time ago. Returns whether the node's blocks may have
+// more than one use: if not, the nodes that are made below it have no more either.
+bool BlockManager::recall_uses(NodeId node, NodeId parent) noexcept {
+    const std::uint32_t most = most_uses_below(parent);
+    if (most == 1) return false;
+    const std::uint32_t before = ghosts_.pop(tree_.view(node));
+    bool has_more = false;
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        const BlockId block_id = tree_.block_id(node, column);
+        if (block_id == kNone) continue;
+        if (before != 0) pool_.set_uses(block_id, std::max(pool_.uses(block_id), std::min(before + 1, most)));
+        has_more = has_more || pool_.uses(block_id) > 1;
+    }
+    return has_more;
 }
 
 // A partial node without holders goes once a sibling has its tokens and more.

@@ -107,6 +107,9 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
         BlockTable& entries = table(sequence, group);
         const std::int64_t num_blocks = shape.num_blocks(num_tokens);
         const std::int64_t first = std::min(shape.first_needed(num_tokens), num_blocks);
+        const std::int64_t num_counted = shape.num_blocks(sequence.num_computed);  // of its earlier, shorter hit
+        const bool counts_uses = pool_.order().counts_uses();
+        std::uint32_t most_uses = kMaxUses;
         sequence.first_kept[static_cast<std::size_t>(group)] = first;
         for (std::int64_t block = 0; block < first; ++block) entries.push(kNone);
         for (std::int64_t block = first; block < num_blocks; ++block) {
@@ -114,6 +117,8 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
             const auto column = shape.first_column + static_cast<std::int32_t>(block - node * shape.per_node);
             const BlockId block_id = tree_.block_id(path_[static_cast<std::size_t>(node)], column);
             pool_.hold(block_id, sequence.cache_priority);
+            if (counts_uses)
+                most_uses = block >= num_counted ? pool_.count_use(block_id, most_uses) : pool_.uses(block_id);
             entries.push(block_id);
         }
     }

@@ -101,7 +101,7 @@ void BlockManager::keep_quotas() noexcept {
     for (const Work& work : works_) {
         const Owner& owner_id = pool_.order().owner_id(work.sequence->owner_id);
         while (owner_id.need > 0 && owner_id.quota != kNoQuota && owner_id.num_owned + owner_id.need > owner_id.quota)
-            evict(pool_.order().first_of(owner_id), owner_id.number, Event::Reason::quota);
+            evict(pool_.first_of(owner_id), owner_id.number, Event::Reason::quota);
     }
 }
 

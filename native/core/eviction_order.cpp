@@ -8,14 +8,19 @@
 
 namespace quire {
 
-void EvictionOrder::start_marking(const Slab<BlockRecord>& block_ids, std::int64_t num_ids, std::int64_t num_touched,
-                                  std::int64_t num_blocks, std::int64_t num_cached, std::int64_t num_in_flight) {
+namespace {
+
+// By number of uses: 60 / (uses + 1), so that quotients of ages are compared in integers.
+constexpr std::uint64_t kShares[kMaxUses + 1] = {0, 30, 20, 15, 12, 10};
+
+}  // namespace
+
+void EvictionOrder::start_marking(std::int64_t num_ids, std::int64_t num_touched, std::int64_t num_blocks,
+                                  std::int64_t num_cached, std::int64_t num_in_flight) {
     if (is_marked_) return;
     marks_ = Slab<Mark>(static_cast<std::size_t>(num_ids));
-    std::fill_n(marks_.data(), num_touched, Mark{0, 0, static_cast<std::uint64_t>(kNormal)});
+    std::fill_n(marks_.data(), num_touched, Mark{0, kNormal});
     Owner& nobody = owners_.front();
-    for (BlockId block_id = nobody.cached[kNormal].front; block_id != kNone; block_id = block_ids[index(block_id)].next)
-        marks_[index(block_id)].time = clock_++ & 0x3FFFFFFFFFFF;
     nobody.num_owned = num_blocks;
     nobody.num_cached = num_cached;
     nobody.num_in_flight = num_in_flight;
@@ -50,31 +55,29 @@ const Owner* EvictionOrder::find(std::int32_t number) const noexcept {
 }
 
 void EvictionOrder::own(BlockId block_id, std::int32_t slot, std::int32_t cache_priority) noexcept {
-    marks_[index(block_id)] = {0, static_cast<std::uint16_t>(slot), static_cast<std::uint64_t>(cache_priority) & 3};
+    marks_[index(block_id)] = {static_cast<std::uint16_t>(slot), static_cast<std::uint16_t>(cache_priority)};
     ++owner_id(slot).num_owned;
 }
 
 void EvictionOrder::raise(BlockId block_id, std::int32_t cache_priority) noexcept {
     Mark& mark = marks_[index(block_id)];
-    const auto wanted = static_cast<std::uint64_t>(cache_priority) & 3;
-    if (wanted > mark.cache_priority) mark.cache_priority = wanted & 3;
+    mark.cache_priority = std::max(mark.cache_priority, static_cast<std::uint16_t>(cache_priority));
 }
 
 void EvictionOrder::append(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept {
-    BlockList& list = list_of(block_id);
     BlockRecord& record = block_ids[index(block_id)];
+    BlockList& list = list_of(record, block_id);
     record.previous = list.back;
     record.next = kNone;
     (list.back == kNone ? list.front : block_ids[index(list.back)].next) = block_id;
     list.back = block_id;
-    if (!is_marked_) return;
-    marks_[index(block_id)].time = clock_++ & 0x3FFFFFFFFFFF;
-    ++owner_of(block_id).num_cached;
+    record.time = static_cast<std::uint32_t>(clock_++ & kTimeMask);
+    if (is_marked_) ++owner_of(block_id).num_cached;
 }
 
 void EvictionOrder::remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept {
-    BlockList& list = list_of(block_id);
     const BlockRecord& record = block_ids[index(block_id)];
+    BlockList& list = list_of(record, block_id);
     (record.previous == kNone ? list.front : block_ids[index(record.previous)].next) = record.next;
     (record.next == kNone ? list.back : block_ids[index(record.next)].previous) = record.previous;
     if (is_marked_) --owner_of(block_id).num_cached;
@@ -82,7 +85,7 @@ void EvictionOrder::remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexc
 
 void EvictionOrder::clear() noexcept {
     for (Owner& owner_id : owners_) {
-        std::fill_n(owner_id.cached, kNumPriorities, BlockList{});
+        for (auto& lists : owner_id.cached) std::fill_n(lists, kMaxUses, BlockList{});
         owner_id.num_cached = 0;
         owner_id.num_owned = owner_id.num_in_flight;
     }
@@ -101,22 +104,36 @@ std::int64_t EvictionOrder::begin_call() noexcept {
     return num_evictable;
 }
 
-BlockId EvictionOrder::first_of(const Owner& owner_id) const noexcept {
-    for (const BlockList& list : owner_id.cached)
-        if (list.front != kNone) return list.front;
+// lists: kMaxUses of them, by number of uses.
+void EvictionOrder::Oldest::add(const BlockList* lists) noexcept {
+    const std::uint32_t num_lists = order_.counts_uses_ ? kMaxUses : 1;
+    for (std::uint32_t uses = 1; uses <= num_lists; ++uses) {
+        const BlockId front = lists[uses - 1].front;
+        if (front == kNone) continue;
+        const std::uint64_t age = order_.age_of(block_ids_[index(front)]);
+        const std::uint64_t share = age * kShares[uses];
+        if (block_id_ != kNone && (share < share_ || (share == share_ && age < age_))) continue;
+        block_id_ = front;
+        share_ = share;
+        age_ = age;
+    }
+}
+
+BlockId EvictionOrder::first_of(const Slab<BlockRecord>& block_ids, const Owner& owner_id) const noexcept {
+    for (const auto& lists : owner_id.cached) {
+        Oldest oldest(*this, block_ids);
+        oldest.add(lists);
+        if (oldest.block_id() != kNone) return oldest.block_id();
+    }
     return kNone;
 }
 
-BlockId EvictionOrder::first(bool of_all) const noexcept {
-    if (!is_marked_) return owners_.front().cached[kNormal].front;
-    for (std::int32_t cache_priority = 0; cache_priority < kNumPriorities; ++cache_priority) {
-        BlockId best = kNone;
-        for (const Owner& owner_id : owners_) {
-            const BlockId front = owner_id.cached[cache_priority].front;
-            if (front == kNone || (!of_all && owner_id.budget <= 0)) continue;
-            if (best == kNone || marks_[index(front)].time < marks_[index(best)].time) best = front;
-        }
-        if (best != kNone) return best;
+BlockId EvictionOrder::first(const Slab<BlockRecord>& block_ids, bool of_all) const noexcept {
+    for (std::int32_t cache_priority = is_marked_ ? 0 : kNormal; cache_priority < kNumPriorities; ++cache_priority) {
+        Oldest oldest(*this, block_ids);
+        for (const Owner& owner_id : owners_)
+            if (!is_marked_ || of_all || owner_id.budget > 0) oldest.add(owner_id.cached[cache_priority]);
+        if (oldest.block_id() != kNone || !is_marked_) return oldest.block_id();
     }
     return kNone;
 }
@@ -128,19 +145,23 @@ std::vector<std::int64_t> EvictionOrder::times(const Slab<BlockRecord>& block_id
     std::int64_t num_listed = 0;
     for (const Owner& owner_id : owners_) {
         const std::int64_t before = num_listed;
-        for (std::int32_t cache_priority = 0; cache_priority < kNumPriorities; ++cache_priority) {
-            const BlockList& list = owner_id.cached[cache_priority];
+        for (std::int32_t at = 0; at < kNumPriorities * static_cast<std::int32_t>(kMaxUses); ++at) {
+            const std::int32_t cache_priority = at / static_cast<std::int32_t>(kMaxUses);
+            const std::uint32_t uses = static_cast<std::uint32_t>(at) % kMaxUses + 1;
+            const BlockList& list = owner_id.cached[cache_priority][uses - 1];
             BlockId previous = kNone;
             std::int64_t last = -1;
             for (BlockId block_id = list.front; block_id != kNone; previous = block_id, block_id = block_ids[index(block_id)].next) {
-                const std::int64_t time =
-                    is_marked_ ? static_cast<std::int64_t>(marks_[index(block_id)].time) : num_listed;
+                const BlockRecord& record = block_ids[index(block_id)];
+                const auto time = static_cast<std::int64_t>(clock_ - age_of(record));
                 prove(num_listed < num_cached, "C5", "the lists are longer than " + text(num_cached) + " cached blocks");
-                prove(block_ids[index(block_id)].previous == previous, "C5", "block " + text(block_id) + " is linked back wrongly");
+                prove(record.previous == previous, "C5", "block " + text(block_id) + " is linked back wrongly");
                 prove(time > last, "C5", "block " + text(block_id) + " was let go before the one before it in its list");
                 prove(!is_marked_ || (number_of(block_id) == owner_id.number && cache_priority_of(block_id) == cache_priority), "C9",
                       "block " + text(block_id) + " is in the list of owner " + text(owner_id.number) + ", cache priority " +
                           text(cache_priority));
+                prove(record.uses == uses, "C5",
+                      "block " + text(block_id) + " of " + text(record.uses) + " uses is in the list of " + text(uses));
                 times[index(block_id)] = last = time;
                 ++num_listed;
             }

@@ -5,8 +5,11 @@
 
 namespace quire {
 
-Pool::Pool(std::int64_t num_blocks, std::int64_t run)
-    : num_ids_(num_blocks), blocks_(static_cast<std::size_t>(num_blocks)), free_(num_blocks, run) {}
+Pool::Pool(std::int64_t num_blocks, std::int64_t run, bool counts_uses)
+    : num_ids_(num_blocks),
+      blocks_(static_cast<std::size_t>(num_blocks)),
+      order_(counts_uses),
+      free_(num_blocks, run) {}
 
 BlockState Pool::state(BlockId block_id) const noexcept {
     if (is_free(block_id)) return BlockState::free;
@@ -18,7 +21,7 @@ BlockState Pool::state(BlockId block_id) const noexcept {
 
 BlockId Pool::take(std::int32_t slot, std::int32_t cache_priority, BlockId before, std::int64_t position) noexcept {
     const BlockId block_id = free_.take(before, position);
-    blocks_[index(block_id)] = {kHeld, 1, kNone};
+    blocks_[index(block_id)] = {kHeld, 1, kNone, 0, 1};
     if (order_.is_marked()) order_.own(block_id, slot, cache_priority);
     return block_id;
 }
@@ -47,7 +50,7 @@ void Pool::make_free(BlockId block_id) noexcept {
 
 BlockId Pool::give_up() noexcept {
     const BlockId block_id = free_.take_lowest();
-    blocks_[index(block_id)] = {kGivenUp, given_up_top_, kNone};
+    blocks_[index(block_id)] = {kGivenUp, given_up_top_, kNone, 0, 1};
     given_up_top_ = block_id;
     ++num_given_up_;
     return block_id;

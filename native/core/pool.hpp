@@ -2,7 +2,7 @@
 //
 // A block is in exactly one state: free (no known content), cached (content known, nobody refers to it), held (referred to)
 // or in flight (nobody refers to it, but a running step may still see it); an id dropped by a resize is not a block of
-// the pool until it grows again. 12 bytes a block; the lists of cached blocks (eviction_order.hpp) and the stack of
+// the pool until it grows again. 16 bytes a block; the lists of cached blocks (eviction_order.hpp) and the stack of
 // dropped ids are linked through the records themselves, and the free blocks are a set of bits (free_blocks.hpp): the
 // record of a free block has no meaning. Blocks never handed out are not even written, so creating a pool is free.
 // Every block that is not free counts in one owner, once owners or priorities are used.
@@ -35,7 +35,8 @@ enum class BlockState { free, cached, held, in_flight, given_up };
 class Pool {
 public:
     // run: ids of a run, a power of two; see free_blocks.hpp.
-    Pool(std::int64_t num_blocks, std::int64_t run);
+    // counts_uses: see eviction_order.hpp.
+    Pool(std::int64_t num_blocks, std::int64_t run, bool counts_uses);
 
     std::int64_t num_blocks() const noexcept { return num_ids_ - num_given_up_; }
     std::int64_t num_ids() const noexcept { return num_ids_; }  // of blocks and of dropped ids
@@ -64,13 +65,33 @@ public:
     void make_cached(BlockId block_id) noexcept;  // as the most recently used
     void flight(BlockId block_id, std::int64_t step) noexcept;
 
+    std::uint32_t uses(BlockId block_id) const noexcept { return blocks_[index(block_id)].uses; }
+    // For a block in no list.
+    void set_uses(BlockId block_id, std::uint32_t uses) noexcept { blocks_[index(block_id)].uses = uses & 7; }
+    // The node and its only use, of a block that was just written.
+    void set_fresh(BlockId block_id, NodeId node) noexcept {
+        BlockRecord& record = blocks_[index(block_id)];
+        record = {record.previous, record.next, node, 0, 1};
+    }
+    // Counts one more use, up to `most`; the uses it has now.
+    std::uint32_t count_use(BlockId block_id, std::uint32_t most) noexcept {
+        const std::uint32_t had = uses(block_id);
+        if (had < most && had < kMaxUses) set_uses(block_id, had + 1);
+        return uses(block_id);
+    }
+    // The next block to evict, of the owners with a budget, or of all, or of one; kNone without one.
+    BlockId first(bool of_all) const noexcept { return order_.first(blocks_, of_all); }
+    // The block behind a block in its list, cached or evicted a moment ago; kNone without one.
+    BlockId behind(BlockId block_id) const noexcept { return blocks_[index(block_id)].next; }
+    BlockId first_of(const Owner& owner_id) const noexcept { return order_.first_of(blocks_, owner_id); }
+
     // Takes a cached block out of the list; it has no state until the next call.
     void take_out(BlockId block_id) noexcept;
 
     // Owners and the order of eviction.
     bool is_marked() const noexcept { return order_.is_marked(); }
     void start_marking() {
-        order_.start_marking(blocks_, num_ids_, free_.num_touched(), num_blocks() - num_free(), num_cached_, num_in_flight_);
+        order_.start_marking(num_ids_, free_.num_touched(), num_blocks() - num_free(), num_cached_, num_in_flight_);
     }
     std::int32_t slot_of(std::int32_t number) { return order_.slot_of(number); }
     EvictionOrder& order() noexcept { return order_; }

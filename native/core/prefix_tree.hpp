@@ -105,6 +105,8 @@ public:
     std::int32_t num_tokens(NodeId node) const noexcept { return nodes_[index(node)].num_tokens; }
     bool is_full(NodeId node) const noexcept { return num_tokens(node) == block_size_; }
     std::span<const Token> tokens(NodeId node) const noexcept;
+    // Fetches the node's tokens into the processor's cache, for a use some 50 ns later.
+    void prefetch_tokens(NodeId node) const noexcept;
     std::span<const ExtraKey> keys(NodeId node) const noexcept;
     BlockView view(NodeId node) const noexcept { return {tokens(node), keys(node), 0}; }
     BlockId block_id(NodeId node, std::int32_t column) const noexcept { return blocks_[slot(node, column)]; }

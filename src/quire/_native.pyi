@@ -81,6 +81,7 @@ class BlockManager:
         overlapped_steps: bool,
         run_blocks: int,
         blocks_per_node: Sequence[int] = [],
+        eviction: str = "frequency",
     ) -> None: ...
     def match(
         self,

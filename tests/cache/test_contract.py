@@ -26,9 +26,6 @@ STUB = Path(quire.__file__).with_name("_native.pyi")
 
 PROPERTY = "property"
 
-# Parameters that the Python manager has beside the native one's.
-PYTHON_ONLY = {"__init__": ["eviction"]}
-
 # The stub's names for types, and those of the Python manager.
 SAME_TYPES = {
     "EventArrays": "dict[str, Any]",
@@ -187,7 +184,6 @@ def calls_in(text: str, class_name: str, names: dict[str, Any]) -> dict[str, Any
         parameters = [
             (one.arg, plain_type(one.annotation), *defaults[max(0, at - first) : max(0, at - first + 1)])
             for at, one in enumerate(given)
-            if one.arg not in PYTHON_ONLY.get(node.name, [])
         ]
         calls[node.name] = (parameters, plain_type(node.returns))
     return calls

@@ -92,14 +92,18 @@ def test_the_laws_hold() -> None:
 
 def test_a_name_is_taken_once(fifo: type[EvictionPolicy]) -> None:
     register("fifo", fifo)  # the same again is nothing new
-    for name in ("fifo", "lru"):
+    for name in ("fifo", "frequency", "lru"):
         with pytest.raises(ArgumentError, match=f"expected a new name for an eviction policy, got '{name}'"):
             register(name, EvictionPolicy)
-    with pytest.raises(ArgumentError, match=r"policy, one of \['fifo', 'lru'\], got 'mru' - in `eviction`"):
+    with pytest.raises(
+        ArgumentError, match=r"policy, one of \['fifo', 'frequency', 'lru'\], got 'mru' - in `eviction`"
+    ):
         make("python", eviction="mru")
 
 
 def test_the_native_core_says_that_it_has_it_not() -> None:
     pytest.importorskip("quire._native")
-    with pytest.raises(ArgumentError, match=r"expected eviction 'lru' on backend 'native', .* got 'fifo'"):
+    with pytest.raises(
+        ArgumentError, match=r"expected eviction 'frequency' or 'lru' on backend 'native', .* got 'fifo'"
+    ):
         make("native", eviction="fifo")

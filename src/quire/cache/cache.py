@@ -82,7 +82,7 @@ class Cache(PrefixKVCache):
         overlapped_steps: bool = False,
         run_blocks: int = 1,
         backend: str | None = None,
-        eviction: str = "lru",
+        eviction: str = "frequency",
     ) -> None:
         """
         Parameters
@@ -106,7 +106,8 @@ class Cache(PrefixKVCache):
         backend
             "native", "python", or None: the environment variable QUIRE_BACKEND, else native if built.
         eviction
-            The eviction order of cached blocks: "lru", or on backend "python" a policy that was registered
+            The eviction order of cached blocks: "frequency" (the highest age / (uses + 1) first), "lru" (the least
+            recently used first), or on backend "python" a policy that was registered
             (`quire.cache.manager.eviction`).
         """
         if not isinstance(spec, KVSpec):
@@ -422,12 +423,12 @@ def _plan_of(plan: StepPlan | NativePlan | None) -> StepPlan | None:
 
 def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list[int]) -> BlockManager:
     if backend == "native":
-        if eviction != "lru":
+        if eviction not in ("frequency", "lru"):
             raise ArgumentError(
-                f"expected eviction 'lru' on backend 'native', the only policy there, got {eviction!r}; "
+                f"expected eviction 'frequency' or 'lru' on backend 'native', the policies there, got {eviction!r}; "
                 "use backend='python'"
             )
-        return native_module().BlockManager(*args, blocks_per_node=blocks_per_node)  # type: ignore[union-attr]
+        return native_module().BlockManager(*args, blocks_per_node=blocks_per_node, eviction=eviction)  # type: ignore[union-attr]
     from quire.cache.manager.block_manager import PythonBlockManager
 
     return PythonBlockManager(*args, blocks_per_node=blocks_per_node, eviction=eviction)

@@ -484,7 +484,7 @@ class PrefixKVCache(KVCache, Protocol):
         """Have `num_blocks` blocks from now on, while sequences go on. Returns the ids given up, in order: the storage
         may give up their memory too.
 
-        Shrinking takes free blocks, then evicts cached content, least recently used first. The ids given up may lie
+        Shrinking takes free blocks, then evicts cached content, in the order of eviction. The ids given up may lie
         anywhere; growing takes them back, the last first, and then makes new ones. Raises ArgumentError if more are
         held or in flight than would remain; nothing has changed then. O(blocks given up or made).
         """

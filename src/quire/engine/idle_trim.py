@@ -4,7 +4,7 @@
     values of the host tier, then cached blocks     only while the system is short of memory (`memory.shortage`)
 
 Idle time alone evicts no cached content. If the system is short, it evicts as many bytes as are missing: first from the
-host tier, which has the content unused for longest, then from the cache, the least recently used first. The cache's
+host tier, which has the content unused for longest, then from the cache, in its order of eviction. The cache's
 content goes to the tiers below the host tier, not to the host tier, which would take as much memory again.
 
 Cost: O(blocks) after a step, then a reading of the system for each call; a copy of evicted content that tiers store.

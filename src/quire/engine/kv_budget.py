@@ -181,7 +181,7 @@ class KVBudget:
         self._release(1.0, "idle")
 
     def evict_cached(self, num_bytes: int) -> None:
-        """`release_unused`, and evicts `num_bytes` of cached content, or all, the least recently used first. *raises:*
+        """`release_unused`, and evicts `num_bytes` of cached content, or all, in the order of eviction. *raises:*
         as `trim`."""
         cached = self.cached_bytes
         self._release(max(0.0, 1.0 - num_bytes / cached) if cached else 1.0, "idle")

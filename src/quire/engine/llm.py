@@ -195,7 +195,7 @@ class LLM(EngineHandle):
     def resize(self, kv_memory: str | int) -> None:
         """Changes the KV cache's budget, also while requests run; freed memory goes back to the system at once.
 
-        Cached prefixes are evicted first, the least recently used before others; if that is not enough, requests are
+        Cached prefixes are evicted first, those used once before others; if that is not enough, requests are
         preempted and computed again when there is room.
         *raises:* ArgumentError, CapacityError: nothing was changed.
         """

@@ -29,7 +29,7 @@ from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.branch import forget_from, share_computed
 from quire.cache.manager.commit import make_findable, release_behind_windows
 from quire.cache.manager.elements import ExtraKeys
-from quire.cache.manager.eviction import policy_of
+from quire.cache.manager.eviction import FREQUENCY
 from quire.cache.manager.forget import drop, withdraw
 from quire.cache.manager.groups import explain_hit, find_hit
 from quire.cache.manager.invariants import check_invariants
@@ -71,7 +71,7 @@ class PythonBlockManager:
         overlapped_steps: bool,
         run_blocks: int,
         blocks_per_node: SequenceOf[int] = (),
-        eviction: str = "lru",
+        eviction: str = FREQUENCY,
     ) -> None:
         """`spans`: ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of a
         node of the tree. blocks_per_node: blocks of each group in a node, divisors of block_size; 1 each if empty."""
@@ -83,7 +83,7 @@ class PythonBlockManager:
         )
         self.prefix_caching = prefix_caching
         self.watermark_blocks = watermark_blocks
-        self.blocks = Blocks(self.shape, num_blocks, overlapped_steps, run_blocks, policy_of(eviction))
+        self.blocks = Blocks(self.shape, num_blocks, overlapped_steps, run_blocks, eviction)
         self.sequences: dict[int, ManagedSequence] = {}
         self.num_opened = 0
         self.num_admitted = 0

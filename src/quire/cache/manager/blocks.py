@@ -1,7 +1,7 @@
 """Blocks with content: joins the pool and the prefix tree by four moves, the base of all other operations.
 
     take      a table names the block of a node
-    allocate  a table gets a new block, after an eviction of the least recently used content if need be
+    allocate  a table gets a new block, after an eviction of cached content if need be
     release   a table no longer names a block: it stays findable if the tree knows its content
     remove    the tree forgets a node
 
@@ -18,7 +18,8 @@ Invariant: `node_of[block_id]` is the node that has `block_id` in some column, o
 from __future__ import annotations
 
 from quire.cache.manager.event_log import EventLog
-from quire.cache.manager.eviction import NO_KEY, EvictionPolicy
+from quire.cache.manager.eviction import FREQUENCY, MAX_USES, NO_KEY, policy_of
+from quire.cache.manager.ghosts import Ghosts
 from quire.cache.manager.groups import find_hit
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NO_QUOTA, NOBODY
@@ -38,10 +39,11 @@ class Blocks:
         num_blocks: int,
         overlapped_steps: bool,
         run_blocks: int,
-        policy: EvictionPolicy | None = None,
+        eviction: str = FREQUENCY,
     ) -> None:
         self.shape = shape
-        self.pool = Pool(num_blocks, run_blocks, policy)
+        self.pool = Pool(num_blocks, run_blocks, policy_of(eviction), counts_uses=eviction == FREQUENCY)
+        self.ghosts = Ghosts(num_blocks, shape.size)
         self.tree = PrefixTree(shape.size, shape.starts)
         self.node_of: list[Node | None] = [None] * num_blocks
         self.overlapped_steps = overlapped_steps
@@ -107,6 +109,7 @@ class Blocks:
                 self._evict(block_id, NOBODY, "forgotten")
             given_up.append(self.pool.give_up())
         self.pool.grow(num_blocks)
+        self.ghosts.grow(self.pool.num_ids)
         self.node_of += [None] * (self.pool.num_ids - len(self.node_of))
         return given_up
 
@@ -152,10 +155,16 @@ class Blocks:
         for index, (group, table) in enumerate(zip(self.shape.groups, sequence.tables, strict=True)):
             first, num_blocks = group.first_needed(hit.num_tokens), group.num_blocks(hit.num_tokens)
             columns = hit.block_ids[group.first_column : group.first_column + group.per_node]
+            num_counted = group.num_blocks(sequence.num_computed)  # blocks of its earlier, shorter hit
+            most_uses = MAX_USES
             table.truncate(0)
             for block, block_id in enumerate(columns.T.reshape(-1)[:num_blocks].tolist()):
                 if block >= first:
                     self.take(block_id, sequence.cache_priority)
+                    uses = self.pool.cached.uses[block_id]
+                    most_uses = (
+                        self.pool.cached.count_use(block_id, most_uses) if block >= num_counted else uses
+                    )
                 table.append(block_id if block >= first else GIVEN_UP)
             sequence.first_kept[index] = min(first, num_blocks)
         for block_id in old:
@@ -207,6 +216,8 @@ class Blocks:
         assert node is not None
         num_free = len(self.pool.free)
         takes_all = self.shape.is_full[node.block_ids.index(victim)]
+        if takes_all and self.pool.cached.counts_uses and node.num_tokens == self.tree.block_size:
+            self.ghosts.add(node.content, self.pool.cached.uses[victim])
         left = [HOLE] * len(node.block_ids)
         self._charge(victim)
         for column, block_id in enumerate(node.block_ids):
@@ -264,10 +275,21 @@ class Blocks:
         node.block_ids[column] = HOLE
 
     def supply(self, node: Node, column: int, block_id: int) -> None:
-        """Fill a hole."""
+        """Fill a hole. The block gets as many uses as its head, so no block below it has more."""
         node.block_ids[column] = block_id
+        if self.pool.cached.counts_uses:
+            self.pool.cached.uses[block_id] = self._uses_above(node, column)
         self.node_of[block_id] = node
         self.tree.version += 1
+
+    def _uses_above(self, node: Node, column: int) -> int:
+        """The uses of the nearest block above the node in this column; `MAX_USES` without one."""
+        above = node.parent
+        while above is not None and above.depth:
+            if above.block_ids[column] != HOLE:
+                return self.pool.cached.uses[above.block_ids[column]]
+            above = above.parent
+        return MAX_USES
 
     def is_unheld_partial(self, node: Node) -> bool:
         """Whether no table names this partial node: it is kept only while no sibling begins with its content."""
@@ -281,6 +303,8 @@ class Blocks:
         for block_id in block_ids:
             if block_id != HOLE:
                 self.node_of[block_id] = node
+                self.pool.cached.uses[block_id] = 1
+        self._recall_uses(node)
         self.note_stored(node, block_ids)
         self._remove_redundant_neighbour(node)
         return node
@@ -294,8 +318,30 @@ class Blocks:
                 node.block_ids[column] = block_ids[column]
                 self.node_of[block_ids[column]] = node
         self.tree.extend(node, content, num_tokens)
+        self._recall_uses(node)
         self.note_stored(node, node.block_ids)
         self._remove_redundant_neighbour(node)
+
+    def _recall_uses(self, node: Node) -> None:
+        """Counts on the uses of a full node's content that was evicted a short time ago: one more, but at most the uses
+        of the blocks above, which a hit finds first."""
+        if not self.pool.cached.counts_uses or node.num_tokens < self.tree.block_size:
+            return
+        assert node.parent is not None
+        uses, most = self.pool.cached.uses, MAX_USES
+        if node.parent.depth:
+            above = [
+                block_id
+                for block_id, is_full in zip(node.parent.block_ids, self.shape.is_full, strict=True)
+                if is_full
+            ]
+            most = min((1 if block_id == HOLE else uses[block_id] for block_id in above), default=1)
+        if most == 1:
+            return
+        uses_before = self.ghosts.pop(node.content)
+        for block_id in node.block_ids if uses_before else ():
+            if block_id != HOLE:
+                uses[block_id] = max(uses[block_id], min(uses_before + 1, most))
 
     def note_stored(self, node: Node, block_ids: list[int]) -> None:
         """Records that these blocks of the node are findable from now on, if there are any."""
@@ -341,4 +387,5 @@ class Blocks:
         self.tree = PrefixTree(before.block_size, before.column_starts)
         self.tree.version, self.tree.next_id = before.version, before.next_id
         self.pool.reset()
+        self.ghosts.clear()
         self.events.cleared()

@@ -1,37 +1,54 @@
-"""The eviction order of cached blocks: the lowest cache priority first, then the least recently used, or the order of
-another policy.
+"""The eviction order of cached blocks: the lowest cache priority first, then the order of a policy.
 
     DISCARD  0   goes before all others
     NORMAL   1
     KEEP     2   goes after all others
 
-Each owner and cache priority has a list, in the order in which its blocks were released. Each block has a rank (key,
-time of its release), which merges the lists of all owners into one order. Until it is free, a block keeps the highest
-cache priority of its users.
+The default policy is "frequency": the block with the highest age / (uses + 1) goes first. Its age is the number of
+blocks released since its own release. Its uses are 1 for the sequence that computed it and 1 for each hit, up to 5; for
+content that was evicted a short time ago they are counted on (`ghosts.py`). So content that is used once does not push
+out content that is used again, and content without further uses stays at most three times as long. The policy has no
+parameter. "lru", the least recently used block first, counts no uses.
 
-Every sequence that used a path releases its head after its tail, and with no lower a cache priority. So a head goes
-last, unless its tail belongs to an owner that may not lose it now.
+Each owner, cache priority and number of uses has a list, in the order in which its blocks were released. Until it is
+free, a block keeps the highest cache priority of its users.
 
-An `EvictionPolicy` gives the keys, one to a block each time it is released: the lowest goes first, among equals the one
-released first. It orders only blocks that may go. Cache priorities, pins, floors and quotas come before it, and a head
-has at least the highest key below it (`Blocks`), so a tail goes before its head whatever the keys. "lru" means equal
-keys, the only policy of the native back end. Another policy is a class and one call of `register`.
+Every sequence that used a path releases its head after its tail, and with no lower a cache priority. A head has at
+least the uses of its tail. So a head goes last, unless its tail belongs to an owner that may not lose it now.
 
-Cost: O(1) to add and to remove, O(owners) to find the first; with a policy O(cached) to find it, and O(children) to
-add, for the keys below.
+Another policy is a subclass of `EvictionPolicy` and one call of `register`. It gives the keys, one to a block each time
+it is released: the lowest goes first, among equals the one released first. It orders only blocks that may go. Cache
+priorities, pins, floors and quotas come before it, and a head has at least the highest key below it (`Blocks`), so a
+tail goes before its head whatever the keys. The native back end has "frequency" and "lru" alone.
+
+Cost: O(1) to add and to remove, O(owners) to find the first; with a registered policy O(cached) to find it, and
+O(children) to add, for the keys below.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
 
 from quire.cache.manager.owners import NOBODY
 from quire.cache.types import DISCARD, KEEP, NORMAL
 from quire.registry import Registry
 
-__all__ = ["NO_KEY", "EvictionOrder", "EvictionPolicy", "policy_of", "register", "unregister"]
+__all__ = [
+    "FREQUENCY",
+    "MAX_USES",
+    "NO_KEY",
+    "EvictionOrder",
+    "EvictionPolicy",
+    "policy_of",
+    "register",
+    "unregister",
+]
+
+FREQUENCY = "frequency"
+MAX_USES = 5
+# By number of uses: 60 / (uses + 1), so that quotients of ages are compared in integers.
+_SHARES = (0, 30, 20, 15, 12, 10)
 
 NO_KEY = float("-inf")  # lower than every key of a policy
 
@@ -52,7 +69,7 @@ class EvictionPolicy:
 
 
 _POLICIES: Registry[Callable[[], EvictionPolicy | None]] = Registry(
-    "an eviction policy", "eviction", {"lru": lambda: None}
+    "an eviction policy", "eviction", {FREQUENCY: lambda: None, "lru": lambda: None}
 )
 unregister = _POLICIES.unregister
 
@@ -66,73 +83,100 @@ def register(name: str, make: Callable[[], EvictionPolicy]) -> None:
 
 
 def policy_of(name: str) -> EvictionPolicy | None:
-    """A new policy of that name; None for "lru". ArgumentError for an unknown name."""
+    """A new policy of that name; None for "frequency" and "lru". ArgumentError for an unknown name."""
     return _POLICIES[name]()
 
 
 class EvictionOrder:
-    """The cached blocks; for every block its owner and cache priority, which change only while it is not cached."""
+    """The cached blocks; for every block its owner, cache priority and uses, which change only while it is not cached.
 
-    def __init__(self, num_ids: int, policy: EvictionPolicy | None = None) -> None:
+    counts_uses: whether the policy is "frequency"; every block has 1 use otherwise."""
+
+    def __init__(
+        self, num_ids: int, policy: EvictionPolicy | None = None, *, counts_uses: bool = False
+    ) -> None:
         self.policy = policy
+        self.counts_uses = counts_uses
         self.owner_id = [NOBODY] * num_ids
         self.cache_priority = [NORMAL] * num_ids
-        # (owner, cache priority) -> block -> (key, time of its release).
-        self._lists: dict[tuple[int, int], OrderedDict[int, tuple[float, int]]] = {}
+        self.uses = [1] * num_ids
+        # (owner, cache priority, uses) -> block -> (key, time of its release).
+        self._lists: dict[tuple[int, int, int], OrderedDict[int, tuple[float, int]]] = {}
         self._clock = 0
         self._count = 0
 
     def grow(self, num_new: int) -> None:
         self.owner_id += [NOBODY] * num_new
         self.cache_priority += [NORMAL] * num_new
+        self.uses += [1] * num_new
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._lists.get((self.owner_id[block_id], self.cache_priority[block_id]), ())
+        return block_id in self._lists.get(self._list_of(block_id), ())
 
     def __iter__(self) -> Iterator[int]:
         """In eviction order if every owner had to give up all its blocks."""
         for cache_priority in (DISCARD, NORMAL, KEEP):
-            lists = [block_ids for (_, level), block_ids in self._lists.items() if level == cache_priority]
-            together = {block_id: rank for block_ids in lists for block_id, rank in block_ids.items()}
-            yield from sorted(together, key=together.__getitem__)
+            ranks = {
+                block_id: self._rank(uses, *entry)
+                for (_, level, uses), entries in self._lists.items()
+                if level == cache_priority
+                for block_id, entry in entries.items()
+            }
+            yield from sorted(ranks, key=ranks.__getitem__)
+
+    def _list_of(self, block_id: int) -> tuple[int, int, int]:
+        return self.owner_id[block_id], self.cache_priority[block_id], self.uses[block_id]
+
+    def _rank(self, uses: int, key: float, time: int) -> tuple[float, int]:
+        """Lower ranks go first. With "frequency" it is age / (uses + 1), as of now, the highest first."""
+        return (-(self._clock - time) * _SHARES[uses] if self.counts_uses else key), time
 
     def rank_of(self, block_id: int) -> tuple[float, int]:
-        """(key, time of its release) of a cached block: lower ranks go first."""
-        return self._lists[self.owner_id[block_id], self.cache_priority[block_id]][block_id]
+        """(key, time of its release) of a cached block."""
+        return self._lists[self._list_of(block_id)][block_id]
 
     def num_cached(self, owner_id: int) -> int:
-        return sum(len(self._lists.get((owner_id, level), ())) for level in (DISCARD, NORMAL, KEEP))
+        return sum(len(entries) for (number, _, _), entries in self._lists.items() if number == owner_id)
 
     def first(self, owner_ids: Iterable[int]) -> int | None:
         """The block of these owners that is evicted next."""
         owner_ids = list(owner_ids)
+        numbers = range(1, MAX_USES + 1 if self.counts_uses else 2)
         for cache_priority in (DISCARD, NORMAL, KEEP):
-            heads = [
-                next(iter(block_ids.items()))
-                if self.policy is None
-                else min(block_ids.items(), key=itemgetter(1))
-                for owner_id in owner_ids
-                if (block_ids := self._lists.get((owner_id, cache_priority)))
-            ]
+            heads: list[tuple[tuple[float, int], int]] = []
+            for owner_id in owner_ids:
+                for uses in numbers:
+                    entries = self._lists.get((owner_id, cache_priority, uses))
+                    if not entries:
+                        continue
+                    if self.policy is None:
+                        block_id, entry = next(iter(entries.items()))
+                    else:
+                        block_id, entry = min(entries.items(), key=lambda item: item[1])
+                    heads.append((self._rank(uses, *entry), block_id))
             if heads:
-                return min(heads, key=itemgetter(1))[0]
+                return min(heads)[1]
         return None
+
+    def count_use(self, block_id: int, most: int) -> int:
+        """Counts one more use of a block that is not cached, up to `most`; the uses it has now."""
+        if self.counts_uses:
+            self.uses[block_id] = max(self.uses[block_id], min(self.uses[block_id] + 1, most, MAX_USES))
+        return self.uses[block_id]
 
     def append(self, block_id: int, least_key: float = NO_KEY) -> None:
         """Adds the block as the most recently used one. least_key: lower bound of its key."""
-        block_ids = self._lists.setdefault(
-            (self.owner_id[block_id], self.cache_priority[block_id]), OrderedDict()
-        )
+        entries = self._lists.setdefault(self._list_of(block_id), OrderedDict())
         key = 0 if self.policy is None else max(least_key, self.policy.key(block_id))
-        block_ids[block_id] = (key, self._clock)
+        entries[block_id] = (key, self._clock)
         self._clock += 1
         self._count += 1
 
     def remove(self, block_id: int) -> None:
-        del self._lists[self.owner_id[block_id], self.cache_priority[block_id]][block_id]
+        del self._lists[self._list_of(block_id)][block_id]
         self._count -= 1
 
     def clear(self) -> None:

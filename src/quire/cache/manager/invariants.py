@@ -66,6 +66,7 @@ def _check_pool(blocks: Blocks, sequences: Mapping[int, ManagedSequence], nodes:
         _require(block_id in known, "C5", f"cached block {block_id} belongs to no node")
 
     _check_owners(blocks, known)
+    uses = pool.cached.uses
     place = {block_id: pool.cached.rank_of(block_id) for block_id in pool.cached}
     for column, is_full in enumerate(blocks.shape.is_full):
         for node in nodes if is_full else []:
@@ -77,6 +78,12 @@ def _check_pool(blocks: Blocks, sequences: Mapping[int, ManagedSequence], nodes:
                         block_id in place and place[block_id] < place[above],
                         "C5",
                         f"block {above} was let go before block {block_id} below it",
+                    )
+                if block_id != HOLE and above != HOLE:
+                    _require(
+                        uses[block_id] <= uses[above],
+                        "C5",
+                        f"block {block_id} has {uses[block_id]} uses, block {above} above it {uses[above]}",
                     )
                 parent = parent.parent
 

@@ -35,12 +35,19 @@ NO_WRITER = -1
 class Pool:
     """Blocks 0 .. num_blocks - 1 at first. run_blocks: how many of them make a run; see `FreeBlocks`."""
 
-    def __init__(self, num_blocks: int, run_blocks: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        run_blocks: int,
+        policy: EvictionPolicy | None = None,
+        *,
+        counts_uses: bool = False,
+    ) -> None:
         self.num_ids = num_blocks
         self.run_blocks = run_blocks
         self.given_up: list[int] = []
         self.free = FreeBlocks(num_blocks, run_blocks)
-        self.cached = EvictionOrder(num_blocks, policy)
+        self.cached = EvictionOrder(num_blocks, policy, counts_uses=counts_uses)
         self.owner_ids = Owners()
         # Block -> the step that has to complete first.
         self.in_flight: OrderedDict[int, int] = OrderedDict()
@@ -132,6 +139,7 @@ class Pool:
         block_id = self.free.take(before, position)
         self.num_references[block_id] = 1
         self.cached.owner_id[block_id], self.cached.cache_priority[block_id] = owner_id, cache_priority
+        self.cached.uses[block_id] = 1
         self.owner_ids[owner_id].num_owned += 1
         if self.cached.policy is not None:
             self.cached.policy.stored(block_id)
