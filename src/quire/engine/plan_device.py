@@ -138,7 +138,7 @@ def plan_device(config: EngineConfig, device: str | None) -> tuple[EngineConfig,
     if device is not None:
         if (place := check_device(device)) is None:
             return _elsewhere(config, parse_card(device))
-        config = replace(config, device=place)
+        config = replace(config, device=place, fast=config.fast and place != "cpu")
     found = device_of(config.device_name)
     total_bytes, free_bytes = found.total_bytes(), found.free_bytes()
     card = None
@@ -151,8 +151,8 @@ def plan_device(config: EngineConfig, device: str | None) -> tuple[EngineConfig,
 def _elsewhere(config: EngineConfig, card: Card) -> tuple[EngineConfig, PlanDevice]:
     free_bytes = card.total_bytes - CONTEXT_BYTES - spare_bytes(card.total_bytes)
     # Codes lie there as the kernels of a card read them; by backend="torch" as its definition does.
-    device = device_of("torch" if config.backend == "torch" else "torch+fast@cpu")
-    return replace(config, device="cpu"), PlanDevice(
+    device = device_of("torch" if config.backend == "torch" and not config.fast else "torch+fast@cpu")
+    return replace(config, device="cpu", fast=False), PlanDevice(
         card.name, device, card.total_bytes, free_bytes, CONTEXT_BYTES, card, is_present=False
     )
 
