@@ -23,6 +23,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="u
 SCRIPT = load_script("options")
 # An option that another one needs, to be taken at all.
 NEEDS: dict[str, dict[str, Any]] = {
+    "fast": {"device": "cuda"},
     "reservation": {"storage": "contiguous"},
     "growth": {"storage": "growing"},
     "piece_size": {"storage": "virtual"},

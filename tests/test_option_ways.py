@@ -50,7 +50,8 @@ VALUES = [*NUMBERS, *TEXTS, *OTHERS]
 # What an option says something about, or it is refused alone.
 BESIDE: dict[str, dict[str, Any]] = {
     "piece_size": {"storage": "virtual"},
-    "head": {"weights": "int8"}, "disk_cache_size": {"disk_cache": "d"}, "disk_cache_min_free": {"disk_cache": "d"},
+    "fast": {"device": "cuda"}, "head": {"weights": "int8"}, "disk_cache_size": {"disk_cache": "d"},
+    "disk_cache_min_free": {"disk_cache": "d"},
     "cache_write": {"host_cache": "1MiB"}, "kv_events_replay": {"kv_events": "tcp://127.0.0.1:2"},
 }  # fmt: skip
 HINTS = get_type_hints(EngineConfig)
@@ -150,7 +151,7 @@ def test_a_flag_says_yes_and_no_whatever_a_file_says(name: str) -> None:
         flag = options.flag(name if value else f"no_{name}")
         told = given(flag)
         assert told == {name: value}
-        table = by_toml("model", name, not value)[1]
+        table = by_toml("model", name, not value)[1] | BESIDE.get(name, {})
         assert getattr(EngineConfig(**with_flags(table, told)), name) is value
 
 

@@ -404,6 +404,12 @@ class EngineConfig:
         "The back end: native, python or a registered device; on a device of torch triton or torch. Default: native, "
         "or triton, if it is installed.",
     )
+    fast: bool = option(
+        False,
+        None,
+        "On a device of torch, its own products and norms (cuBLAS) in place of kernels whose bits do not depend on the "
+        "batch; quantized weights on the back end torch are dequantized for each product. Default: off.",
+    )
     num_threads: Annotated[int | None, _integer(1, 1024)] = option(
         None,
         "N",
@@ -523,6 +529,8 @@ class EngineConfig:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written that way")
+        if self.fast and self.device == "cpu":
+            self._refuse("fast", "device, such as cuda, whose libraries compute")
         if self.head is not None and self.weights is None:
             self._refuse("head", "weights, of which it modifies a part")
         if self.swap_memory != "auto" and self.preemption == "recompute":
@@ -564,8 +572,11 @@ class EngineConfig:
 
     @property
     def device_name(self) -> str | None:
-        """The name of `device` and `backend` for `quire.devices.device_of`: BACKEND@DEVICE if that is not the cpu."""
-        return self.backend if self.device == "cpu" else f"{self.backend or ''}@{self.device}"
+        """The name of `device`, `backend` and `fast` for `quire.devices.device_of`: BACKEND@DEVICE, or
+        BACKEND+fast@DEVICE, if that is not the cpu."""
+        if self.device == "cpu":
+            return self.backend
+        return f"{self.backend or ''}{'+fast' if self.fast else ''}@{self.device}"
 
     @property
     def long_prompt_limit(self) -> int:

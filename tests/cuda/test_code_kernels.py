@@ -36,15 +36,21 @@ def weight_of(num_outputs: int, num_inputs: int, bits: int, group: int, form: st
         parts["minimums"] = Factor(factors[2])
     elif form == "table":
         parts["table"] = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    elif form == "quantiles":
+        parts["table"] = torch.linspace(-1, 1, 1 << bits)
+    elif form == "floats":  # with a NaN and an infinity, which no code has
+        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2).float()
+        codes, parts["table"] = codes % 120, table
     elif form == "order":
         parts["order"] = torch.randperm(num_inputs, generator=generator)
-    return QuantizedWeight(codes, bits, group, Factor(factors[0]), f"{form}:{group}", **parts)
+    scales = Factor(factors[0] if form in ("minimums", "order") else factors[0].half())
+    return QuantizedWeight(codes, bits, group, scales, f"{form}:{group}", **parts)
 
 
 def on_device(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceCodes:
     minimums = None if weight.minimums is None else weight.minimums.values()
     return DeviceCodes(
-        weight.codes, weight.bits, weight.group, weight.scales.values(), dtype, CPU, zeros=weight.zeros,
+        weight.codes, weight.bits, weight.group, weight.scales.fine, dtype, device=CPU, zeros=weight.zeros,
         minimums=minimums, table=weight.table, order=weight.order, label=weight.label,
     )  # fmt: skip
 
@@ -58,6 +64,8 @@ CASES = [
     (8, 64, 128, "minimums"),
     (5, 32, 64, "minimums"),
     (8, 96, 96, "fractions"),
+    (4, 64, 128, "quantiles"),
+    (8, 32, 64, "floats"),
 ]
 
 
@@ -113,9 +121,6 @@ def test_the_weight_is_read_back(
 def test_other_forms_are_refused() -> None:
     with pytest.raises(ArgumentError, match="expected a scale for each 16 inputs"):
         on_device(weight_of(4, 96, 4, 24, "zeros"), torch.float16)
-    table = torch.linspace(-1, 1, 16)
-    with pytest.raises(ArgumentError, match="expected a table of values that"):
-        DeviceCodes(torch.zeros(2, 32).byte(), 4, 32, torch.ones(2, 1), torch.bfloat16, CPU, table=table)
     codes = on_device(weight_of(4, 96, 4, 32, "zeros"), torch.float16)
     for x in (torch.zeros(2, 95).half(), torch.zeros(2, 96)):
         with pytest.raises(ArgumentError, match="expected x"):

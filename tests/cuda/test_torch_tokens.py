@@ -18,7 +18,7 @@ from support.state_layers import tiny_model
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.devices import device_of
-from quire.errors import ArgumentError, BackendError, CapacityError, UnsupportedModelError
+from quire.errors import ArgumentError, BackendError, CapacityError
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -117,8 +117,6 @@ def test_refusals() -> None:
     for storage in ("virtual", "contiguous", "growing"):
         with pytest.raises(ArgumentError, match='expected storage="paged" on backend'):
             LLM((model, None), backend="torch", kv_memory="4MiB", storage=storage)
-    with pytest.raises(UnsupportedModelError, match="expected dense weights for device"):
-        LLM(backend="torch", kv_memory="4MiB", weights="int8")
     with LLM((model, None), backend="torch", kv_memory="1MiB") as llm:
         with pytest.raises(CapacityError, match="memory was reserved for"):
             llm.resize("2MiB")

@@ -171,19 +171,26 @@ def test_a_registered_device_refuses_formats_that_a_start_refuses() -> None:
                 refuse(backend="fake", kv_dtype="int8", kv_memory="1MiB")
 
 
-def test_a_card_refuses_models_that_a_start_refuses(tmp_path: Path) -> None:
+def test_a_card_refuses_a_model_that_a_start_refuses(tmp_path: Path) -> None:
     own = AutoConfig.for_model("gpt_neo", num_layers=2, attention_types=[[["global"], 2]])
     own.save_pretrained(tmp_path / "own")
+    with pytest.raises(UnsupportedModelError, match="its own forward runs in host memory only"):
+        plan(tmp_path / "own", device="h100")
+
+
+def test_a_step_reads_quantized_weights_as_codes(tmp_path: Path) -> None:
     awq = quantized_checkpoints.FORMATS["awq"]
-    quantized_checkpoints.save(tmp_path / "awq", quantized_checkpoints.tiny(), *awq)
-    for model, weights, says in (
-        (None, "int4", "expected dense weights on device 'h100', got 'int4'"),
-        (tmp_path / "awq", None, "expected dense weights .* got those of a quantized checkpoint"),
-        (tmp_path / "own", None, "its own forward runs in host memory only"),
-    ):
-        with pytest.raises(UnsupportedModelError, match=says):
-            plan(model, device="h100", weights=weights)
-    assert plan(tmp_path / "awq", device="h100", weights="bf16", context=64).fits
+    quantized_checkpoints.save(tmp_path, quantized_checkpoints.tiny(), *awq)
+    codes, dense = (plan(tmp_path, device="h100", context=64, weights=weights) for weights in (None, "bf16"))
+    rounded = plan(device="h100", context=64, weights="int4")
+    assert codes.num_bytes("weights") < dense.num_bytes("weights")
+    assert {row.name for row in rounded.rows if row.part == "weights"} >= {"norms and others"}
+    for said in (codes, dense, rounded):
+        assert said.decode_bound is not None
+        embeddings = sum(row.num_bytes for row in said.rows if row.name == "embeddings")
+        assert said.decode_bound.weight_bytes == pytest.approx(
+            said.num_bytes("weights") - embeddings, rel=0.02
+        )
 
 
 def test_states_take_their_memory_at_once(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class FakeDevice:
     kv_formats = ()
     is_native = is_host = has_virtual_rows = has_torch_views = False
     is_elastic = True
-    read_later = None
+    read_later = pack_codes = None
     torch_device = torch.device("cpu")
     recurrence = reference_recurrence.BACKEND
 

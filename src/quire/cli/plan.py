@@ -17,7 +17,7 @@ from quire.spec.cards import check_device
 __all__ = ["plan"]
 
 
-@options.engine_flags(without=("kv_dtype", "weights", "device", "profile"))
+@options.engine_flags(without=("kv_dtype", "weights", "device", "fast", "profile"))
 def plan(
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a request, prompt and answer together.")

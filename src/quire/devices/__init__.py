@@ -11,6 +11,6 @@ Others may use the names below, and
     cpu.packed_weights                       linear layers packed for the processor
 """
 
-from quire.devices.device import Device, PackedWeight, device_of, register
+from quire.devices.device import Device, PackedCodes, PackedWeight, PacksCodes, device_of, register
 
-__all__ = ["Device", "PackedWeight", "device_of", "register"]
+__all__ = ["Device", "PackedCodes", "PackedWeight", "PacksCodes", "device_of", "register"]

@@ -24,7 +24,7 @@ from quire.recurrence import RecurrenceBackend
 from quire.registry import Registry
 from quire.step import ForwardStep, StepCache
 
-__all__ = ["Device", "PackedWeight", "device_of", "register", "unregister"]
+__all__ = ["Device", "PackedCodes", "PackedWeight", "PacksCodes", "device_of", "register", "unregister"]
 
 
 class PackedWeight(Protocol):
@@ -45,6 +45,44 @@ class PackedWeight(Protocol):
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Integer ids [...] -> rows [..., num_inputs]; IndexError for an id out of range."""
         ...
+
+
+class PackedCodes(PackedWeight, Protocol):
+    """A quantized weight in a form that a device multiplies."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its codes and their scales, on the device; `CodeForm.device_bytes` plans it."""
+        ...
+
+    def unpack(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values, dequantized in float32 and rounded once to `dtype`, or to the weight's."""
+        ...
+
+    def gather_rows(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Rows of `unpack`."""
+        ...
+
+
+class PacksCodes(Protocol):
+    """`Device.pack_codes`. The arguments are those of `quire.weights.codes.QuantizedWeight`, with the scales and
+    minimums of each group [N, groups] as numbers."""
+
+    def __call__(
+        self,
+        codes: torch.Tensor,
+        bits: int,
+        group: int,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        /,
+        *,
+        zeros: torch.Tensor | float | None,
+        minimums: torch.Tensor | None,
+        table: torch.Tensor | None,
+        order: torch.Tensor | None,
+        label: str,
+    ) -> PackedCodes: ...
 
 
 class Device(AttentionBackend, DeviceMemory, Protocol):
@@ -103,6 +141,12 @@ class Device(AttentionBackend, DeviceMemory, Protocol):
     def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
         """Moves a weight [num_outputs, num_inputs] from host memory to the device, once; None if `quire.weights.linear`
         chooses a packing for this processor."""
+        ...
+
+    @property
+    def pack_codes(self) -> PacksCodes | None:
+        """Moves a quantized weight from host memory to the device, once, for rows of `dtype`; None: torch computes its
+        definition, on tensors of `torch_device`. Of this machine `quire.weights.codes` packs them itself."""
         ...
 
 

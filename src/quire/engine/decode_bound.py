@@ -1,9 +1,9 @@
 """`DecodeBound`: the most tokens a second that a card can decode, from its bandwidth and arithmetic alone.
 
-A step of n requests reads every dense weight once; of a layer's experts it reads those that n tokens choose at random.
-It reads the keys and values of n contexts, a shared prefix once, and reads and writes n states. It takes 2 n
-operations for each weight that a token uses. No kernel is faster than these bytes at the card's bandwidth, or these
-products at its peak.
+A step of n requests reads every weight once, a quantized one as codes; of a layer's experts it reads those that n
+tokens choose at random. It reads the keys and values of n contexts, a shared prefix once, and reads and writes n
+states. It takes 2 n operations for each weight that a token uses. No kernel is faster than these bytes at the card's
+bandwidth, or these products at its peak.
 Derived, not measured: the products of attention, launches and the host's time are left out.
 
 Cost: O(modules) of a model without memory.
@@ -11,7 +11,9 @@ Cost: O(modules) of a model without memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quire.sizes import format_size
@@ -52,13 +54,21 @@ class DecodeBound:
 
 
 def decode_bound(
-    unloaded: UnloadedModel, spec: KVSpec, card: Card, context: int, concurrency: int, shared_prefix: int
+    unloaded: UnloadedModel,
+    spec: KVSpec,
+    card: Card,
+    context: int,
+    concurrency: int,
+    shared_prefix: int,
+    quantized_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> DecodeBound | None:
-    """The bound for `concurrency` requests at the end of `context` tokens; None: the card's bandwidth is unknown."""
+    """The bound for `concurrency` requests at the end of `context` tokens; None: the card's bandwidth is unknown.
+
+    quantized_bytes: of the parameters that are quantized, by name.
+    """
     if card.bytes_per_s is None:
         return None
-    read, used = _weights_of_step(unloaded, concurrency)
-    weight_bytes = read * spec.dtype_bytes
+    weight_bytes, used = _weights_of_step(unloaded, concurrency, spec.dtype_bytes, quantized_bytes)
     kv_bytes = _kv_bytes(spec, context, concurrency, shared_prefix)
     read_s = (weight_bytes + kv_bytes) / card.bytes_per_s
     # The peak is that of 16-bit numbers; float32 has its own, which the table does not have.
@@ -70,8 +80,10 @@ def decode_bound(
     )
 
 
-def _weights_of_step(unloaded: UnloadedModel, num_tokens: int) -> tuple[int, int]:
-    """Numbers of weights that a step of `num_tokens` reads, and that each of its tokens is multiplied with."""
+def _weights_of_step(
+    unloaded: UnloadedModel, num_tokens: int, dtype_bytes: int, quantized_bytes: Mapping[str, int]
+) -> tuple[int, int]:
+    """Bytes of weights that a step of `num_tokens` reads, and the number that each of its tokens is multiplied with."""
     from torch import nn
 
     from quire.weights.experts import projections_of
@@ -86,6 +98,7 @@ def _weights_of_step(unloaded: UnloadedModel, num_tokens: int) -> tuple[int, int
             (rows if isinstance(module, nn.Embedding) else shared).add(id(weight))
     read, used = 0.0, 0.0
     seen = rows - shared
+    coded = {id(model.get_parameter(name)): size for name, size in quantized_bytes.items()}
     for module in model.modules():
         experts = projections_of(module) or ()
         for name, parameter in module._parameters.items():
@@ -96,7 +109,8 @@ def _weights_of_step(unloaded: UnloadedModel, num_tokens: int) -> tuple[int, int
             if name in experts:
                 each = min(1.0, top_k / parameter.shape[0])
                 share = 1 - (1 - each) ** num_tokens
-            read += size * share
+            num_bytes = coded.get(id(parameter))
+            read += (size * dtype_bytes if num_bytes is None else num_bytes) * share
             used += size * each * (parameter.dim() > 1)
     return round(read), round(used)
 

@@ -183,5 +183,7 @@ class EngineHandle:
 
     @property
     def capacity(self) -> str:
-        """`cache_capacity`, and the sizes of quantized weights."""
-        return "; ".join(filter(None, (self.cache_capacity, self._opened.model.weights)))
+        """`cache_capacity`, the sizes of quantized weights, and whether torch's own products compute (`fast`)."""
+        is_fast = "+fast@" in self._opened.prepared.device.name
+        mode = "fast: products by torch, bits may depend on the batch" if is_fast else ""
+        return "; ".join(filter(None, (self.cache_capacity, self._opened.model.weights, mode)))

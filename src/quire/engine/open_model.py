@@ -96,9 +96,12 @@ def open_model(config: EngineConfig, resources: ExitStack) -> OpenModel:
 
 
 def _packed_folder(config: EngineConfig) -> SavedFolder | None:
-    """The folder of packed weights; by default None without the extension, which packs them."""
-    if config.packed_weights == "auto" and extension(config.device_name) is None:
-        return None
+    """The folder of packed weights; by default None unless the extension packs them."""
+    if config.packed_weights == "auto":
+        from quire.weights.codes import code_extension
+
+        if code_extension(config.device_name) is None:
+            return None
     size = config.packed_weights_size
     max_bytes = None if size is None else parse_size(size, where="packed_weights_size")
     return SavedFolder.from_option(config.packed_weights, max_bytes)

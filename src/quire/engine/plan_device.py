@@ -68,6 +68,11 @@ class PlanDevice:
         return packing_on(self.device) if self.is_host else "device"
 
     @property
+    def backend(self) -> str:
+        """The back end that computes from quantized weights, as of `planned_weights`."""
+        return self.device.name
+
+    @property
     def title(self) -> str:
         """For people: "h100 (NVIDIA H100 80GB HBM3, sm_90)"."""
         card = self.card
@@ -116,13 +121,6 @@ class PlanDevice:
     def _require_model(self, config: EngineConfig, unloaded: UnloadedModel, where: str) -> None:
         from quire.model.support import runs_by_own_forward
 
-        formats = config.weight_formats
-        is_rounded = formats is not None and formats.has_rounding
-        if is_rounded or unloaded.codes:
-            got = repr(config.weights) if is_rounded else "those of a quantized checkpoint"
-            raise UnsupportedModelError(
-                f"expected dense weights {where}, got {got}; bf16 makes them dense - in `weights`"
-            )
         if runs_by_own_forward(unloaded.model_type):
             raise UnsupportedModelError(
                 f"model type {unloaded.model_type}: its own forward runs in host memory only, got a plan {where}"
@@ -140,7 +138,7 @@ def plan_device(config: EngineConfig, device: str | None) -> tuple[EngineConfig,
     if device is not None:
         if (place := check_device(device)) is None:
             return _elsewhere(config, parse_card(device))
-        config = replace(config, device=place)
+        config = replace(config, device=place, fast=config.fast and place != "cpu")
     found = device_of(config.device_name)
     total_bytes, free_bytes = found.total_bytes(), found.free_bytes()
     card = None
@@ -152,8 +150,9 @@ def plan_device(config: EngineConfig, device: str | None) -> tuple[EngineConfig,
 
 def _elsewhere(config: EngineConfig, card: Card) -> tuple[EngineConfig, PlanDevice]:
     free_bytes = card.total_bytes - CONTEXT_BYTES - spare_bytes(card.total_bytes)
-    device = device_of("torch")
-    return replace(config, device="cpu"), PlanDevice(
+    # Codes lie there as the kernels of a card read them; by backend="torch" as its definition does.
+    device = device_of("torch" if config.backend == "torch" and not config.fast else "torch+fast@cpu")
+    return replace(config, device="cpu", fast=False), PlanDevice(
         card.name, device, card.total_bytes, free_bytes, CONTEXT_BYTES, card, is_present=False
     )
 

@@ -56,7 +56,9 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_DENSE_WEIGHTS = {  # outside of this machine's memory
+_DEVICE_WEIGHTS = {  # outside of this machine's memory, where dense experts are no kind of their own
+    "codes": "in codes",
+    "experts": "experts, in codes",
     "linear": "linear layers",
     "latents": "latent heads",
     "embeddings": "embeddings",
@@ -398,8 +400,8 @@ def _plan_of(
         needed_bytes=needed_bytes,
         num_blocks=0 if fit is None else fit.num_blocks,
         num_state_slots=0 if fit is None else fit.num_state_slots,
-        decode_bound=decode_bound(unloaded, spec, place.card, asked, wanted, shared_prefix)
-        if fits and place.card is not None
+        decode_bound=_decode_bound(config, unloaded, spec, place, asked, wanted, shared_prefix)
+        if fits
         else None,
         rows=(
             *loaded,
@@ -463,13 +465,18 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevice) -> list[PlanRow]:
     from quire.model.weight_sizes import planned_weights
-    from quire.weights.quantized_modules import planned_forms
 
-    names = _WEIGHTS if place.is_host else _DENSE_WEIGHTS
-    if unloaded.has_experts and not place.is_host:
+    sizes = planned_weights(
+        unloaded.model,
+        packing=place.packing,
+        form_of=_rounded_forms(config, unloaded).get,
+        codes=unloaded.codes,
+        backend=place.backend,
+    )
+    names = _WEIGHTS if place.is_host else _DEVICE_WEIGHTS
+    has_dense_experts = unloaded.has_experts and all(size.kind != "experts" for size in sizes)
+    if has_dense_experts and not place.is_host:
         names = names | {"dense": "experts, norms and others"}
-    formats = config.weight_formats
-    forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
         PlanRow(
             "weights",
@@ -477,14 +484,34 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevic
             row.num_bytes,
             f"{row.num_tensors} tensors",
         )
-        for row in planned_weights(
-            unloaded.model,
-            packing=place.packing,
-            form_of=forms.get,
-            codes=unloaded.codes,
-            backend=config.device_name,
-        )
+        for row in sizes
     ]
+
+
+def _rounded_forms(config: EngineConfig, unloaded: UnloadedModel) -> dict[str, str]:
+    """The formats of the parameters that will be rounded, by name."""
+    from quire.weights.quantized_modules import planned_forms
+
+    formats = config.weight_formats
+    return {} if formats is None else planned_forms(unloaded.model, formats)
+
+
+def _decode_bound(
+    config: EngineConfig,
+    unloaded: UnloadedModel,
+    spec: KVSpec,
+    place: PlanDevice,
+    context: int,
+    concurrency: int,
+    shared_prefix: int,
+) -> DecodeBound | None:
+    from quire.model.weight_sizes import quantized_bytes
+
+    if place.card is None:
+        return None
+    forms = _rounded_forms(config, unloaded)
+    coded = quantized_bytes(unloaded.model, forms, unloaded.codes, place.backend)
+    return decode_bound(unloaded, spec, place.card, context, concurrency, shared_prefix, coded)
 
 
 def _tokenizer_rows(unloaded: UnloadedModel) -> list[PlanRow]:

@@ -3,6 +3,8 @@
 Each Parameter and each buffer stays the same object: only its data moves, so that ties, hooks and the caller's
 references hold. At most one tensor exists twice. Tensors that are on the device already stay as they are.
 
+Quantized weights are loaded to their device (`quire.weights.codes`) and never moved.
+
 Cost: a copy of the weights; going back another one, for those that came from elsewhere.
 """
 
@@ -28,13 +30,14 @@ def move_model(
 
     release: called with each tensor that was moved, before its memory is freed.
 
-    *raises:* UnsupportedModelError: weights in codes, which are computed by this machine's processor; torch's error if
-    the device has not enough memory. Nothing is moved then.
+    *raises:* UnsupportedModelError: weights in codes that were loaded for another device; torch's error if the device
+    has not enough memory. Nothing is moved then.
     """
-    if coded := quantized_weights(model):
+    coded = [name for name, packed in quantized_weights(model).items() if packed.device != device]
+    if coded:
         raise UnsupportedModelError(
-            f"expected dense weights for device {str(device)!r}, got {len(coded)} weights in codes, "
-            f"{next(iter(coded))} first; load a checkpoint of float32, bfloat16 or float16, without `weights`"
+            f"expected weights in codes that were loaded for device {str(device)!r}, got {len(coded)} that were not, "
+            f"{coded[0]} first; give the checkpoint itself (a folder, GGUF file or Hub id)"
         )
     moved: list[tuple[torch.Tensor, torch.device]] = []
 
@@ -60,9 +63,12 @@ def move_model(
 
 def free_weights(model: nn.Module, device: torch.device) -> None:
     """Free the memory of the weights of `model` on `device`, which nothing computes with again."""
+    for packed in quantized_weights(model).values():
+        if packed.device == device:
+            packed.free()
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device == device:
-            tensor.data = tensor.new_empty(0)
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
 
 
 def require_on(model: nn.Module, device: torch.device) -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "measured_weights",
     "outputs_per_token",
     "planned_weights",
+    "quantized_bytes",
     "register_form",
 ]
 
@@ -123,13 +124,11 @@ def planned_weights(
     for name, form in (codes or {}).items():
         parameter = model.get_parameter(name)
         packed.add(id(parameter))
-        holder, shape = _holder(model, name), parameter.shape[-2:]
-        if is_transposed(holder) or getattr(holder, "is_transposed", False):
-            shape = shape[::-1]
+        num_bytes = form.num_bytes(*_outputs_and_inputs(model, name), backend)
         if isinstance(form, ExpertForms):
-            rows.add("experts", form.num_bytes(shape[0], shape[1], backend))
+            rows.add("experts", num_bytes)
         else:
-            rows.add("codes", form.num_bytes(shape[0], shape[1], backend), form.label)
+            rows.add("codes", num_bytes, form.label)
 
     def form_bytes(parameter: nn.Parameter, shape: tuple[int, int], kind: str) -> int:
         form, _, rest = (form_of(names[id(parameter)]) or kind).partition(":")
@@ -161,6 +160,24 @@ def planned_weights(
     for tensor in (*dense, *model.buffers()):
         rows.add("dense", tensor.numel() * tensor.itemsize)
     return rows.all()
+
+
+def quantized_bytes(
+    model: nn.Module,
+    forms: Mapping[str, str],
+    codes: Mapping[str, CodeForm | ExpertForms],
+    backend: str | None = None,
+) -> dict[str, int]:
+    """Bytes of the parameters of `model` that will be quantized, by name. forms: of those that are rounded ("int4:64");
+    codes and backend: as of `planned_weights`."""
+    sizes = {name: form.num_bytes(*_outputs_and_inputs(model, name), backend) for name, form in codes.items()}
+    for name, form in forms.items():
+        parameter, (kind, _, group) = model.get_parameter(name), form.partition(":")
+        if (num_bytes := _ROUNDED.get(kind)) is not None:
+            num_experts = parameter.shape[0] if parameter.dim() == 3 else 1
+            shape = _outputs_and_inputs(model, name)
+            sizes[name] = num_experts * num_bytes(*shape, parameter.dtype, group, backend)
+    return sizes
 
 
 def measured_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple[WeightSize, ...]:
@@ -206,6 +223,14 @@ def outputs_per_token(model: nn.Module) -> int:
 def _linear_weight(module: nn.Module) -> nn.Parameter | None:
     """The module's weight, unless it is an embedding."""
     return None if isinstance(module, nn.Embedding) else module._parameters.get("weight")
+
+
+def _outputs_and_inputs(model: nn.Module, name: str) -> tuple[int, int]:
+    """Of the weight `name`, or of one of its experts."""
+    holder, shape = _holder(model, name), model.get_parameter(name).shape[-2:]
+    if is_transposed(holder) or getattr(holder, "is_transposed", False):
+        shape = shape[::-1]
+    return shape[0], shape[1]
 
 
 def _holder(model: nn.Module, name: str) -> nn.Module:

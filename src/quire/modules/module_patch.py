@@ -36,7 +36,8 @@ __all__ = [
 _METHODS, _SAVED = "_quire_methods", "_quire_saved"
 # Entries of a changed module's __dict__ that are Quire's.
 QUIRE_NAMES = frozenset({
-    _METHODS, _SAVED, "_quire_hold", "_quire_accelerated", "_packed", "_lazy_weight", "_transposed", "_names",
+    _METHODS, _SAVED, "_quire_hold", "_quire_accelerated", "_packed", "_lazy_weight", "_transposed",
+    "_is_on_host", "_names",
 })  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def restore_class(module: nn.Module) -> None:
     if not issubclass(base, SwitchedModule) or "_quire_switched" not in base.__dict__:
         return
     original = original_class(module)
-    for name in ("_packed", "_lazy_weight", "_transposed", "_names"):
+    for name in ("_packed", "_lazy_weight", "_transposed", "_is_on_host", "_names"):
         module.__dict__.pop(name, None)
     is_patched = isinstance(module, _PatchedModule)
     cast(Any, module).__class__ = (

@@ -347,6 +347,7 @@ def _examples(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Random tokens with their experts and weights: 65, 8 and 1 tokens with one expert each; 8 with two each."""
     weight = module._parameters[names[0]]
+    place = weight.device
     hidden_size, last = weight.shape[1 if module.is_transposed else 2], len(weight) - 1
     generator = torch.Generator().manual_seed(0)
     chosen = torch.tensor([0, last // 2, last])
@@ -356,9 +357,9 @@ def _examples(
         pairs = chosen[torch.rand(8, 3, generator=generator).topk(2, dim=-1).indices]
     return [
         (
-            torch.randn(len(experts), hidden_size, generator=generator).to(weight.dtype).to(dtype),
-            experts,
-            torch.rand(experts.shape, generator=generator).to(weight.dtype).to(dtype),
+            torch.randn(len(experts), hidden_size, generator=generator).to(weight.dtype).to(place, dtype),
+            experts.to(place),
+            torch.rand(experts.shape, generator=generator).to(weight.dtype).to(place, dtype),
         )
         for experts in (singles, pairs)
     ]

@@ -108,11 +108,18 @@ class PackedModule(SwitchedModule):
     _packed: PackedWeight | None  # None while dense memory is the weight (`packed_parameter`)
     _lazy_weight: LazyDenseWeight
     _transposed: bool
+    _is_on_host: bool
 
     def use_weight(self, lazy_weight: LazyDenseWeight, transposed: bool) -> None:
         """Compute from `lazy_weight` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
         # Bypasses nn.Module.__setattr__, so that nothing is registered.
-        self.__dict__.update(_packed=lazy_weight.packed, _lazy_weight=lazy_weight, _transposed=transposed)
+        is_on_host = cast(torch.Tensor, self._parameters["weight"]).is_cpu
+        self.__dict__.update(
+            _packed=lazy_weight.packed,
+            _lazy_weight=lazy_weight,
+            _transposed=transposed,
+            _is_on_host=is_on_host,
+        )
         lazy_weight.users.add(self)
 
     def _weight(self) -> torch.Tensor:
@@ -155,7 +162,7 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
         if (
             packed is None
             or input.dtype is not packed.dtype
-            or not input.is_cpu
+            or input.is_cpu is not self._is_on_host
             or input.dim() == 0
             or input.shape[-1] != packed.num_inputs
             or _wants_gradient(input, self._parameters["weight"])

@@ -28,11 +28,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from quire.backends import extension
 from quire.errors import ArgumentError, LoadError
 from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import Rounding
-from quire.weights.codes import CodeForm, QuantizedPanels, QuantizedWeight, require_product, rounded_form
+from quire.weights.codes import (
+    CodeForm,
+    QuantizedPanels,
+    QuantizedWeight,
+    code_extension,
+    require_product,
+    rounded_form,
+)
 from quire.weights.expert_layout import CheckpointExpert, projection_shape
 from quire.weights.file_ranges import FileRange
 from quire.weights.linear import is_transposed
@@ -123,8 +129,8 @@ class MetaWeights:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether the weight of a linear layer may come in several parts: torch's twin takes a single part."""
-        return extension(self._backend) is not None
+        """Whether the weight of a linear layer may come in several parts: only the extension takes them."""
+        return code_extension(self._backend) is not None
 
     def stand_in(
         self, name: str, shape: torch.Size, dtype: torch.dtype, linear: CheckpointLinear

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -46,6 +47,16 @@ class QuantizedExperts(list[QuantizedPanels]):
     def label(self) -> str:
         """The format's name, or the names of all formats."""
         return ", ".join(dict.fromkeys(weight.label for weight in self))
+
+    @property
+    def device(self) -> torch.device:
+        """As of `QuantizedPanels`."""
+        return self[0].device
+
+    def free(self) -> None:
+        """As of `QuantizedPanels`."""
+        for weight in self:
+            weight.free()
 
     @property
     def num_bytes(self) -> int:
@@ -99,14 +110,16 @@ def install_quantized_experts(
     if len(packed) != shape[0]:
         raise ArgumentError(f"expected {shape[0]} experts, got {len(packed)} - in {name}")
     lazy_weight = LazyDenseWeight(packed=packed, unpack=partial(unpack_experts, packed, transposed))
-    module._parameters[name] = packed_parameter(lazy_weight, shape, dtype)
+    module._parameters[name] = packed_parameter(lazy_weight, shape, dtype, packed.device)
     switch_to_packed(module, names)
     give_back_freed()  # the unpacked codes lay between memory that stays
 
 
-def packed_parameter(lazy_weight: LazyDenseWeight, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A Parameter without memory that stands for `lazy_weight`, and requires no gradient."""
-    like = torch.empty((), dtype=dtype).expand(shape)  # no memory
+def packed_parameter(
+    lazy_weight: LazyDenseWeight, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """A Parameter on `device` without memory that stands for `lazy_weight`, and requires no gradient."""
+    like = torch.empty((), dtype=dtype, device=device).expand(shape)  # no memory
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     if not PackedParameter.replace_parameter(parameter, lazy_weight, like):
         raise AssertionError("expected torch to swap a parameter without other references")
@@ -122,6 +135,7 @@ def restore_unproved(model: nn.Module) -> list[str]:
         quantized = [name for name in names or () if expert_panels(module._parameters[name]) is not None]
         if names is None or not quantized:
             continue
+        _join_codes(module, cast(torch.Tensor, module._parameters[quantized[0]]).device)
         kind = kind_of(module, *(_label(module, name) for name in names))
         if kind not in proved:
             proved[kind] = has_equal_outputs(module, names)
@@ -134,6 +148,13 @@ def restore_unproved(model: nn.Module) -> list[str]:
             parameter.restore()
             restored.append(f"{module_name}.{name}")
     return restored
+
+
+def _join_codes(module: nn.Module, device: torch.device) -> None:
+    """Move the module's dense tensors to `device`, where its codes are, before it runs there."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _label(module: nn.Module, name: str) -> str | None:

@@ -86,7 +86,7 @@ def install_panels(modules: Sequence[nn.Module], packed: QuantizedPanels) -> Non
         return dense.t().contiguous() if transposed[0] else dense
 
     lazy_weight = LazyDenseWeight(packed=packed, unpack=unpack)
-    parameter = packed_parameter(lazy_weight, _weight(modules[0]).shape, dtype)
+    parameter = packed_parameter(lazy_weight, _weight(modules[0]).shape, dtype, packed.device)
     for module, is_module_transposed in zip(modules, transposed, strict=True):
         module._parameters["weight"] = parameter
         module.__class__ = packed_class(type(module))

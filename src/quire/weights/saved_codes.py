@@ -23,10 +23,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from quire.backends import extension
 from quire.saved_folder import SavedFolder
 from quire.spec.weight_formats import Rounding, WeightFormats
-from quire.weights.codes import PANEL_LAYOUT, QuantizedPanels, rounded_form, rounding
+from quire.weights.codes import PANEL_LAYOUT, QuantizedPanels, code_extension, rounded_form, rounding
 from quire.weights.file_ranges import FileRange, FileRanges, weight_key
 from quire.weights.quantized_modules import quantize_model, round_and_pack, weights_to_round
 from quire.weights.saved_weights import SavedWeights, WeightToSave
@@ -140,7 +139,7 @@ def _codes_to_save(
 
 def can_save(folder: SavedFolder, backend: str | None) -> bool:
     """Whether there are panels to save; logs the reason if not."""
-    if extension(backend) is None:
+    if code_extension(backend) is None:
         _log.warning(
             "codes are not saved in %s: only the extension's panels can be, and it does not compute here",
             folder.path,

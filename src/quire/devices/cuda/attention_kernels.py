@@ -324,8 +324,9 @@ def _attend(
     end = tl.minimum(position + TILE_TOKENS, context)
     first_split, last_split = begin // SPLIT, (end + SPLIT - 1) // SPLIT
     if KIND == "partial":
-        split = tl.program_id(0)
-        has_work = has_work & (split >= first_split) & (split < last_split)
+        first = tl.program_id(0)
+        has_work = has_work & (first >= first_split) & (first < last_split)
+        first_split, last_split = first, first + 1
 
     if has_work:
         at = tl.arange(0, ROWS)
@@ -353,8 +354,11 @@ def _attend(
             v_scale += kv_head.to(tl.int64) * v_scale_head
         table = tables + sequence.to(tl.int64) * table_width
 
-        if KIND == "partial":
-            maximum, total, sums = _attend_split(
+        maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, V_COLUMNS), tl.float32)
+        for split in range(first_split, last_split):
+            split_maximum, split_total, split_sums = _attend_split(
                 q_first,
                 q_rest,
                 positions,
@@ -396,61 +400,16 @@ def _attend(
                 BLOCK_SIZE,
                 DTYPE,
             )
+            maximum, total, sums = _merged(maximum, total, sums, split_maximum, split_total, split_sums)
+        if KIND == "partial":
             num_heads = tl.num_programs(1) // HEAD_TILES * GROUP
-            parts = (sequence.to(tl.int64) * num_heads + heads) * tl.num_programs(0) + split
+            parts = (sequence.to(tl.int64) * num_heads + heads) * tl.num_programs(0) + first_split
             tl.store(partial_stats + parts * 2, maximum, mask=mask)
             tl.store(partial_stats + parts * 2 + 1, total, mask=mask)
             columns = tl.arange(0, V_COLUMNS)[None, :]
             address = partial_sums + parts[:, None] * V_WIDTH + columns
             tl.store(address, sums, mask=mask[:, None] & (columns < V_WIDTH))
         else:
-            maximum = tl.full((ROWS,), float("-inf"), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            sums = tl.zeros((ROWS, V_COLUMNS), tl.float32)
-            for split in range(first_split, last_split):
-                split_maximum, split_total, split_sums = _attend_split(
-                    q_first,
-                    q_rest,
-                    positions,
-                    slopes_of_rows,
-                    k,
-                    v,
-                    k_scale,
-                    v_scale,
-                    table,
-                    begin,
-                    end,
-                    split,
-                    k_block,
-                    k_token,
-                    v_block,
-                    v_token,
-                    k_scale_block,
-                    k_scale_token,
-                    v_scale_block,
-                    v_scale_token,
-                    scale,
-                    softcap,
-                    window,
-                    chunk,
-                    HAS_SPAN,
-                    HAS_SOFTCAP,
-                    slopes is not None,
-                    K_WIDTH,
-                    V_WIDTH,
-                    K_FIRST,
-                    K_REST,
-                    V_COLUMNS,
-                    V_IS_K,
-                    K_BITS,
-                    V_BITS,
-                    ROWS,
-                    TOKENS,
-                    SPLIT,
-                    BLOCK_SIZE,
-                    DTYPE,
-                )
-                maximum, total, sums = _merged(maximum, total, sums, split_maximum, split_total, split_sums)
             values = _finished(maximum, total, sums, sinks, heads, mask)
             columns = tl.arange(0, V_COLUMNS)[None, :]
             address = out + (rows * out_token + heads.to(tl.int64) * out_head)[:, None] + columns

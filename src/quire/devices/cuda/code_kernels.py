@@ -7,11 +7,12 @@
     s   = the sum of x[r, k] * value[n, k] over the group, in steps of 32 inputs (16 in groups of 16), each a `tl.dot`
           onto the sum before
     t   = s with 1 for every value
-    value = code - zero, the table's entry of the code, or the code: exact in the dtype of x
+    value = code - zero, the table's entry of the code, or the code, in the dtype of x
 
-Codes of at most 4 bits lie two in a byte: the low half has one step of inputs, the high half the next.
-`quire.weights.codes.quantized_reference` is the twin; inside a group it adds in the order of a processor's units, so
-that results are close and not equal.
+
+A table whose entries the dtype of x does not have (the quantiles of nf4 in 16 bits) is two: each entry rounded, and the
+rest; s is then a sum of two `tl.dot` a step. `laid_out_codes` has the layout, `quire.weights.codes.quantized_reference`
+is the twin; inside a group it adds in the order of a processor's units, so that results are close and not equal.
 
 Invariants
     X1  the order of a sum depends on the form of the weight: never on the number of rows, or the tile.
@@ -24,13 +25,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import _disable_current_modes
 
+from quire.devices.cuda import laid_out_codes
 from quire.devices.cuda.kernel_variants import TARGETS, KernelVariant
+from quire.devices.cuda.laid_out_codes import OUTPUT_UNIT, LaidOutCodes
 from quire.devices.cuda.product_kernels import Tile, architecture_of
 from quire.errors import ArgumentError
 
@@ -52,10 +58,18 @@ CODE_TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
 
 
 @triton.jit
-def _values(codes, zeros, table, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, DTYPE: tl.constexpr):
+def _values(
+    codes,
+    zeros,
+    table,
+    HAS_ZEROS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    ZERO: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     if HAS_TABLE:
         return tl.load(table + codes.to(tl.int32))
-    values = codes.to(tl.float32)
+    values = codes.to(tl.float32) - ZERO
     if HAS_ZEROS:
         values = values - zeros[None, :]
     return values.to(DTYPE)
@@ -65,10 +79,10 @@ def _values(codes, zeros, table, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexp
 def code_product_kernel(
     x,  # [M, K] contiguous
     codes,  # uint8 [steps, STEP, width], or two steps in a byte (IS_PACKED)
-    scales,  # float32 [groups, width], as zeros and minimums
+    scales,  # [groups, width] of any dtype, as zeros and minimums
     zeros,
     minimums,
-    table,  # of the dtype of x
+    table,  # of the dtype of x, [codes] or [2, codes]
     bias,
     out,
     M,
@@ -81,6 +95,8 @@ def code_product_kernel(
     HAS_ZEROS: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
+    TABLE_REST: tl.constexpr,  # place of the table's second half, 0: it has one
+    ZERO: tl.constexpr,  # of all codes
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     K_UNIT: tl.constexpr,
@@ -116,7 +132,7 @@ def code_product_kernel(
                 group = step // GROUP_STEPS
             if HAS_ZEROS:
                 is_group = is_column & (group < num_groups)
-                zero = tl.load(zeros + group * width + columns, mask=is_group, other=0.0)
+                zero = tl.load(zeros + group * width + columns, mask=is_group, other=0).to(tl.float32)
             step_codes = loaded
             if IS_PACKED:
                 step_codes = loaded & 15
@@ -124,24 +140,27 @@ def code_product_kernel(
                     step_codes = loaded >> 4
             left = tl.load(x_tile, mask=is_row & (step * STEP + ks < K)[None, :], other=0.0).to(dtype)
             x_tile += STEP
-            right = _values(step_codes, zero, table, HAS_ZEROS, HAS_TABLE, dtype)
+            right = _values(step_codes, zero, table, HAS_ZEROS, HAS_TABLE, ZERO, dtype)
             total = tl.dot(left, right, total, input_precision="ieee")
+            if TABLE_REST > 0:
+                rest = tl.load(table + TABLE_REST + step_codes.to(tl.int32))
+                total = tl.dot(left, rest, total, input_precision="ieee")
             if HAS_MINIMUMS:
                 total_x = tl.dot(left, ones, total_x, input_precision="ieee")
             if GROUP_STEPS > 0:
                 if step % GROUP_STEPS == GROUP_STEPS - 1:
                     is_group = is_column & (group < num_groups)
                     scale = tl.load(scales + group * width + columns, mask=is_group, other=0.0)
-                    acc += scale[None, :] * total
+                    acc += scale.to(tl.float32)[None, :] * total
                     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                     if HAS_MINIMUMS:
                         minimum = tl.load(minimums + group * width + columns, mask=is_group, other=0.0)
-                        acc -= minimum[None, :] * total_x
+                        acc -= minimum.to(tl.float32)[None, :] * total_x
                         total_x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if GROUP_STEPS == 0:
-        acc = tl.load(scales + columns, mask=is_column, other=0.0)[None, :] * total
+        acc = tl.load(scales + columns, mask=is_column, other=0.0).to(tl.float32)[None, :] * total
         if HAS_MINIMUMS:
-            acc -= tl.load(minimums + columns, mask=is_column, other=0.0)[None, :] * total_x
+            acc -= tl.load(minimums + columns, mask=is_column, other=0.0).to(tl.float32)[None, :] * total_x
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     places = rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -149,59 +168,14 @@ def code_product_kernel(
 
 
 _IS_INTERPRETED = not isinstance(code_product_kernel, triton.runtime.JITFunction)
-_N_UNIT = 32  # outputs are stored in a multiple of it
 
 
-class DeviceCodes:
-    """A weight [num_outputs, num_inputs] as codes on a card, multiplied in `dtype`; a `PackedWeight`.
+class DeviceCodes(LaidOutCodes):
+    """`LaidOutCodes` multiplied by the kernel: bits of a row depend on that row alone."""
 
-    codes: uint8 [N, K], each below 2**bits. group: inputs that share a scale: 16, a multiple of 32, or all. scales,
-    minimums: [N, K / group]; zeros: as these, or one for all; table: [2**bits], the value of each code. order: [K], the
-    input of each column of codes. They are read once, on any device.
-
-    *raises:* ArgumentError: another group, or values that `dtype` does not have.
-    """
-
-    def __init__(
-        self,
-        codes: torch.Tensor,
-        bits: int,
-        group: int,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        zeros: torch.Tensor | float | None = None,
-        minimums: torch.Tensor | None = None,
-        table: torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
-        label: str = "codes",
-    ) -> None:
-        self.num_outputs, self.num_inputs = codes.shape
-        self.dtype = dtype
-        if group not in (16, self.num_inputs) and group % 32:
-            raise ArgumentError(
-                f"{label}: expected a scale for each 16 inputs, a multiple of 32, or all {self.num_inputs}, got {group}"
-            )
-        if table is not None and not torch.equal(table.to(dtype).float(), table.float()):
-            raise ArgumentError(f"{label}: expected a table of values that {dtype} has; use float32")
-        self._step = 16 if group == 16 else 32
-        self._group_steps = 0 if group == self.num_inputs else group // self._step
-        self._is_packed = bits <= 4
-        num_groups = self.num_inputs // group
-        if isinstance(zeros, int | float):
-            zeros = torch.full((self.num_outputs, num_groups), float(zeros))
-        if zeros is not None and not torch.equal(zeros.float(), zeros.float().round()):
-            minimums, zeros = (
-                scales.float() * zeros.float(),
-                None,
-            )  # scale x (code - zero), the zero not an integer
-        self._codes = _in_steps(codes, self._step, self._is_packed).to(device)
-        self._scales = _by_outputs(scales).to(device)
-        self._zeros = None if zeros is None else _by_outputs(zeros).to(device)
-        self._minimums = None if minimums is None else _by_outputs(minimums).to(device)
-        self._table = None if table is None else table.to(dtype).to(device)
-        self._order = None if order is None else order.to(device)
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
+        self._kernel_table, self._table_rest = _table_in(self.dtype, self._table)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., num_inputs] of `dtype`, bias [num_outputs] or None -> [..., num_outputs]."""
@@ -215,32 +189,10 @@ class DeviceCodes:
         rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
         out = rows.new_empty((len(rows), self.num_outputs))
         if len(rows):
-            self._launch(rows, bias, out, self._tile(len(rows)))
+            # The interpreter copies tensors by torch's operators, which an exact mode would judge.
+            with _disable_current_modes() if _IS_INTERPRETED else nullcontext():
+                self._launch(rows, bias, out, self._tile(len(rows)))
         return out.view(*x.shape[:-1], self.num_outputs)
-
-    def unpack(self) -> torch.Tensor:
-        """[num_outputs, num_inputs], each value computed in float32 and rounded once."""
-        return self._rows(slice(None, self.num_outputs))
-
-    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Integer ids [...] -> rows [..., num_inputs] of `unpack`; an id out of range is torch's error."""
-        rows = self._rows(ids.reshape(-1).to(torch.int64))
-        return rows.view(*ids.shape, self.num_inputs)
-
-    def _rows(self, outputs: torch.Tensor | slice) -> torch.Tensor:
-        codes = self._codes[..., outputs]
-        if self._is_packed:
-            codes = torch.stack((codes & 15, codes >> 4), 1)
-        codes = codes.reshape(-1, codes.shape[-1])[: self.num_inputs]
-        values = codes.float() if self._table is None else self._table.float()[codes.int()]
-        by_group = values.view(self._scales.shape[0], -1, values.shape[-1])
-        if self._zeros is not None:
-            by_group = by_group - self._zeros[:, None, outputs]
-        by_group = by_group * self._scales[:, None, outputs]
-        if self._minimums is not None:
-            by_group = by_group - self._minimums[:, None, outputs]
-        rows = by_group.view(values.shape).t().to(self.dtype)
-        return rows.contiguous() if self._order is None else rows[:, self._order.argsort()]
 
     def _tile(self, num_rows: int) -> Tile:
         key = architecture_of(self._codes.device), self.dtype.itemsize
@@ -251,33 +203,24 @@ class DeviceCodes:
         bias = None if bias is None else bias.contiguous()
         bias = bias if bias is None or bias.data_ptr() % 16 == 0 else bias.clone()
         code_product_kernel[(-(-self.num_outputs // tile.block_n), -(-len(rows) // tile.block_m))](
-            rows, self._codes, self._scales, self._zeros, self._minimums, self._table, bias, out,
-            len(rows), self.num_outputs, self._codes.shape[-1] // _N_UNIT, self.num_inputs // k_unit,
+            rows, self._codes, self._scales, self._zeros, self._minimums, self._kernel_table, bias, out,
+            len(rows), self.num_outputs, self._codes.shape[-1] // OUTPUT_UNIT, self.num_inputs // k_unit,
             self._scales.shape[0], GROUP_STEPS=self._group_steps, IS_PACKED=self._is_packed,
             HAS_ZEROS=self._zeros is not None, HAS_MINIMUMS=self._minimums is not None,
-            HAS_TABLE=self._table is not None, HAS_BIAS=bias is not None,
-            UPCAST=_IS_INTERPRETED and self.dtype is torch.bfloat16, K_UNIT=k_unit, N_UNIT=_N_UNIT,
-            STEP=self._step, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            HAS_TABLE=self._table is not None, TABLE_REST=self._table_rest, ZERO=self._zero,
+            HAS_BIAS=bias is not None, UPCAST=_IS_INTERPRETED and self.dtype is torch.bfloat16, K_UNIT=k_unit,
+            N_UNIT=OUTPUT_UNIT, STEP=self._step, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
 
-def _in_steps(codes: torch.Tensor, step: int, is_packed: bool) -> torch.Tensor:
-    """[N, K] -> [steps, step, width], or [steps / 2, step, width] with an odd step in the high halves."""
-    num_outputs, num_inputs = codes.shape
-    depth = step * (2 if is_packed else 1)
-    padded = codes.new_zeros((-(-num_inputs // depth) * depth, -(-num_outputs // _N_UNIT) * _N_UNIT))
-    padded[:num_inputs, :num_outputs] = codes.t()
-    steps = padded.view(-1, step, padded.shape[1])
-    return steps[0::2] | steps[1::2] << 4 if is_packed else steps
-
-
-def _by_outputs(factors: torch.Tensor) -> torch.Tensor:
-    """[N, groups] -> float32 [groups, width]."""
-    num_outputs, num_groups = factors.shape
-    padded = torch.zeros((num_groups, -(-num_outputs // _N_UNIT) * _N_UNIT), device=factors.device)
-    padded[:, :num_outputs] = factors.t().float()
-    return padded
+def _table_in(dtype: torch.dtype, table: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """The kernel's table in `dtype` and the place of its second half; 0 if `dtype` has each entry (also NaN)."""
+    if table is None:
+        return None, 0
+    rounded = table.to(dtype)
+    rest = (table - rounded.float()).nan_to_num(0.0, 0.0, 0.0)
+    return (torch.cat((rounded, rest.to(dtype))), len(table)) if bool(rest.any()) else (rounded, 0)
 
 
 def variants() -> Iterator[KernelVariant]:
@@ -291,35 +234,39 @@ def variants() -> Iterator[KernelVariant]:
                     yield _variant(arch, dtype, tile, is_packed, 0)
                     yield _variant(arch, dtype, tile, is_packed, 4)
                     if index == 0:
-                        for part in ("zeros", "minimums", "table"):
+                        for part in ("zeros", "minimums", "table", "two tables"):
                             yield _variant(arch, dtype, tile, is_packed, 1, part)
 
 
 def _variant(
     arch: str, dtype: str, tile: Tile, is_packed: bool, group_steps: int, part: str = ""
 ) -> KernelVariant:
-    pointers = {"x": f"*{dtype}", "codes": "*u8", "scales": "*fp32", "zeros": "*fp32", "minimums": "*fp32"}
+    scale = "*fp32" if dtype == "fp32" or part == "minimums" else "*fp16"
+    pointers = {"x": f"*{dtype}", "codes": "*u8", "scales": scale, "zeros": "*u8", "minimums": scale}
     pointers |= {"table": f"*{dtype}", "bias": f"*{dtype}", "out": f"*{dtype}"}
-    absent = [name for name in ("zeros", "minimums", "table", "bias") if name != part]
+    name = "table" if part == "two tables" else part
+    absent = [optional for optional in ("zeros", "minimums", "table", "bias") if optional != name]
     constants: dict[str, object] = {}
-    for name in absent:
-        del pointers[name]
-        constants[name] = None
+    for optional in absent:
+        del pointers[optional]
+        constants[optional] = None
     constants |= {
         "GROUP_STEPS": group_steps,
         "IS_PACKED": is_packed,
         "HAS_ZEROS": part == "zeros",
         "HAS_MINIMUMS": part == "minimums",
-        "HAS_TABLE": part == "table",
+        "HAS_TABLE": name == "table",
+        "TABLE_REST": 0 if part != "two tables" else 16 if is_packed else 256,
+        "ZERO": 0.0 if part else 8.0 if is_packed else 128.0,
         "HAS_BIAS": False,
         "UPCAST": False,
         "K_UNIT": 16,
-        "N_UNIT": _N_UNIT,
+        "N_UNIT": OUTPUT_UNIT,
         "STEP": 32,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    form = f"{'packed' if is_packed else 'bytes'}_{group_steps}{'_' + part if part else ''}"
+    form = f"{'packed' if is_packed else 'bytes'}_{group_steps}{'_' + part.replace(' ', '_') if part else ''}"
     return KernelVariant(
         code_product_kernel,
         f"code_product_{arch}_{dtype}_{tile.block_m}x{tile.block_n}_{form}",
@@ -335,5 +282,6 @@ def _variant(
 
 
 def version() -> str:
-    """Changes with the tiles and the sources of this kernel."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    """Changes with the tiles and the sources of this kernel and of the layout that it reads."""
+    sources = (__file__, laid_out_codes.__file__)
+    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]

@@ -21,14 +21,19 @@ _TRITON_TYPES = ("cuda", "cpu")  # that its kernels are written for: CUDA and RO
 
 @functools.cache
 def torch_device_of(kernels: str, place: str) -> TorchDevice:
-    """The device of `kernels` ("triton", "torch", or "" for the first that this machine has) on torch's device `place`;
-    one object for each.
+    """The device of `kernels` on torch's device `place`; one object for each.
+
+    kernels: "triton", "torch", or "" for the first that this machine has. With "+fast" ("triton+fast") torch's own
+    products compute where they are faster.
 
     *raises:* ArgumentError: other kernels. BackendError: this machine has no such device, or no triton.
     """
-    if kernels not in ("", "triton", "torch"):
+    kernels, plus, mode = kernels.partition("+")
+    is_fast = mode == "fast"
+    if kernels not in ("", "triton", "torch") or (plus and not is_fast):
         raise ArgumentError(
-            f'expected the back end "triton" or "torch" on device {place!r}, got {kernels!r} - in `backend`'
+            f'expected the back end "triton" or "torch" on device {place!r}, got {kernels + plus + mode!r} - in '
+            "`backend`"
         )
     try:
         torch_device = torch.device(place)
@@ -47,7 +52,7 @@ def torch_device_of(kernels: str, place: str) -> TorchDevice:
             'backend="torch"'
         )
     if kernels == "torch" or not has_triton or torch_device.type not in _TRITON_TYPES:
-        return TorchDevice(torch_device)
+        return TorchDevice(torch_device, is_fast)
     from quire.devices.cuda.triton_device import TritonDevice
 
-    return TritonDevice(torch_device)
+    return TritonDevice(torch_device, is_fast)

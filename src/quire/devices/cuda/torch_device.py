@@ -2,7 +2,8 @@
 
 Correct on any device that torch knows, and the twin of the kernels for one. Tokens are those of the model's own
 forward; bits are torch's, whose products may depend on the number of rows, so the promise of the same bits in any
-company is not this device's. Quantized weights are refused by name.
+company is not this device's. Quantized weights are multiplied by their definition (`quire.weights.codes`), in any
+company alike.
 
 Cost: attention gathers a sequence's keys and values in float32, one sequence after another; a recurrence runs some
 operators for each token.
@@ -14,12 +15,15 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from quire.attention import AttentionOptions, reference_attention
+from quire.devices.cuda.laid_out_codes import LaidOutCodes
 from quire.devices.cuda.step_tensors import device_batch, has_late_copies, step_on_device
 from quire.devices.cuda.torch_memory import TorchMemory
+from quire.devices.device import PacksCodes
 from quire.memory import KVView
 from quire.recurrence import RecurrenceBackend, reference_recurrence
 from quire.step import AttentionBatch, ForwardStep, StepCache
@@ -28,7 +32,11 @@ __all__ = ["TorchDevice"]
 
 
 class TorchDevice(TorchMemory):
-    """See `quire.devices.device.Device`. name: "torch@cuda:0"."""
+    """See `quire.devices.device.Device`. name: "torch@cuda:0".
+
+    is_fast: quantized weights are dequantized for each product and multiplied by torch; the name then is
+    "torch+fast@cuda:0".
+    """
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     kv_formats = ("int8", "int4")
@@ -36,10 +44,13 @@ class TorchDevice(TorchMemory):
     pack = None
     write = staticmethod(reference_attention.write)
     recurrence: RecurrenceBackend = reference_recurrence.BACKEND
+    kernels = "torch"
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, is_fast: bool = False) -> None:
         super().__init__(torch_device)
-        self.name = f"torch@{torch_device}"
+        self.is_fast = is_fast
+        self.name = f"{self.kernels}{'+fast' if is_fast else ''}@{torch_device}"
+        self.pack_codes: PacksCodes | None = partial(LaidOutCodes, device=torch_device) if is_fast else None
 
     @property
     def version(self) -> str:
@@ -47,7 +58,8 @@ class TorchDevice(TorchMemory):
         card = self.torch_device.type
         if card == "cuda":
             card = torch.cuda.get_device_name(self.torch_device)
-        return hashlib.sha256(f"{torch.__version__} {card}".encode()).hexdigest()[:16]
+        fast = " fast" if self.is_fast else ""
+        return hashlib.sha256(f"{torch.__version__} {card}{fast}".encode()).hexdigest()[:16]
 
     @property
     def read_later(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None:

@@ -114,7 +114,7 @@ def _upcast_modules(
                 wide = convert(part._packed)
                 undo.append(_set_entry(part.__dict__, "_packed", wide))
                 if isinstance(weight := part._parameters.get("weight"), PackedParameter):
-                    stand_in = _upcast_packed(wide, weight.shape, dtype, part._transposed)
+                    stand_in = _upcast_packed(wide, weight, dtype, part._transposed)
                     undo.append(_set_entry(part._parameters, "weight", stand_in))
                 if (bias := part._parameters.get("bias")) is not None:
                     wide_bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
@@ -130,7 +130,7 @@ def _upcast_modules(
 
 
 def _upcast_packed(
-    packed: PackedWeight, shape: torch.Size, dtype: torch.dtype, transposed: bool
+    packed: PackedWeight, weight: torch.Tensor, dtype: torch.dtype, transposed: bool
 ) -> PackedParameter:
     """The Parameter of a packed weight, for code that reads it without its module: upcast when it is read."""
 
@@ -139,7 +139,8 @@ def _upcast_packed(
         return dense.t().contiguous() if transposed else dense
 
     return PackedParameter(
-        LazyDenseWeight(packed=packed, unpack=unpack), torch.empty((), dtype=dtype).expand(shape)
+        LazyDenseWeight(packed=packed, unpack=unpack),
+        torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape),
     )
 
 

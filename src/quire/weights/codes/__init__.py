@@ -5,6 +5,7 @@ Others may use the names below, and
     readers     quantized weights from checkpoints and GGUF files
 """
 
+from quire.weights.codes.code_device import code_extension
 from quire.weights.codes.code_form import (
     PANEL,
     PANEL_LAYOUT,
@@ -28,6 +29,7 @@ __all__ = [
     "FactorForm",
     "QuantizedPanels",
     "QuantizedWeight",
+    "code_extension",
     "form_of",
     "join_forms",
     "join_weights",

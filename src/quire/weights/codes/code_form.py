@@ -3,7 +3,8 @@
 A reader (`readers`) gives the form of a weight from headers, before its codes are read; `form_of` gives it for a weight
 in memory. Both are equal, so a plan knows the memory of a start.
 
-Not the numbers (`weight`), nor their layout in a panel (native/kernels/quantized.hpp, whose sizes are repeated here).
+Not the numbers (`weight`), nor their layout in a panel (native/kernels/quantized.hpp) or on a device, whose sizes are
+repeated here.
 
 Cost: arithmetic. `packed_dtype` reads the numbers that it is given.
 """
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.backends import extension
 from quire.errors import ArgumentError
 from quire.spec.weight_formats import Rounding
+from quire.weights.codes.code_device import code_device, code_extension
 from quire.weights.codes.weight import Factor, QuantizedWeight
 
 __all__ = [
@@ -75,7 +76,11 @@ class CodeForm:
 
     def num_bytes(self, num_outputs: int, num_inputs: int, backend: str | None = None) -> int:
         """`QuantizedPanels.num_bytes` of such a weight."""
-        bytes_of = self._twin_bytes if extension(backend) is None else self.panel_bytes
+        device = code_device(backend)
+        if device is not None and device.pack_codes is not None:
+            bytes_of = self.device_bytes
+        else:
+            bytes_of = self._twin_bytes if code_extension(backend) is None else self.panel_bytes
         return 8 * num_inputs * self.has_order + bytes_of(num_outputs, num_inputs)
 
     def panel_bytes(self, num_outputs: int, num_inputs: int) -> int:
@@ -89,6 +94,18 @@ class CodeForm:
         if self.zeros is not None:
             panel += _lines(PANEL * groups * self.zeros.itemsize)
         return -(-num_outputs // PANEL) * panel
+
+    def device_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Bytes of such a weight as a device's kernels read it (`quire.devices.cuda.laid_out_codes`)."""
+        width, groups = -(-num_outputs // _BLOCK) * _BLOCK, num_inputs // self.group
+        step = _SMALLEST_GROUP if self.group == _SMALLEST_GROUP else _BLOCK
+        per_byte = 2 if self.bits <= 4 else 1
+        factor_bytes = 0 if self.zeros is None else self.zeros.itemsize
+        for factor in (self.scales, self.minimums):
+            if factor is not None:
+                is_narrow = factor.coarse is None and factor.fine in _DTYPES
+                factor_bytes += factor.fine.itemsize if is_narrow else 4
+        return width * (-(-num_inputs // (step * per_byte)) * step + groups * factor_bytes)
 
     @property
     def _panel_bits(self) -> int:

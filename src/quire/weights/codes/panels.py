@@ -1,7 +1,8 @@
 """A quantized weight for linear layers and embeddings: its product, its rows, its dequantized whole.
 
 The extension packs it in panels of codes (native/kernels/quantized.hpp); without the extension the twin
-(`quantized_reference`) computes, with a byte for each code. Both give the same bits.
+(`quantized_reference`) computes, with a byte for each code. Both give the same bits. On another device its own form
+computes (`Device.pack_codes`), or the twin.
 
 Cost: for few rows one read of the panels, 0.5 to 1 byte a value; for many one dequantization for some hundred rows.
 """
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from quire.backends import extension
+from quire.devices import PackedCodes, PacksCodes
 from quire.errors import ArgumentError
+from quire.weights.codes.code_device import code_device, code_extension
 from quire.weights.codes.code_form import PANEL, form_of, packed_dtype, require_product, zeros_dtype
 from quire.weights.codes.panel_form import from_metadata, single_output, to_metadata
 from quire.weights.codes.quantized_reference import multiply
@@ -29,10 +31,10 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 class QuantizedPanels:
     """A packed weight [num_outputs, num_inputs] that is read and multiplied in `dtype`.
 
-    backend: of the computing code, as in `quire.backends.extension`. isa: a variant of the extension's kernels, for
-    tests; None is the one in use. label: the format's name. num_bytes: of its codes and their scales. native: the
-    extension's form; None if the twin computes. is_saved: whether its panels lie in memory that it does not own
-    (`from_packed`, `move`).
+    backend: of the computing code, as in `code_device`. isa: a variant of the extension's kernels, for tests; None is
+    the one in use. label: the format's name. num_bytes: of its codes and their scales. native: the extension's form;
+    None if the twin or a device computes. device: of torch, where it lies. is_saved: whether its panels lie in memory
+    that it does not own (`from_packed`, `move`).
 
     *raises:* ArgumentError: there is no such product; with the format's name.
     """
@@ -52,12 +54,16 @@ class QuantizedPanels:
         self.num_outputs, self.num_inputs = weight.num_outputs, inputs
         self._order = weight.order
         self._weight: QuantizedWeight | None = None
-        native = extension(backend)
+        native, device = code_extension(backend), code_device(backend)
+        self.device = torch.device("cpu") if device is None else device.torch_device
+        self._packed: PackedCodes | None = None
         self.native: Any = None if native is None else _pack(native, weight, _DTYPES[dtype], isa)
         self.is_saved = False
         self._output: QuantizedWeight | None = None
-        if self.native is None:
-            self._weight = _narrow(weight)
+        if device is not None and device.pack_codes is not None:
+            self._packed = _pack_on(device.pack_codes, weight, dtype)
+        elif self.native is None:
+            self._weight = _narrow(weight).to(self.device)
         else:
             self._output = single_output(weight)
 
@@ -114,6 +120,10 @@ class QuantizedPanels:
         self.native = self.native.of_panels(self.num_outputs, packed)
         self.is_saved = True
 
+    def free(self) -> None:
+        """Give the memory of a device back; the weight is not used again."""
+        self._packed = self._weight = None
+
     @property
     def metadata(self) -> Any:
         """JSON: needed with panels and shape to read them again."""
@@ -122,6 +132,8 @@ class QuantizedPanels:
 
     @property
     def num_bytes(self) -> int:
+        if self._packed is not None:
+            return self._packed.num_bytes
         if self._weight is None:
             return self.native.num_bytes + (0 if self._order is None else self._order.nbytes)
         tensors = [self._weight.codes, self._weight.zeros, self._weight.table, self._order]
@@ -136,6 +148,8 @@ class QuantizedPanels:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., num_inputs] of `dtype`, bias [num_outputs] or None -> [..., num_outputs]."""
+        if self._packed is not None:
+            return self._packed.multiply(x, bias)
         if self._weight is not None:
             return multiply(x, self._weight, bias)
         x = x.contiguous() if self._order is None else x[..., self._order]
@@ -145,18 +159,22 @@ class QuantizedPanels:
 
     def unpack(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[num_outputs, num_inputs], dequantized in float32 and rounded once to `dtype`, or to the weight's."""
+        if self._packed is not None:
+            return self._packed.unpack(dtype)
         return self.gather_rows(torch.arange(self.num_outputs), dtype)
 
     def gather_rows(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Rows of `unpack` for integer ids [...]: [..., num_inputs].
 
-        *raises:* IndexError: an id is out of range.
+        *raises:* IndexError: an id is out of range; on another device torch's error.
         """
+        if self._packed is not None:
+            return self._packed.gather_rows(ids, dtype)
         dtype = dtype or self.dtype
         ids = ids.to(torch.int64).contiguous()
         if self._weight is not None:
-            flat = ids.reshape(-1)
-            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.num_outputs):
+            flat = ids.reshape(-1).to(self.device)
+            if flat.is_cpu and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.num_outputs):
                 low, high = int(flat.min()), int(flat.max())
                 raise IndexError(f"expected ids in [0, {self.num_outputs}), got {low} to {high}")
             rows = self._weight.select_outputs(flat).dequantize().to(dtype)
@@ -184,6 +202,27 @@ def _narrow_factor(factor: Factor) -> Factor:
     return Factor(
         _narrow_values(factor.fine), None if factor.coarse is None else _narrow_values(factor.coarse)
     )
+
+
+def _pack_on(pack: PacksCodes, weight: QuantizedWeight, dtype: torch.dtype) -> PackedCodes:
+    """A device's form of the weight."""
+    return pack(
+        weight.codes,
+        weight.bits,
+        weight.group,
+        _numbers(weight.scales),
+        dtype,
+        zeros=weight.zeros,
+        minimums=None if weight.minimums is None else _numbers(weight.minimums),
+        table=weight.table,
+        order=weight.order,
+        label=weight.label,
+    )
+
+
+def _numbers(factor: Factor) -> torch.Tensor:
+    """[N, groups], in two bytes where the factor is one number of two bytes for each group."""
+    return factor.values() if factor.coarse is not None else _narrow_values(factor.fine)
 
 
 def _pack(native: Any, weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:

@@ -13,7 +13,7 @@ is exact (x of 16 bits and values of 8), a fused multiply-add gives the same bit
 this order comes: tdpbf16ps sums the even and the odd elements of 32 separately. An x below 2**-100 in size counts as 0,
 so that no sum is a subnormal number, which that unit treats as 0.
 
-Not a fast path. Cost: some 70 operators of torch on [rows, N, K / 32] float32.
+On any device of torch. Not a fast path. Cost: some 70 operators of torch on [rows, N, K / 32] float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
         rows = rows[:, weight.order]
     rows = rows.float()
     rows = torch.where(rows.abs() < _SMALLEST, torch.zeros((), dtype=rows.dtype), rows)
-    out = torch.empty(rows.shape[0], weight.num_outputs, dtype=torch.float32)
+    out = rows.new_empty(rows.shape[0], weight.num_outputs)
     num_blocks = -(-weight.group // BLOCK) * (inputs // weight.group)
     outputs_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, num_blocks * rows.shape[0]))
     for first in range(0, weight.num_outputs, outputs_at_once):
@@ -58,7 +58,7 @@ def _sums(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[rows, N] float32, before the bias."""
     x = _blocks(rows, weight.group)[:, :, None]
     scales = weight.scales.values()
-    acc = torch.zeros(rows.shape[0], weight.num_outputs)
+    acc = rows.new_zeros(rows.shape[0], weight.num_outputs)
     minimums = sums_of_x = None
     if weight.minimums is not None:
         minimums = weight.minimums.values()
@@ -87,7 +87,7 @@ def _by_group(x: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
             half = half + (x[k] if values is None else x[k] * values[k])
         halves.append(half)
     blocks = halves[0] + halves[1]
-    sums = torch.zeros(blocks.shape[:-1])
+    sums = blocks.new_zeros(blocks.shape[:-1])
     for block in range(blocks.shape[-1]):
         sums = sums + blocks[..., block]
     return sums.permute(2, 0, 1)

@@ -41,6 +41,10 @@ class Factor:
             return fine
         return fine * self.coarse.float().repeat_interleave(fine.shape[1] // self.coarse.shape[1], dim=1)
 
+    def to(self, device: torch.device) -> Factor:
+        """The factor with its tensors on `device`."""
+        return Factor(self.fine.to(device), None if self.coarse is None else self.coarse.to(device))
+
     def select_outputs(self, part: slice | torch.Tensor) -> Factor:
         """The factor of some outputs: a view for a slice, a copy for their numbers [n]."""
         return Factor(self.fine[part], None if self.coarse is None else self.coarse[part])
@@ -97,7 +101,8 @@ class QuantizedWeight:
             )
         if self.order is not None and self.order.shape != (inputs,):
             raise ArgumentError(f"order of {self.label}: expected [{inputs}], got {tuple(self.order.shape)}")
-        if self.bits < 8 and codes.numel() and int(codes.max()) >> self.bits:
+        # On another device they were checked before, in host memory: there it would wait for the device.
+        if self.bits < 8 and codes.is_cpu and codes.numel() and int(codes.max()) >> self.bits:
             raise ArgumentError(
                 f"codes of {self.label}: expected below {1 << self.bits}, got {int(codes.max())}"
             )
@@ -109,6 +114,19 @@ class QuantizedWeight:
     @property
     def num_inputs(self) -> int:
         return self.codes.shape[1]
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The weight with its tensors on `device`."""
+        zeros, table, order = self.zeros, self.table, self.order
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=zeros.to(device) if isinstance(zeros, torch.Tensor) else zeros,
+            minimums=None if self.minimums is None else self.minimums.to(device),
+            table=None if table is None else table.to(device),
+            order=None if order is None else order.to(device),
+        )
 
     def slice_outputs(self, start: int, stop: int) -> QuantizedWeight:
         """The weight of outputs [start, stop), a view: for one of several modules saved together."""
