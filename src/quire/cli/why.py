@@ -28,60 +28,34 @@ def why(
     **engine: Any,
 ) -> None:
     """Says where the prompts of two recorded requests part."""
-    bodies = [_body(path) for path in (first, second)]
-    from quire.weights.load import load_tokenizer  # imported late: bad files do not wait for torch
+    fields = [_fields(path) for path in (first, second)]
+    from quire.server.recorded_body import (  # imported late: bad files do not wait for torch
+        body_of,
+        tokens_of,
+    )
+    from quire.weights.load import load_tokenizer
 
+    bodies = [body_of(one, path) for one, path in zip(fields, (first, second), strict=True)]
     tokenizer = load_tokenizer(
         engine.get("model"),
         revision=engine.get("revision"),
         trust_remote_code=bool(engine.get("trust_remote_code")),
     )
-    if tokenizer is None:
-        raise ArgumentError("expected a model with a tokenizer, got one without - in `model`")
-    prompts = [_tokens(tokenizer, body, path) for body, path in zip(bodies, (first, second), strict=True)]
+    prompts = []
+    for body, path in zip(bodies, (first, second), strict=True):
+        of_body = tokens_of(tokenizer, body, path)
+        if len(of_body) > 1:
+            raise ArgumentError(f"expected one prompt, got a list of {len(of_body)} - in `prompt` of {path}")
+        prompts += of_body
     found = _compared(tokenizer, *prompts)
     print(json.dumps(found) if as_json else _as_text(found))
 
 
-def _body(path: str) -> dict[str, Any]:
+def _fields(path: str) -> Any:
     try:
-        body = json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ArgumentError(f"expected a file with a request's JSON body, got {path!r}: {error}") from error
-    if not isinstance(body, dict) or not ({"messages", "prompt"} & body.keys()):
-        raise ArgumentError(f"expected a body with messages or a prompt, got another one - in {path}")
-    return body
-
-
-def _tokens(tokenizer: Any, body: dict[str, Any], path: str) -> list[int]:
-    from pydantic import ValidationError
-
-    from quire.server.api_errors import ApiError
-    from quire.server.messages import render, template_options
-    from quire.server.schemas.chat_bodies import ChatRequest
-    from quire.server.schemas.completion_bodies import CompletionRequest
-    from quire.server.settings import ServerLimits
-
-    try:
-        if "messages" in body:
-            chat = ChatRequest.model_validate(body)
-            tools = [] if chat.tool_choice == "none" else chat.tools or []
-            text = render(tokenizer, chat.messages, ServerLimits(), tools, template_options(tokenizer, chat))
-            return tokenizer(text, add_special_tokens=bool(chat.add_special_tokens))["input_ids"]
-        prompt = CompletionRequest.model_validate(body).prompt
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise ArgumentError(
-            f"expected a request's body, got {wrong['msg']} - in `{place}` of {path}"
-        ) from error
-    except ApiError as error:
-        raise ArgumentError(f"{error} - in {path}") from error
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    if prompt and isinstance(prompt[0], int):
-        return list(prompt)  # type: ignore[arg-type]
-    raise ArgumentError(f"expected one prompt, got a list of {len(prompt)} - in `prompt` of {path}")
 
 
 def _compared(tokenizer: Any, first: list[int], second: list[int]) -> dict[str, Any]:
@@ -95,9 +69,10 @@ def _compared(tokenizer: Any, first: list[int], second: list[int]) -> dict[str, 
         "common_tokens": common,
     }
     found["to_compute"] = len(second) - min(common, len(second) - 1)
-    found["before"] = tokenizer.decode(second[max(0, common - _AROUND) : common])
-    found["first"] = tokenizer.decode(first[common : common + _AROUND])
-    found["second"] = tokenizer.decode(second[common : common + _AROUND])
+    decode = str if tokenizer is None else tokenizer.decode
+    found["before"] = decode(second[max(0, common - _AROUND) : common])
+    found["first"] = decode(first[common : common + _AROUND])
+    found["second"] = decode(second[common : common + _AROUND])
     return found
 
 

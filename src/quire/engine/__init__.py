@@ -3,6 +3,7 @@
 Others may use
     llm, async_engine           `LLM` and `AsyncEngine`
     async_conversation          a conversation for asyncio
+    prompt_explanation          why a prompt is cached no further
     engine_view                 the state of an engine between two steps, to show it
     driver, engine              the thread and the step loop of both
     engine_parts                the parts of the step loop

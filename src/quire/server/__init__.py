@@ -9,6 +9,8 @@ api_admission   how many requests may be open         threads          work outs
 messages        a chat's messages as a prompt         logprobs         log probabilities in OpenAI's shapes
 anthropic/      Anthropic's Messages API
 live_page/      the live page and its events
+next_turn       a session's next prompt, computed ahead    cache_report   why a prompt was not cached, in the answer
+warm_prompts    prompts computed at the start              recorded_body  a request's body from a file
 completions, chat, conversations, models, admin, metrics   one router each
 app             the ASGI application                  app_lifespan     its engine, opened and closed
 run             `quire serve`: uvicorn, signals, draining
@@ -16,6 +18,7 @@ run             `quire serve`: uvicorn, signals, draining
 Others may use
     app, run             the ASGI application; the process that serves it
     settings, api_keys   a config file's content; API keys and their tenants
+    recorded_body, warm_prompts   requests' bodies from a file; prompts to compute at the start
     api_errors, http.origin_check, live_page.page_files   for another page on this machine
 """
 

@@ -17,17 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from quire.errors import ArgumentError, QuireError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request_options import RequestOptions
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant
-from quire.server.messages import template_options
-from quire.server.schemas.chat_bodies import ChatRequest
-from quire.server.schemas.completion_bodies import CompletionRequest
+from quire.server.recorded_body import Body, body_of, tokens_of
 from quire.server.service import Service
 
 __all__ = ["WarmPrompt", "compute_all", "read_warm_prompts"]
@@ -41,7 +37,7 @@ class WarmPrompt:
 
     place: str
     tenant: ApiTenant
-    body: ChatRequest | CompletionRequest
+    body: Body
 
 
 def read_warm_prompts(path: str, tenants: Sequence[ApiTenant]) -> list[WarmPrompt]:
@@ -63,20 +59,10 @@ def _prompt_of(line: str, place: str, tenants: dict[str, ApiTenant]) -> WarmProm
         fields: Any = json.loads(line)
     except ValueError as error:
         raise ArgumentError(f"expected a JSON object, got {error} - in {place}") from error
-    if not isinstance(fields, dict) or not ({"messages", "prompt"} & fields.keys()):
-        raise ArgumentError(f"expected an object with messages or a prompt, got another one - in {place}")
-    name = fields.pop("tenant", ANYBODY.name)
+    name = fields.pop("tenant", ANYBODY.name) if isinstance(fields, dict) else ANYBODY.name
     if name not in tenants:
         raise ArgumentError(f"expected a tenant of the settings, got {name!r} - in {place}")
-    kind = ChatRequest if "messages" in fields else CompletionRequest
-    try:
-        return WarmPrompt(place, tenants[name], kind.model_validate(fields))
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        field = ".".join(map(str, wrong["loc"]))
-        raise ArgumentError(
-            f"expected a request's body, got {wrong['msg']} - in `{field}`, {place}"
-        ) from error
+    return WarmPrompt(place, tenants[name], body_of(fields, place))
 
 
 async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
@@ -88,7 +74,10 @@ async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
         if service.draining:
             return
         try:
-            for token_ids in await _tokens(service, prompt.body):
+            prompts_of_body = await service.threads.run(
+                tokens_of, service.tokenizer, prompt.body, prompt.place
+            )
+            for token_ids in prompts_of_body:
                 cached = await _compute(service, prompt, token_ids)
                 num_tokens += len(token_ids)
                 num_cached += cached
@@ -96,22 +85,6 @@ async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
         except (ApiError, QuireError) as error:
             _log.warning("%s is not computed ahead: %s", prompt.place, error)
     _log.info("%d prompts are warm: %d tokens, %d of them from the cache", num_done, num_tokens, num_cached)
-
-
-async def _tokens(service: Service, body: ChatRequest | CompletionRequest) -> list[list[int]]:
-    """The tokens of each prompt of a body."""
-    if isinstance(body, ChatRequest):
-        tools = [] if body.tool_choice == "none" else body.tools or []
-        text = await service.render(body.messages, tools, template_options(service.tokenizer, body))
-        tokens = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        return [body.cut(tokens)]
-    prompt: Any = body.prompt
-    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-    special = body.add_special_tokens is not False
-    return [
-        body.cut(await service.encode(one, add_special_tokens=special) if isinstance(one, str) else one)
-        for one in prompts
-    ]
 
 
 async def _compute(service: Service, prompt: WarmPrompt, token_ids: list[int]) -> int:

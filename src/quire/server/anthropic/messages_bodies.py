@@ -21,7 +21,6 @@ __all__ = [
     "ContentBlock",
     "CountTokensRequest",
     "CountedTokens",
-    "InputMessage",
     "MessageAnswer",
     "MessagesErrorBody",
     "MessagesPrompt",
@@ -29,6 +28,7 @@ __all__ = [
     "MessagesTool",
     "MessagesUsage",
     "OutputConfig",
+    "PastMessage",
     "ThinkingConfig",
     "ToolSelection",
 ]
@@ -109,7 +109,7 @@ class ContentBlock(ResultBlock):
     toolset_name: Annotated[Any, OneOf(_NO_TOOLSETS)] = None
 
 
-class InputMessage(StrictBody):
+class PastMessage(StrictBody):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
     clear_at: Annotated[Any, OneOf("histories are not edited here; leave the message out")] = None
@@ -181,7 +181,7 @@ class MessagesPrompt(_Cacheable):
     """The fields that decide the prompt."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    messages: Annotated[list[PastMessage], Field(min_length=1)]
     system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolSelection | None = None

@@ -23,10 +23,10 @@ from quire.errors import QuireError
 from quire.server.anthropic.messages_bodies import (
     CacheControl,
     ContentBlock,
-    InputMessage,
     MessagesPrompt,
     MessagesRequest,
     MessagesTool,
+    PastMessage,
     ResultBlock,
 )
 from quire.server.api_errors import ApiError, answer_of
@@ -196,7 +196,7 @@ class _Reader:
         if any(part.text for part in parts):
             self._add(ChatMessage(role="system", content=parts), "system")
 
-    def read(self, message: InputMessage, place: str) -> None:
+    def read(self, message: PastMessage, place: str) -> None:
         blocks = message.content
         if isinstance(blocks, str):
             blocks = [ContentBlock(type="text", text=blocks)]
