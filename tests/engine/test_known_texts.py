@@ -217,7 +217,7 @@ def test_each_cut_alone_gives_the_ids_of_the_whole(kind: str) -> None:
         (AddedToken("word", single_word=True), {"space", "newline"}),
         (AddedToken("\nname"), set()),
     ],
-    ids=str,
+    ids=lambda value: value.content if isinstance(value, AddedToken) else "-".join(sorted(value)) or "none",
 )
 def test_added_tokens_over_a_cut_allow_none(token: AddedToken, cuts: set[str]) -> None:
     tokenizer = trained("bpe", by_pattern(QWEN))
