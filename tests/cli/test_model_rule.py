@@ -21,10 +21,17 @@ WITH_MODEL: dict[str, list[str]] = {
     "compare": ["--simulate"],
     "explain": ["a prompt", "--disk-cache", "no-such-folder"],
     "plan": [],
+    "score": ["a file"],
     "serve": ["--port", "0"],
+    "why": ["two files"],
 }
 WITHOUT = ("top", "cache ls", "cache prune", "cache rm", "cache verify", "cache weights")
-OWN_ARGUMENT = {"generate": "prompt", "explain": "prompt"}
+OWN_ARGUMENT = {
+    "generate": ["prompt"],
+    "explain": ["prompt"],
+    "score": ["files"],
+    "why": ["first", "second"],
+}
 
 
 def commands(group: Any = None, above: str = "") -> dict[str, Any]:
@@ -49,7 +56,7 @@ def test_the_model_is_a_flag_and_the_argument_where_there_is_no_other(name: str)
     for parameter in commands()[name].params:
         by_kind[parameter.param_type_name][parameter.name] = parameter
     assert by_kind["option"]["model"].opts == ["--model", "-m"]
-    assert list(by_kind["argument"]) == [OWN_ARGUMENT.get(name, "model_argument")]
+    assert list(by_kind["argument"]) == OWN_ARGUMENT.get(name, ["model_argument"])
     if name not in OWN_ARGUMENT:
         assert by_kind["argument"]["model_argument"].metavar == "MODEL"
         assert not by_kind["argument"]["model_argument"].required

@@ -127,7 +127,7 @@ def test_keep_for_pins_until_its_time_is_over(
         assert cached(ask(url, "a", prompt_of(1))) == 63
         now = 189.0 + 61
         assert list(llm.pins) == []
-        for seed in range(40, 70):
+        for seed in range(40, 160):  # content that was used five times outlasts thirty prompts
             ask(url, "b", prompt_of(seed))
         assert cached(ask(url, "a", prompt_of(1))) == 0
 

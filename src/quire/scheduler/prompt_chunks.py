@@ -84,17 +84,17 @@ class PromptChunks:
         self.charge(sequence, num_left(sequence), n, num_taken)
         return n
 
-    def refill(self, chosen: Chosen, admitted: Chosen) -> Chosen:
-        """`chosen` with the tokens that the admission left; without sequences that get none."""
+    def refill(self, chosen: Chosen, admitted: Chosen) -> tuple[Chosen, Chosen]:
+        """Both with the tokens that the admission left; without sequences that get none."""
         step = chosen + admitted
         is_shared = any(n and not self.is_long(sequence) for sequence, n in step)
         num_long = sum(n for sequence, n in step if self.is_long(sequence))
         self._long_limit = self._threshold - num_long if is_shared else self.budget
-        filled = [(sequence, n + self.take(sequence, n)) for sequence, n in chosen]
+        filled = [(sequence, n + self.take(sequence, n)) for sequence, n in step]
         if is_shared and self.budget:
-            left = sum(num_left(sequence) - n for sequence, n in filled + admitted if self.is_long(sequence))
+            left = sum(num_left(sequence) - n for sequence, n in filled if self.is_long(sequence))
             self.num_withheld = min(self.budget, left)
-        return [(sequence, n) for sequence, n in filled if n]
+        return [(sequence, n) for sequence, n in filled[: len(chosen)] if n], filled[len(chosen) :]
 
 
 def num_left(sequence: RequestSequence) -> int:

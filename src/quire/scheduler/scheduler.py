@@ -308,7 +308,7 @@ class Scheduler:
                     self._preempt(last)
                     continue
             if steady is None:
-                chosen = chunks.refill(chosen, admitted)
+                chosen, admitted = chunks.refill(chosen, admitted)
             if admitted:
                 chosen += admitted
                 steady = None
