@@ -358,8 +358,8 @@ class EngineConfig:
     long_prefill_tokens: Annotated[int | None, _integer(0, 2**20)] = option(
         None,
         "N",
-        "The most tokens that a step with other sequences computes of long prompts, those with more tokens to compute "
-        "than this; 0: no limit. Default: 64, or 512 on a device of torch.",
+        "The most tokens that a step with other calls' requests computes of long prompts, those with more tokens to "
+        "compute than this; 0: no limit. Default: 64, or 512 on a device of torch.",
     )
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(
         256, "N", "The most sequences that run at once; others wait. Default: 256."

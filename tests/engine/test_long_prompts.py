@@ -145,3 +145,15 @@ def test_a_decode_gives_its_place_to_no_priority() -> None:
     engine.submit(tokens(1, 8), SamplingParams(max_tokens=2), priority=-1)
     engine.run()
     assert engine.scheduler.num_preemptions == 0
+
+
+def test_the_prompts_of_one_call_have_whole_steps() -> None:
+    """No reader waits for one of its answers. With another call's request they have the tokens of the limit."""
+    engine = big(long_prefill_tokens=64)
+    params = SamplingParams(max_tokens=8)
+    engine.engine.submit_all([(tokens(at, 2500), params) for at in range(3)])
+    assert [computed(engine) for _ in range(3)] == [2048, 2048, 2048]
+    other = engine.submit(tokens(9, 10), params)
+    assert computed(engine) <= 64 + 10 + 2
+    assert engine.scheduler.requests[other].first_token_s is not None
+    drain(engine)

@@ -57,10 +57,10 @@ class ClientFairness:
         # Computed tokens by weight, of clients that have left too. The newest token counts `_scale`, which grows.
         self._used: dict[str | None, float] = {}
         self._scale = 1.0
-        # By tenant, since the start: tokens computed for it, and tokens of others computed while it waited.
         # Tokens of steps of decodes of one client, which `record_decodes` is still to record, and a request of it.
         self.unrecorded = 0
         self.unrecorded_of: Request | None = None
+        # By tenant, since the start: tokens computed for it, and tokens of others computed while it waited.
         self.computed_tokens: Counter[str | None] = Counter()
         self.passed_by_tokens: Counter[str | None] = Counter()
 

@@ -11,6 +11,9 @@ long prompt has less than another's share, the other gets, by weight, no more to
 
 A prompt that is scored gets no more tokens than rows of it may be scored in the step (`sampling.prompt_scores`).
 
+Without a limit (0), which the scheduler gives while all requests are of one call, no prompt is long: the prompts of a
+batch are computed in the largest steps, which are the fastest.
+
 The bits of a token do not depend on the chunks, so neither do outputs.
 
 Cost: O(sequences of the step).

@@ -206,6 +206,7 @@ class Request:
         rules: RequestRules | None = None,
         arrival: int = 0,
         seed: int = 0,
+        call: int = 0,
         arrival_s: float = 0.0,
         prompt: str | None = None,
         options: RequestOptions | None = None,
@@ -213,6 +214,7 @@ class Request:
     ) -> None:
         """stop_ids: tokens that end a sequence; end_ids: the model's end tokens among them.
 
+        call: number of the call that queued it, the same for all prompts of one call.
         mask: forbidden tokens. rules: the rules of the model's generation config. *raises:* ArgumentError: an unknown
         cache priority.
         """
@@ -229,6 +231,7 @@ class Request:
         self.arrival = arrival
         self.priority = key.priority + options.priority
         self.seed = seed
+        self.call = call
         self.prompt = prompt
         self.stream = options.stream
         self.deltas = options.deltas

@@ -121,6 +121,7 @@ class RequestValidator:
             rules=rules,
             arrival=arrival,
             seed=seed,
+            call=self._num_arrivals,
             arrival_s=self._clock(),
             prompt=prompt.text,
             options=options,

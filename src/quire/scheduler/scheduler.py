@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -65,7 +66,7 @@ class Scheduler:
     """Schedules the steps of one engine over one cache.
 
     cache: a `quire.Cache` with watermark 0: the scheduler applies its own. max_batch_tokens: tokens of a step.
-    long_prefill_tokens: tokens of long prompts in a step with other sequences, see `PromptChunks`.
+    long_prefill_tokens: tokens of long prompts in a step with sequences of other calls, see `PromptChunks`.
     max_num_seqs: sequences that run at once. watermark: share of the blocks that an admission must leave while others
     run, so that they need not preempt it at once. clock: seconds. swap: swaps preempted sequences out; without it they
     are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
@@ -104,6 +105,7 @@ class Scheduler:
         )
         self.max_batch_tokens = max_batch_tokens
         self._long_prefill_tokens = long_prefill_tokens
+        self._calls: Counter[int] = Counter()  # requests of each call that has some
         self.max_num_seqs = max_num_seqs
         self.clock = clock
         self.requests: dict[str, Request] = {}
@@ -135,6 +137,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request made by `RequestValidator.request`: it fits if it runs alone."""
         self.requests[request.request_id] = request
+        self._calls[request.call] += 1
         self._clients.add(request)
         self._wait(request.sequences[0])
 
@@ -209,6 +212,7 @@ class Scheduler:
             request.finished_s = self.clock()
             self._paused.discard(request.request_id)
             if self.requests.pop(request.request_id, None) is not None:
+                self._calls -= Counter({request.call: 1})  # without the calls that have ended
                 self._clients.remove(request)
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
@@ -501,7 +505,9 @@ class Scheduler:
 
         A prompt behind a waiting sequence has 0 tokens before the admission.
         """
-        budget, limits = self.max_batch_tokens, (self._long_prefill_tokens, self._chunk_limit)
+        # The prompts of one call wait for each other in any case.
+        long_limit = self._long_prefill_tokens if len(self._calls) > 1 else 0
+        budget, limits = self.max_batch_tokens, (long_limit, self._chunk_limit)
         if steady is not None:
             if self._paired_sequences is not steady.sequences:
                 self._paired_sequences, self._pairs = (
@@ -529,7 +535,7 @@ class Scheduler:
             chosen.append((sequence, 0 if is_behind else chunks.take(sequence)))
         if clients.are_several:
             long = [s for s in prefills if chunks.is_long(s)] + [s for s in ready if s.is_long]
-            chunks.client_limits = clients.limits_beside(long, self._long_prefill_tokens, chosen, ready)
+            chunks.client_limits = clients.limits_beside(long, long_limit, chosen, ready)
         return chosen, chunks
 
     def _ready(self) -> list[RequestSequence]:
