@@ -82,8 +82,7 @@ def second_turn(url: str, service: Any, name: str, thoughts: int) -> tuple[float
     first = {"messages": messages, "session_id": name, "max_tokens": thoughts + 200, "guided_regex": form}
     _, content, thought, _ = ask(url, first)
     assert bool(thought) == bool(thoughts), (content, thought)
-    turns = service.next_turns
-    while turns._waiting or (turns._task is not None and not turns._task.done()):
+    while not service.next_turns.is_done:
         time.sleep(0.005)
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "And now?"}]
     seconds, _, _, computed = ask(url, {"messages": messages, "max_tokens": 2})

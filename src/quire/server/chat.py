@@ -98,6 +98,7 @@ def next_turn_preparation(
             bool(body.add_special_tokens),
             tenant.key(body.cache_salt),
             body.cache_priority or "normal",
+            tenant.texts_of(body.cache_salt),
         )
         service.next_turns.add(tenant.name, session, turn)
 

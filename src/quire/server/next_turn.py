@@ -20,7 +20,7 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from quire.server.api_errors import ApiError
 from quire.server.metrics import Metrics
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 
-__all__ = ["EndedTurn", "NextTurns"]
+__all__ = ["EndedTurn", "NextTurns", "compute_ahead", "options_ahead"]
 
 _log = logging.getLogger("quire")
 
@@ -52,7 +52,8 @@ class EndedTurn:
     """A request of a session, and its answer.
 
     messages, tools, template_options, add_special_tokens: of its prompt, see `prompt_of_chat`. answer: as the client
-    got it. key: the keywords of `PrefixKey` of its content. cache_priority: of that.
+    got it. key: the keywords of `PrefixKey` of its content. cache_priority: of that. owner: of its text, see
+    `Service.encode`.
     """
 
     messages: Sequence[ChatMessage]
@@ -62,6 +63,7 @@ class EndedTurn:
     add_special_tokens: bool
     key: Mapping[str, Any]
     cache_priority: Any = "normal"
+    owner: Hashable | None = None
 
 
 class ServerParts(Protocol):
@@ -73,7 +75,9 @@ class ServerParts(Protocol):
 
     @property
     def num_open(self) -> int: ...
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, owner: Hashable | None = None
+    ) -> list[int]: ...
     async def render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), options: Any = None
     ) -> str: ...
@@ -118,10 +122,10 @@ class NextTurns:
         """A newer request of the session has come."""
         self._waiting.pop((tenant, session), None)
 
-    async def finish(self) -> None:
-        """Waits until no turn waits or is being prepared; for tests and benchmarks."""
-        if self._task is not None:
-            await self._task
+    @property
+    def is_done(self) -> bool:
+        """Whether no turn waits or is being prepared. Any thread may ask."""
+        return not self._waiting and (self._task is None or self._task.done())
 
     async def _run(self) -> None:
         while self._waiting:
@@ -149,7 +153,7 @@ class NextTurns:
         tokens = await self._tokens(turn)
         if not tokens:
             return
-        engine, options = self._service.engine, self._options(turn)
+        engine, options = self._service.engine, options_ahead(turn.cache_priority, turn.key)
         left, before, first = self.max_tokens, -1, -1
         while left > 0:
             await self._wait_until_idle()
@@ -161,7 +165,7 @@ class NextTurns:
             # A state is kept at each end of a computation: one, where there are states.
             piece = len(tokens) if engine.spec.states else await self._piece()
             stop = min(len(tokens), start + min(piece, left))
-            await self._compute(tokens[:stop], options)
+            await compute_ahead(engine, tokens[:stop], options)
             first = start if first < 0 else first
             self._remember(session, (first, stop, _digest(tokens[:stop])), turn.key)
             left -= stop - start
@@ -183,19 +187,6 @@ class NextTurns:
         rate = (await self._service.engine.stats())["prefill_tokens_per_second"]
         return max(self._service.engine.block_size, int(rate * _PIECE_S)) if rate else _PIECE_TOKENS
 
-    async def _compute(self, tokens: list[int], options: RequestOptions) -> None:
-        (stream,) = await self._service.engine.begin([(Prompt(None, tokens), options)])
-        async with aclosing(stream):
-            async for output in stream:
-                if output.error is not None:
-                    raise output.error
-
-    def _options(self, turn: EndedTurn) -> RequestOptions:
-        """Below every request."""
-        return RequestOptions.of(
-            _ONLY_PROMPT, priority=2**20, cache_priority=turn.cache_priority, is_preparation=True, **turn.key
-        )
-
     async def _tokens(self, turn: EndedTurn) -> list[int]:
         """The tokens of the next prompt that do not depend on its last message; none if the template hides them."""
         marker = f"turn-{secrets.token_hex(8)}"
@@ -204,14 +195,36 @@ class NextTurns:
         head, found, _ = text.partition(marker)
         if not found:
             return []
-        encode = self._service.encode
-        first = await encode(head + "a", add_special_tokens=turn.add_special_tokens)
-        second = await encode(head + "\n", add_special_tokens=turn.add_special_tokens)
+        first, second = [
+            await self._service.encode(
+                head + behind, add_special_tokens=turn.add_special_tokens, owner=turn.owner
+            )
+            for behind in ("a", "\n")
+        ]
         num_common = next(
             (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
             min(len(first), len(second)),
         )
         return first[:num_common]
+
+
+def options_ahead(cache_priority: Any, key: Mapping[str, Any]) -> RequestOptions:
+    """Of a prompt that is computed before it is asked for, below every request. key: the keywords of `PrefixKey`."""
+    return RequestOptions.of(
+        _ONLY_PROMPT, priority=2**20, cache_priority=cache_priority, is_preparation=True, **key
+    )
+
+
+async def compute_ahead(engine: AsyncEngine, token_ids: list[int], options: RequestOptions) -> int:
+    """Computes a prompt and keeps it; how many of its tokens were cached. *raises:* as the engine."""
+    num_cached = 0
+    (stream,) = await engine.begin([(Prompt(None, token_ids), options)])
+    async with aclosing(stream):
+        async for output in stream:
+            if output.error is not None:
+                raise output.error
+            num_cached = output.num_cached_tokens
+    return num_cached
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

@@ -12,17 +12,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError, QuireError
-from quire.sampling.params import SamplingParams
-from quire.scheduler.prompts import Prompt
-from quire.scheduler.request_options import RequestOptions
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant
+from quire.server.next_turn import compute_ahead, options_ahead
 from quire.server.recorded_body import Body, body_of, tokens_of
 from quire.server.service import Service
 
@@ -91,20 +88,8 @@ async def _compute(service: Service, prompt: WarmPrompt, token_ids: list[int]) -
     """Computes a prompt; how many of its tokens were cached."""
     body, engine = prompt.body, service.engine
     key = prompt.tenant.key(body.cache_salt)
-    options = RequestOptions.of(
-        SamplingParams(max_tokens=0),
-        priority=2**20,
-        cache_priority=body.cache_priority or "normal",
-        is_preparation=True,
-        **key,
-    )
-    (stream,) = await engine.begin([(Prompt(None, token_ids), options)])
-    num_cached = 0
-    async with aclosing(stream):
-        async for output in stream:
-            if output.error is not None:
-                raise output.error
-            num_cached = output.num_cached_tokens
+    options = options_ahead(body.cache_priority or "normal", key)
+    num_cached = await compute_ahead(engine, token_ids, options)
     if body.keep_for is not None:
         seconds = body.keep_for
         await engine.between_steps(lambda: engine.pins.keep_for(token_ids, seconds, **key))
