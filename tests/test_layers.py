@@ -47,6 +47,7 @@ ORDER = [
     "engine",
     "hf",
     "simulate",
+    "cluster",
     "server",
     "cli",
 ]
