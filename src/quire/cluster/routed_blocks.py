@@ -1,4 +1,4 @@
-"""What the router knows of a replica: `RecentWork`, the seconds of work sent there lately, and `RoutedBlocks`, the blocks
+"""What the router knows of a replica: `RecentWork`, seconds of work sent there lately, and `RoutedBlocks`, the blocks
 that it is taken to have: those of its newest digest, and of prompts sent there since.
 
 A digest is as old as its period; what was routed meanwhile is not in it yet. So each routed prompt counts as cached in

@@ -57,7 +57,7 @@ class RouteCosts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """A replica as the router sees it. queue_s: seconds of work that it has not done yet. recent_s: seconds of work that
+    """A replica as the router sees it. queue_s: seconds of work not done yet. recent_s: seconds of work that
     were sent there lately (`RecentWork`)."""
 
     name: str
