@@ -17,7 +17,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ApiTenant
-from quire.server.chat_prompt import prompt_of_chat
+from quire.server.chat_prompt import kept_prefixes, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
@@ -29,6 +29,7 @@ from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
 from quire.server.outputs.reasoning import ReasoningSpan
 from quire.server.outputs.requested_format import RequestedFormat, api_field_names, requested_format
+from quire.server.prompt_caching import with_own_fields
 from quire.server.schemas.chat_bodies import (
     AnsweredCall,
     AnswerMessage,
@@ -59,6 +60,7 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
+    body = with_own_fields(body, service.engine.tiers)
     prompt = await prompt_of_chat(
         body,
         body.messages,
@@ -73,7 +75,9 @@ async def chat_completions(
     when_answered = next_turn_preparation(body, request, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
-        running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
+        kept = await kept_prefixes(body, prompt, service)
+        requests = service.requests(tenant, body, [token_ids], params)
+        running = await service.begin(tenant, body, requests, [kept])
     return await writer.respond(running, running.outputs())
 
 
@@ -188,7 +192,7 @@ class ChatWriter:
         when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._more = more
-        self._report: Mapping[str, Any] = {}
+        self._running: RunningRequests | None = None
         self._when_answered = when_answered
         self._body = body
         self._service = service
@@ -203,7 +207,7 @@ class ChatWriter:
 
     async def respond(self, running: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
         """The answer, as one body or as events. outputs: of the one running request."""
-        self._report = running.report_fields
+        self._running = running
         if self._body.stream:
             return await self.stream(running, outputs)
         with running:
@@ -211,6 +215,19 @@ class ChatWriter:
             if answer.prompt_logprobs is None:
                 return self.json_response(answer)
             return await self._service.threads.run(self.json_response, answer)
+
+    def _more_fields(self) -> dict[str, Any]:
+        report = {} if self._running is None else self._running.report_fields
+        return {**report, **({} if self._more is None else self._more())}
+
+    def _usage(self, answer: Answer) -> Usage:
+        return Usage.of(
+            answer.num_prompt_tokens,
+            answer.num_generated_tokens,
+            answer.num_cached_tokens,
+            is_kept=self._service.keeps_prefixes,
+            num_pinned=0 if self._running is None else self._running.num_kept_tokens,
+        )
 
     def _prompt_rows(self, entries: list[dict[int, float] | None]) -> list[Any]:
         num_top = self._params.prompt_logprobs or 0
@@ -233,10 +250,10 @@ class ChatWriter:
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
             )
-        completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer, self._service))
+        completion = ChatCompletion(**self._head, choices=choices, usage=self._usage(answer))
         if self._body.return_token_ids:
             completion.prompt_token_ids = answer.prompt_token_ids
-        more = {**self._report, **({} if self._more is None else self._more())}
+        more = self._more_fields()
         fields = completion.model_dump()
         for choice in fields["choices"]:
             for field in ("tool_calls", "reasoning_content"):  # left out rather than null, as OpenAI's
@@ -352,11 +369,9 @@ class ChatWriter:
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         if self._when_answered is not None and None not in answer.finish_reasons:
             self._when_answered(message)
-        more = {**self._report, **({} if self._more is None else self._more())}
+        more = self._more_fields()
         if more or with_usage:
-            yield event(
-                {**self._head, "choices": [], "usage": _usage(answer, self._service).model_dump(), **more}
-            )
+            yield event({**self._head, "choices": [], "usage": self._usage(answer).model_dump(), **more})
 
     def _deltas(self, parser: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -401,15 +416,6 @@ def _choice(
     index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _usage(answer: Answer, service: Service) -> Usage:
-    return Usage.of(
-        answer.num_prompt_tokens,
-        answer.num_generated_tokens,
-        answer.num_cached_tokens,
-        is_kept=service.keeps_prefixes,
-    )
 
 
 def _hit_header(answer: Answer) -> dict[str, str]:

@@ -9,11 +9,20 @@ from fastapi import Request
 
 from quire.server.api_errors import ApiError
 from quire.server.http.bodies import run_in_thread_if_large
+from quire.server.kept_prefixes import KeptPrefix
 from quire.server.messages import template_options
-from quire.server.schemas.chat_bodies import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
+from quire.server.prompt_caching import kept_of_chat
+from quire.server.schemas.chat_bodies import (
+    ChatMessage,
+    ChatRequest,
+    NamedTool,
+    PromptFields,
+    Tool,
+    WholePromptFields,
+)
 from quire.server.service import Service
 
-__all__ = ["ChatPrompt", "prompt_of_chat"]
+__all__ = ["ChatPrompt", "kept_prefixes", "prompt_of_chat"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,15 @@ async def prompt_of_chat(
         text, add_special_tokens=add_special_tokens, is_prompt=not is_counted_only, owner=owner
     )
     return ChatPrompt(text, tokens, tools)
+
+
+async def kept_prefixes(body: ChatRequest, prompt: ChatPrompt, service: Service) -> list[KeptPrefix]:
+    """The beginnings of the prompt that the body's caching fields keep, the longest first. prompt: of all messages."""
+
+    async def encode(text: str) -> list[int]:
+        return await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+    return await kept_of_chat(body, prompt.text, prompt.token_ids, encode)
 
 
 def _tools(body: PromptFields, service: Service) -> list[Tool]:

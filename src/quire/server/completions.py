@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Hashable, Mapping
+from collections.abc import AsyncGenerator, Hashable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import CompletionTokens, likeliest, prompt_rows
 from quire.server.outputs.requested_format import api_field_names, requested_format
+from quire.server.prompt_caching import kept_of_prompt, with_own_fields
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completion_bodies import (
     Completion,
@@ -48,6 +49,7 @@ async def completions(
 ) -> Any:
     """Continues each prompt."""
     service.check_model(body.model)
+    body = with_own_fields(body, service.engine.tiers)
     given = _prompts(body, service)
     params = await run_in_thread_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
@@ -56,14 +58,16 @@ async def completions(
     echoed = given if body.truncate_prompt_tokens is None else prompts
     writer = _CompletionWriter(body, service, params, _echoes(body, service, echoed))
     with api_field_names(body):
-        running = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
+        requests = service.requests(tenant, body, prompts, params)
+        kept = [kept_of_prompt(body, len(prompt)) for prompt in prompts]
+        running = await service.begin(tenant, body, requests, kept)
     if body.stream:
         return await writer.stream(running)
     with running:
         answers = await running.answers(params.n)
         if params.prompt_logprobs is None:
-            return writer.json_response(answers, running.report_fields)
-        return await service.threads.run(writer.json_response, answers, running.report_fields)
+            return writer.json_response(answers, running)
+        return await service.threads.run(writer.json_response, answers, running)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -169,8 +173,7 @@ class _CompletionWriter:
             self._service.tokenizer, answer.prompt_logprobs, num_given, self._body.prompt_logprobs
         )
 
-    def json_response(self, answers: list[Answer], more: Mapping[str, Any]) -> JSONResponse:
-        """more: fields in addition to OpenAI's."""
+    def json_response(self, answers: list[Answer], running: RunningRequests) -> JSONResponse:
         body, choices, all_rows = self._body, [], []
         for place, answer in enumerate(answers):
             echo, echoed = self._echoes[place], self._echoed(place, answer)
@@ -195,7 +198,7 @@ class _CompletionWriter:
                 if body.return_token_ids:
                     choices[-1].token_ids = answer.token_ids[index]
                     choices[-1].prompt_token_ids = answer.prompt_token_ids
-        completion = Completion(**self._head, choices=choices, usage=_usage(answers, self._service))
+        completion = Completion(**self._head, choices=choices, usage=self._usage(answers, running))
         fields = completion.model_dump()
         for choice, rows in zip(fields["choices"], all_rows, strict=True):
             choice["prompt_logprobs"] = rows
@@ -203,7 +206,7 @@ class _CompletionWriter:
                 del choice["token_ids"], choice["prompt_token_ids"]
             if body.prompt_logprobs is None:
                 del choice["prompt_logprobs"]
-        return JSONResponse({**fields, **more}, headers=_hit_header(answers))
+        return JSONResponse({**fields, **running.report_fields}, headers=_hit_header(answers))
 
     def _stream_head(self, place: int, answer: Answer) -> dict[str, Any]:
         """The first event of each choice of a prompt with log probabilities, without the choice's index."""
@@ -216,6 +219,15 @@ class _CompletionWriter:
         if rows is not None:
             head["prompt_logprobs"] = rows
         return head
+
+    def _usage(self, answers: list[Answer], running: RunningRequests) -> Usage:
+        return Usage.of(
+            sum(answer.num_prompt_tokens for answer in answers),
+            sum(answer.num_generated_tokens for answer in answers),
+            sum(answer.num_cached_tokens for answer in answers),
+            is_kept=self._service.keeps_prefixes,
+            num_pinned=running.num_kept_tokens,
+        )
 
     async def stream(self, running: RunningRequests) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(running))]
@@ -279,7 +291,7 @@ class _CompletionWriter:
                         yield write.choice(choice)
         more = running.report_fields
         if with_usage or more:
-            usage = _usage(answers, self._service).model_dump()
+            usage = self._usage(answers, running).model_dump()
             yield event({**self._head, "choices": [], "usage": usage, **more})
 
 
@@ -316,15 +328,6 @@ async def _outputs_of_several(running: RunningRequests) -> AsyncGenerator[tuple[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _usage(answers: list[Answer], service: Service) -> Usage:
-    return Usage.of(
-        sum(answer.num_prompt_tokens for answer in answers),
-        sum(answer.num_generated_tokens for answer in answers),
-        sum(answer.num_cached_tokens for answer in answers),
-        is_kept=service.keeps_prefixes,
-    )
 
 
 def _hit_header(answers: list[Answer]) -> dict[str, str]:

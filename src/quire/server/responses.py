@@ -13,11 +13,12 @@ from fastapi import APIRouter, Query, Request
 
 from quire.server.api_errors import ApiError
 from quire.server.chat import chat_params, next_turn_preparation
-from quire.server.chat_prompt import ChatPrompt, prompt_of_chat
+from quire.server.chat_prompt import ChatPrompt, kept_prefixes, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
+from quire.server.prompt_caching import with_own_fields
 from quire.server.response_input import (
     answer_of_items,
     chat_of_response,
@@ -69,7 +70,7 @@ async def create_response(
     own = await run_in_thread_if_large(request, _own_items, items, records if is_stored else None)
     with response_field_names():
         messages, prompt = await _prompt_of(body, history, items, request, service)
-        chat = chat_of_response(body, messages, session)
+        chat = with_own_fields(chat_of_response(body, messages, session), service.engine.tiers)
         output_format = OutputFormat.of(
             service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
         )
@@ -83,16 +84,17 @@ async def create_response(
             owned = with_new_ids(own, response["output"], response_id)
             if is_stored:
                 await records.keep_response(response, owned)
-            if conversation_id is not None:
+            is_answered = params.max_tokens != 0  # a prompt that is only computed changes no conversation
+            if conversation_id is not None and is_answered:
                 await _keep_in_conversation(records, conversation_id, [*owned, *response["output"]])
             if when_answered is not None and (answer := answer_of_items(response["output"])) is not None:
                 when_answered(answer)
 
         writer = ResponseWriter(body, service, params, output_format, response_id, conversation_id, keep)
         with api_field_names(chat):
-            running = await service.begin(
-                tenant, chat, service.requests(tenant, chat, [prompt.token_ids], params)
-            )
+            kept = await kept_prefixes(chat, prompt, service)
+            requests = service.requests(tenant, chat, [prompt.token_ids], params)
+            running = await service.begin(tenant, chat, requests, [kept])
     return await writer.respond(running, bool(body.stream))
 
 
@@ -161,7 +163,8 @@ async def _prompt_of(
 ) -> tuple[Sequence[ChatMessage], ChatPrompt]:
     """(messages, their prompt). With truncation auto, the first messages are left out of one that is too long."""
     messages = await service.threads.run(_messages_of, history, items)
-    num_answer = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
+    num_answer = body.max_output_tokens if isinstance(body, ResponseRequest) else None
+    num_answer = 1 if num_answer is None else num_answer
     max_tokens = service.engine.max_model_len - num_answer
 
     async def prompt_of(some: Sequence[ChatMessage]) -> ChatPrompt:

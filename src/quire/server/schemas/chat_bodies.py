@@ -12,8 +12,8 @@ from quire.server.schemas.accepted import (
     AcceptedInFunctions,
     AcceptedInMessages,
     AcceptedInParts,
-    AcceptedInTools,
 )
+from quire.server.schemas.caching import CacheableFields, CacheControl, PromptCacheBreakpoint
 from quire.server.schemas.common import PromptLogprobs, SamplingBody, Usage
 from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, UnservedInParts
@@ -43,7 +43,7 @@ class ThoughtChunk(StrictBody):
     text: str
 
 
-class ContentPart(AcceptedInParts, UnservedInParts):
+class ContentPart(CacheableFields, AcceptedInParts, UnservedInParts):
     """A text or, in an assistant's message, a refusal or reasoning, in the field that its type names."""
 
     type: str = Field(max_length=64)
@@ -51,20 +51,21 @@ class ContentPart(AcceptedInParts, UnservedInParts):
     refusal: str | None = None
     thinking: str | list[ThoughtChunk] | None = None
     data: str | None = Field(default=None, description="Of the type redacted_thinking: encrypted, ignored.")
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class FunctionCall(AcceptedInFunctions):
+class FunctionCall(CacheableFields, AcceptedInFunctions):
     name: str
     arguments: str
 
 
-class ToolCall(AcceptedInCalls):
+class ToolCall(CacheableFields, AcceptedInCalls):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(AcceptedInMessages, UnservedInMessages):
+class ChatMessage(CacheableFields, AcceptedInMessages, UnservedInMessages):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[ContentPart] | None = None
     refusal: str | None = Field(default=None, description="An assistant's refusal; becomes content.")
@@ -77,6 +78,9 @@ class ChatMessage(AcceptedInMessages, UnservedInMessages):
     )
     reasoning: str | None = Field(default=None, description="Likewise, vLLM's name.")
     thinking: str | None = Field(default=None, description="Likewise, gpt-oss's and Ollama's name.")
+    copilot_cache_control: CacheControl | None = Field(
+        default=None, description="Copilot's name of cache_control."
+    )
 
 
 class Function(StrictBody):
@@ -86,7 +90,7 @@ class Function(StrictBody):
     strict: bool | None = None
 
 
-class Tool(AcceptedInTools):
+class Tool(CacheableFields):
     type: Literal["function"]
     function: Function
 
@@ -153,6 +157,9 @@ class ChatFields(PromptFields, SamplingBody, UnservedInChats, AcceptedInChats):
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="Likewise; it goes first.")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
+    cache_control: CacheControl | None = Field(
+        None, description="Anthropic's: pins the whole prompt for a time after its last use."
+    )
 
 
 class ChatRequest(WholePromptFields, ChatFields):
