@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Hashable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,7 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
+from quire.server.infill import infill_prompt
 from quire.server.logprobs import CompletionTokens, likeliest, prompt_rows
 from quire.server.outputs.requested_format import api_field_names, requested_format
 from quire.server.prompt_caching import kept_of_prompt, with_own_fields
@@ -54,7 +56,16 @@ async def completions(
     params = await run_in_thread_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
     owner = tenant.texts_of(body.cache_salt)
-    prompts = [body.cut(await _token_ids(service, prompt, add_special, owner)) for prompt in given]
+    if body.suffix:
+        infills = [
+            await infill_prompt(service, prompt, body.suffix, with_begin=add_special, owner=owner)
+            for prompt in given
+        ]
+        prompts = [infill.token_ids for infill in infills]
+        if not body.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *infills[0].end_ids))
+    else:
+        prompts = [body.cut(await _token_ids(service, prompt, add_special, owner)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
     writer = _CompletionWriter(body, service, params, _echoes(body, service, echoed))
     with api_field_names(body):
@@ -85,10 +96,19 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
             param="prompt",
         )
     if body.suffix:
-        raise ApiError(400, "expected no suffix: this server does not fill in the middle", param="suffix")
+        _check_infill(body, prompts)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "expected best_of to be n: this server does not rank answers", param="best_of")
     return prompts
+
+
+def _check_infill(body: CompletionRequest, prompts: list[Any]) -> None:
+    """*raises:* ApiError: a field that has no meaning for a prompt whose parts are in another order."""
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, "expected a prompt of text with suffix, got token ids", param="prompt")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise ApiError(400, f"expected no {name} with suffix; leave one of both out", param=name)
 
 
 def _params(body: CompletionRequest, service: Service) -> SamplingParams:
