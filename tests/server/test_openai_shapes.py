@@ -64,6 +64,27 @@ def test_usage_is_null_until_the_last_event(url: str, path: str, body: dict[str,
     assert all("usage" not in one for one in events(url, path, body))
 
 
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}])
+@pytest.mark.parametrize("with_last", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
+def test_every_event_has_the_usage_so_far(
+    url: str, path: str, body: dict[str, Any], with_last: bool, more: dict[str, Any]
+) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": with_last}
+    told = events(url, path, {**body, **more, "stream_options": options})
+    usage = post(url, path, body)["usage"]
+    counts = [one["usage"]["completion_tokens"] for one in told]
+    assert counts == sorted(counts)
+    assert counts[-1] == usage["completion_tokens"]
+    assert {one["usage"]["prompt_tokens"] for one in told} == {usage["prompt_tokens"]}
+    assert all(
+        one["usage"]["total_tokens"] == usage["prompt_tokens"] + count
+        for one, count in zip(told, counts, strict=True)
+    )
+    assert (told[-1]["choices"] == []) == with_last
+    assert len(set(counts)) > 1
+
+
 @pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
 def test_stream_options_of_an_answer_that_is_not_streamed_are_refused(
     url: str, path: str, body: dict[str, Any]

@@ -321,6 +321,7 @@ class ChatWriter:
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with running:
             yield b""  # from here on the requests end with this generator
@@ -341,13 +342,16 @@ class ChatWriter:
                                 of_prompt["prompt_logprobs"] = await self._service.threads.run(
                                     self._prompt_rows, output.prompt_logprobs
                                 )
+                            write_first = write
                             if of_prompt:
-                                head = {**self._head, **of_prompt}
-                                yield ChoiceEvents(head, with_usage=with_usage).choice(first)
-                            else:
-                                yield write.choice(first)
+                                write_first = ChoiceEvents({**self._head, **of_prompt}, with_usage=with_usage)
+                            if is_continuous:
+                                write_first.set_usage(self._usage(answer).model_dump())
+                            yield write_first.choice(first)
                             opened.add(index)
                         answer.token_ids[index] += part.token_ids
+                        if is_continuous:
+                            write.set_usage(self._usage(answer).model_dump())
                         answer.finish_reasons[index] = reason
                         logprobs = self._logprobs(part.token_ids, part.logprobs or [])
                         dumped = None if logprobs is None else logprobs.model_dump()

@@ -259,6 +259,7 @@ class _CompletionWriter:
         heads: dict[int, dict[str, Any]] = {}  # of prompts with log probabilities
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with running:
             yield b""  # from here on the requests end with this generator
@@ -279,6 +280,8 @@ class _CompletionWriter:
                             continue
                         answer.token_ids[part.index] += part.token_ids
                         answer.finish_reasons[part.index] = part.finish_reason
+                        if is_continuous:
+                            write.set_usage(self._usage(answers, running).model_dump())
                         index = place * self._params.n + part.index
                         is_first = index not in tokens
                         if is_first:

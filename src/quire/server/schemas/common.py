@@ -51,7 +51,9 @@ def _check_biases(biases: Any) -> Any:
 class StreamOptions(StrictBody):
     include_usage: bool | None = Field(False, description="Adds a last event with the usage.")
     include_obfuscation: Annotated[Any, OneOf("events are not padded", False)] = None
-    continuous_usage_stats: Annotated[Any, OneOf("the usage is that of the last event", False)] = None
+    continuous_usage_stats: bool | None = Field(
+        False, description="vLLM's: every event has the usage of the answer so far."
+    )
 
 
 class JsonSchemaFormat(StrictBody):
