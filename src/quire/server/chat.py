@@ -23,7 +23,7 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs, prompt_rows
 from quire.server.messages import template_options
-from quire.server.next_turn import EndedTurn
+from quire.server.next_turn import EndedTurn, ThoughtsBack
 from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
@@ -82,15 +82,21 @@ async def chat_completions(
 
 
 def next_turn_preparation(
-    body: ChatRequest, request: Request, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
+    body: ChatRequest,
+    request: Request,
+    service: Service,
+    tenant: ApiTenant,
+    tools: Sequence[Tool],
+    thoughts_back: ThoughtsBack = "with calls",
 ) -> Callable[[AnswerMessage], None] | None:
-    """Has the turn behind the answer prepared, if the request is of a session."""
+    """Has the turn behind the answer prepared, if the request is of a session and has an answer."""
     session = session_of(body, request)
     if session is None:
         return None
     service.next_turns.withdraw(tenant.name, session)
     is_whole = body.truncate_prompt_tokens is None and not body.continue_final_message
-    if (body.n or 1) > 1 or not is_whole or body.cache_priority == "discard":
+    is_unanswered = 0 in (body.max_tokens, body.max_completion_tokens)
+    if (body.n or 1) > 1 or not is_whole or is_unanswered or body.cache_priority == "discard":
         return None
 
     def prepare(answer: AnswerMessage) -> None:
@@ -103,6 +109,7 @@ def next_turn_preparation(
             tenant.key(body.cache_salt),
             body.cache_priority or "normal",
             tenant.texts_of(body.cache_salt),
+            thoughts_back,
         )
         service.next_turns.add(tenant.name, session, turn)
 

@@ -78,7 +78,15 @@ async def create_response(
             request, chat_params, chat, service, output_format, prompt.tools
         )
         conversation_id = _conversation_id(body)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        is_continued = body.previous_response_id is not None or conversation_id is not None
+        when_answered = next_turn_preparation(
+            chat,
+            request,
+            service,
+            tenant,
+            prompt.tools,
+            thoughts_back="always" if is_continued else "with answers",
+        )
 
         async def keep(response: dict[str, Any]) -> None:
             owned = with_new_ids(own, response["output"], response_id)

@@ -72,7 +72,9 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
             request, chat_params, chat, service, output_format, prompt.tools
         )
         kept = await kept_prefixes(chat, prompt, service)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        when_answered = next_turn_preparation(
+            chat, request, service, tenant, prompt.tools, thoughts_back="with answers"
+        )
         writer = MessagesWriter(body, service, params, output_format, when_answered)
         with api_field_names(chat):
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
