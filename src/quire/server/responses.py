@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from quire.server.api_errors import ApiError
 from quire.server.chat import chat_params, next_turn_preparation
@@ -22,6 +22,7 @@ from quire.server.prompt_caching import with_own_fields
 from quire.server.response_input import (
     answer_of_items,
     chat_of_response,
+    encrypted_thought,
     first_role,
     messages_of_items,
     parsed_items,
@@ -35,6 +36,7 @@ from quire.server.schemas.common import ERRORS
 from quire.server.schemas.response_bodies import (
     ConversationId,
     DeletedResponse,
+    Include,
     InputTokens,
     ItemList,
     ModelResponse,
@@ -52,6 +54,33 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute, responses=ERRORS)
 After = Annotated[str | None, Query(max_length=256)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
+IncludeQuery = Annotated[
+    list[Include] | None,
+    Query(description="Log probabilities are there if the request that made the text included them."),
+]
+
+
+def _included(
+    include: IncludeQuery = None,
+    include_in_brackets: Annotated[list[Include] | None, Query(alias="include[]")] = None,
+) -> frozenset[str]:
+    """The query's `include`, also as OpenAI's client writes it."""
+    return frozenset([*(include or ()), *(include_in_brackets or ())])
+
+
+Included = Annotated[frozenset[str], Depends(_included)]
+
+
+def with_included(items: Sequence[dict[str, Any]], included: frozenset[str]) -> list[dict[str, Any]]:
+    """Stored items with the fields that a query includes."""
+    if "reasoning.encrypted_content" not in included:
+        return list(items)
+    return [
+        {**item, "encrypted_content": encrypted_thought("".join(part["text"] for part in item["content"]))}
+        if item["type"] == "reasoning" and item.get("content") and not item.get("encrypted_content")
+        else item
+        for item in items
+    ]
 
 
 @router.post(
@@ -227,6 +256,17 @@ async def count_input_tokens(
     return InputTokens(input_tokens=len(prompt.token_ids))
 
 
+@router.post("/v1/responses/compact")
+async def compact_response(service: TheService, tenant: TheTenant) -> ModelResponse:
+    """Refused: histories are not compacted."""
+    raise ApiError(
+        400,
+        "expected POST /v1/responses: this server compacts no histories; send truncation: auto, or ask the model for a "
+        "summary and begin a new history with it",
+        code="not_supported",
+    )
+
+
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(
     response_id: str,
@@ -234,6 +274,8 @@ async def retrieve_response(
     tenant: TheTenant,
     stream: bool = False,
     starting_after: int | None = None,
+    include_obfuscation: bool = False,
+    included: Included = frozenset(),
 ) -> ModelResponse:
     """A stored response."""
     record = await TenantRecords(service, tenant).response(response_id)
@@ -243,7 +285,10 @@ async def retrieve_response(
             "expected stream: false: a stored response is whole, and its events are not sent again",
             param="stream" if stream else "starting_after",
         )
-    return ModelResponse.model_validate(record["response"])
+    if include_obfuscation:
+        raise ApiError(400, "expected false: events are not padded", param="include_obfuscation")
+    response = record["response"]
+    return ModelResponse.model_validate({**response, "output": with_included(response["output"], included)})
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -261,13 +306,14 @@ async def list_input_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
+    included: Included = frozenset(),
 ) -> ItemList:
     """The items that a response answers: those of the responses before it, and its own input."""
     records = TenantRecords(service, tenant)
     record = await records.response(response_id)
     before = record["response"]["previous_response_id"]
     history, _ = await records.history(before, None)
-    items = [*history, *record["input"]]
+    items = with_included([*history, *record["input"]], included)
     return ItemList(**items_page(items, after, limit, order))
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "DeletedConversation",
     "DeletedResponse",
     "FunctionTool",
+    "Include",
     "InputTokens",
     "ItemList",
     "ModelResponse",
