@@ -253,3 +253,44 @@ def test_a_prompt_that_is_too_long_has_openais_code(url: str, path: str, body: d
     assert error["message"].startswith(
         "This model's maximum context length is 2048 tokens. However, you requested 50"
     )
+
+
+TOOLS_BY_NAME = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("first", "second")
+]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_is_told_of_the_allowed_tools_alone(url: str) -> None:
+    def asked(**more: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**CHAT, "max_tokens": 60, **more}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    auto = asked(tools=TOOLS_BY_NAME, tool_choice=allowed("auto", "second"))
+    assert auto["usage"]["prompt_tokens"] == asked(tools=TOOLS_BY_NAME[1:])["usage"]["prompt_tokens"]
+    forced = asked(tools=TOOLS_BY_NAME, tool_choice=allowed("required", "second"))
+    (call,) = forced["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "second"
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allowed("auto", "third"), "tool_choice"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "custom", "custom": {"name": "first"}}, "tool_choice.type"),
+        ("sometimes", "tool_choice"),
+        (7, "tool_choice"),
+    ],
+)
+def test_a_wrong_choice_is_refused_by_name(url: str, choice: Any, param: str) -> None:
+    body = {**CHAT, "tools": TOOLS_BY_NAME, "tool_choice": choice}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -13,6 +13,7 @@ from quire.server.kept_prefixes import KeptPrefix
 from quire.server.messages import template_options
 from quire.server.prompt_caching import kept_of_chat
 from quire.server.schemas.chat_bodies import (
+    AllowedChoice,
     ChatMessage,
     ChatRequest,
     NamedTool,
@@ -70,10 +71,12 @@ def _tools(body: PromptFields, service: Service) -> list[Tool]:
         raise ApiError(400, f"expected at most {limits.max_tools} tools, got {len(tools)}", param="tools")
     for tool in tools:
         service.check_schema(tool.function.parameters, "tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise ApiError(
-            400, f"expected the name of one of the tools, got {choice.function.name!r}", param="tool_choice"
-        )
+    chosen = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedChoice):
+        chosen = choice.allowed_tools.tools
+    names = {tool.function.name for tool in tools}
+    if unknown := [one.function.name for one in chosen if one.function.name not in names]:
+        raise ApiError(400, f"expected the name of one of the tools, got {unknown[0]!r}", param="tool_choice")
     if choice == "required" and not tools:
         raise ApiError(400, "expected tools with tool_choice, got none", param="tool_choice")
-    return [] if choice == "none" else tools
+    return body.described_tools

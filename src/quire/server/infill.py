@@ -92,7 +92,7 @@ async def infill_prompt(
     """
     tokenizer = service.tokenizer
     found, ids = (None, {}) if tokenizer is None else _format_of(tokenizer, len(tokenizer))
-    if found is None:
+    if tokenizer is None or found is None:
         names = ", ".join(one.tokens[0] for one in _FORMATS)
         raise ApiError(
             400,

@@ -1,8 +1,8 @@
 """`KeptPrefixes`: pins beginnings of computed prompts for a time, for `prompt_caching`.
 
 Invariants
-    K1  a pin takes no more than the budget `pin_memory` and its tenant's quota leave: it is cut to what they have room
-        for, and the answer comes all the same.
+    K1  a pin never fails a request. It is cut to whole blocks where the budget `pin_memory` has no room for all of it;
+        without any room, and where its tenant's quota has none, there is none.
     K2  a tenant has at most `max_kept` prompts pinned for a time.
     K3  a longer beginning of a history replaces the pin of a shorter one that lasts no longer.
 

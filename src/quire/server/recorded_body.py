@@ -60,8 +60,8 @@ def _encoded(tokenizer: Any, text: str, special: bool, place: str) -> list[int]:
 
 
 def _text_of(tokenizer: Any, body: ChatRequest, place: str) -> str:
-    tools = [] if body.tool_choice == "none" else body.tools or []
     try:
+        tools = body.described_tools
         return render(tokenizer, body.messages, ServerLimits(), tools, template_options(tokenizer, body))
     except ApiError as error:
         raise ArgumentError(f"{error} - in {place}") from error

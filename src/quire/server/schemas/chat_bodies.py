@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from quire.server.schemas.accepted import (
     AcceptedInCalls,
@@ -20,6 +20,7 @@ from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, U
 
 __all__ = [
     "TOOL_NAME",
+    "AllowedChoice",
     "ChatChoice",
     "ChatCompletion",
     "ChatFields",
@@ -108,7 +109,31 @@ class NamedTool(StrictBody):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedFunctions(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedChoice(StrictBody):
+    """The model is told of these tools alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class PromptFields(StrictBody):
@@ -130,7 +155,19 @@ class PromptFields(StrictBody):
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def described_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            names = {allowed.function.name for allowed in choice.allowed_tools.tools}
+            return [tool for tool in tools if tool.function.name in names]
+        return [] if choice == "none" else tools
 
 
 class WholePromptFields(PromptFields):
