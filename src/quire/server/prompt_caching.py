@@ -11,8 +11,8 @@ template's text between both belongs to it; breakpoints in tools and system end 
 begins, since templates differ in the order of both. A text that the template does not show unchanged has no place of
 its own: the breakpoint is then at the next one that has, or at the prompt's end.
 
-Cost: nothing without such a field. Else a search of each text in the prompt; for each breakpoint before the prompt's
-end that is kept, tokenizing the prompt up to it.
+Cost: a look at each block of a chat. With such a field, a search of each text in the prompt; for each breakpoint before
+the prompt's end that is kept, tokenizing the prompt up to it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ __all__ = ["kept_of_chat", "kept_of_prompt", "num_breakpoints", "with_own_fields
 
 Body = TypeVar("Body", bound=SamplingBody)
 
-_MAX_EXPLICIT = (
-    4  # breakpoints of a request that are pinned, the latest ones; with the prompt's end, as OpenAI's
-)
+_MAX_PINNED = 4  # breakpoints of a request, the latest ones; the prompt's end is one of them, as in OpenAI's API
 _MAX_MISSED = 64  # texts that the prompt does not have, before no more are searched
 
 
@@ -149,7 +147,7 @@ def _ends(body: ChatRequest, prompt: str) -> list[tuple[int, float]]:
     ends = [(len(prompt), seconds) for seconds in whole]
     end = len(prompt)
     for entry, start in zip(reversed(texts), reversed(starts), strict=True):
-        if entry.seconds is not None and len(ends) < _MAX_EXPLICIT:
+        if entry.seconds is not None and len(ends) < _MAX_PINNED:
             ends.append((end, entry.seconds))
         end = end if start is None else start
     return ends

@@ -230,15 +230,15 @@ class NewItems(StrictBody):
 class KeptTokensDetails(BaseModel):
     """Tokens that were computed and pinned, by their time."""
 
-    ttl_30m_tokens: int
-    ttl_12h_tokens: int
+    ttl_30m_tokens: int = 0
+    ttl_12h_tokens: int = 0
 
 
 class InputTokensDetails(BaseModel):
     cached_tokens: int
     cache_write_tokens: int
-    cache_write_tokens_details: KeptTokensDetails
-    kept_tokens: int = Field(description="Ours: pinned by caching fields of the request.")
+    cache_write_tokens_details: KeptTokensDetails = KeptTokensDetails()
+    kept_tokens: int = Field(default=0, description="Ours: pinned by caching fields of the request.")
 
 
 class OutputTokensDetails(BaseModel):
