@@ -32,7 +32,7 @@ __all__ = ["kept_of_chat", "kept_of_prompt", "num_breakpoints", "with_own_fields
 
 Body = TypeVar("Body", bound=SamplingBody)
 
-_MAX_PINNED = 4  # breakpoints of a request, the latest ones; the prompt's end is one of them, as in OpenAI's API
+_MAX_PINNED = 4  # breakpoints of a request: the latest, and the prompt's end among them, as in OpenAI's API
 _MAX_MISSED = 64  # texts that the prompt does not have, before no more are searched
 
 
