@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from quire.offload.open_tiers import OpenTiers
 from quire.server.api_errors import ApiError
 from quire.server.kept_prefixes import KeptPrefix
-from quire.server.schemas.caching import SECONDS
-from quire.server.schemas.chat_bodies import ChatFields, ChatMessage, ChatRequest
+from quire.server.schemas.caching import SECONDS, CacheControl, PromptCacheBreakpoint
+from quire.server.schemas.chat_bodies import ChatFields, ChatMessage, ChatRequest, ContentPart
 from quire.server.schemas.common import SamplingBody
 
 __all__ = ["kept_of_chat", "kept_of_prompt", "num_breakpoints", "with_own_fields"]
@@ -80,22 +80,63 @@ def with_own_fields(body: Body, tiers: OpenTiers | None) -> Body:
 
 def num_breakpoints(body: SamplingBody) -> int:
     """Blocks of a body that have a breakpoint, and its own `cache_control`."""
-    return len(_seconds_of_blocks(body))
+    return sum(1 for _ in _breakpoints(body)) if isinstance(body, ChatFields) else 0
 
 
 def kept_of_prompt(body: SamplingBody, num_tokens: int) -> list[KeptPrefix]:
     """The beginnings to keep of a prompt in which blocks have no place: all of it, or none."""
-    options, found = body.prompt_cache_options, _seconds_of_blocks(body)
+    options, found = body.prompt_cache_options, []
     if options is not None and options.has_implicit:
         found.append(options.seconds)
+    if isinstance(body, ChatFields):
+        found += [_seconds(one, _default_seconds(body)) for one in _breakpoints(body)]
     return [KeptPrefix(num_tokens, max(found))] if found else []
 
 
-def _seconds_of_blocks(body: SamplingBody) -> list[float]:
-    if not isinstance(body, ChatFields):
-        return []
-    found = [text.seconds for text in _texts(body) if text.seconds is not None]
-    return found if body.cache_control is None else [*found, body.cache_control.seconds]
+def _breakpoints(body: ChatFields) -> Iterator[CacheControl | PromptCacheBreakpoint]:
+    """Those of a body. Every chat is looked at, so nothing is made for a block without one."""
+    if body.cache_control is not None:
+        yield body.cache_control
+    for tool in body.tools or ():
+        if tool.cache_control is not None:
+            yield tool.cache_control
+    for message in _messages(body):
+        if isinstance(message.content, list):
+            for part in message.content:
+                if part.cache_control is not None or part.prompt_cache_breakpoint is not None:
+                    yield from _of_part(part)
+        if (
+            message.cache_control is not None
+            or message.copilot_cache_control is not None
+            or message.tool_calls
+        ):
+            yield from _behind(message)
+
+
+def _of_part(part: ContentPart) -> Iterator[CacheControl | PromptCacheBreakpoint]:
+    yield from filter(None, (part.cache_control, part.prompt_cache_breakpoint))
+
+
+def _behind(message: ChatMessage) -> Iterator[CacheControl]:
+    """Breakpoints behind all of a message."""
+    yield from filter(None, (message.cache_control, message.copilot_cache_control))
+    for call in message.tool_calls or ():
+        yield from filter(None, (call.cache_control, call.function.cache_control))
+
+
+def _messages(body: ChatFields) -> Sequence[ChatMessage]:
+    return getattr(body, "messages", None) or ()
+
+
+def _seconds(marked: CacheControl | PromptCacheBreakpoint, default: float) -> float:
+    """default: of a breakpoint that names no time."""
+    if isinstance(marked, CacheControl):
+        return marked.seconds
+    return default if marked.ttl is None else SECONDS[marked.ttl]
+
+
+def _default_seconds(body: SamplingBody) -> float:
+    return SECONDS["30m"] if body.prompt_cache_options is None else body.prompt_cache_options.seconds
 
 
 async def kept_of_chat(
@@ -153,36 +194,20 @@ def _ends(body: ChatRequest, prompt: str) -> list[tuple[int, float]]:
     return ends
 
 
-def _texts(body: ChatFields) -> Iterator[_PromptText]:
-    options = body.prompt_cache_options
-    default = SECONDS["30m"] if options is None else options.seconds
+def _texts(body: ChatRequest) -> Iterator[_PromptText]:
+    default = _default_seconds(body)
+
+    def longest(found: Iterator[CacheControl | PromptCacheBreakpoint]) -> float | None:
+        return max((_seconds(one, default) for one in found), default=None)
+
     for tool in body.tools or ():
-        yield _PromptText("", _seconds_of(tool, default), is_head=True)
+        yield _PromptText("", tool.cache_control and tool.cache_control.seconds, is_head=True)
     is_head = True
-    for message in getattr(body, "messages", None) or ():
+    for message in body.messages:
         is_head = is_head and message.role in ("system", "developer")
         if isinstance(message.content, str):
             yield _PromptText(message.content, None, is_head)
         for part in message.content if isinstance(message.content, list) else ():
-            yield _PromptText(part.text or "", _seconds_of(part, default), is_head)
-        behind = [_seconds_of(one, default) for one in _marked_behind(message)]
-        if known := [seconds for seconds in behind if seconds is not None]:
-            yield _PromptText("", max(known), is_head)
-
-
-def _marked_behind(message: ChatMessage) -> Iterator[Any]:
-    """Parts of a message whose breakpoint is behind all of it."""
-    yield message
-    for call in message.tool_calls or ():
-        yield call
-        yield call.function
-
-
-def _seconds_of(marked: Any, default: float) -> float | None:
-    """The time of the breakpoint that a part of the body has. default: of one that names none."""
-    names = ("cache_control", "copilot_cache_control")
-    controls = [getattr(marked, name, None) for name in names]
-    found = [control.seconds for control in controls if control is not None]
-    if (breakpoint := getattr(marked, "prompt_cache_breakpoint", None)) is not None:
-        found.append(default if breakpoint.ttl is None else SECONDS[breakpoint.ttl])
-    return max(found, default=None)
+            yield _PromptText(part.text or "", longest(_of_part(part)), is_head)
+        if (seconds := longest(_behind(message))) is not None:
+            yield _PromptText("", seconds, is_head)
