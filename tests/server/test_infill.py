@@ -19,6 +19,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from quire import LLM
+from quire.errors import ArgumentError
+from quire.server.recorded_body import body_of, tokens_of
 from quire.server.settings import ServerSettings
 
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))"
@@ -207,3 +209,9 @@ def test_a_suffix_gets_no_first_blank() -> None:
     names = ["▁<PRE>", "▁", "a", "b", "▁<SUF>", "c", "d", "▁<MID>"]
     assert words.convert_ids_to_tokens(ids[False]) == names
     assert words.convert_ids_to_tokens(ids[True]) == ["<s>", *names]
+
+
+def test_a_body_in_a_file_has_no_suffix() -> None:
+    body = body_of({"prompt": "a", "suffix": "b"}, "line 1")
+    with pytest.raises(ArgumentError, match=r"without suffix.*line 1"):
+        tokens_of(None, body, "line 1")

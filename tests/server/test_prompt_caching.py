@@ -316,3 +316,22 @@ def test_breakpoints_of_a_prompt_that_is_cut(url: str, side: str) -> None:
     num_prompt, num_kept = ask(url, "chat/completions", cut)
     assert num_prompt == limit
     assert num_kept == (num_first - 12 if side == "left" else min(num_first, limit))
+
+
+def test_a_control_within_a_tools_result(url: str, llm: LLM) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    parts = [part(FIRST, cache_control={"type": "ephemeral"}), part(SECOND)]
+    body = {
+        "max_tokens": 1,
+        "tools": [{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
+        "messages": [
+            {"role": "user", "content": "Call it."},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": parts}]},
+        ],
+    }
+    answer = httpx.post(f"{url}/v1/messages", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (text,) = pins_of(llm).values()
+    assert FIRST.strip() in text
+    assert SECOND.strip() not in text
