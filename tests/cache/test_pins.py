@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
 
@@ -76,6 +77,30 @@ def test_over_the_budget_nothing_is_pinned(backend: str) -> None:
     assert cache.stats() == before
     cache.pins.add(prompt(8)[:4])  # shares all it needs
     cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_room_for_a_pin_is_all_that_it_may_have(backend: str) -> None:
+    """So many tokens can be pinned, and not a block more."""
+    rng = np.random.default_rng(7)
+    for case in range(40):
+        cache = make(backend, num_blocks=40)
+        cache.pins.max_blocks = int(rng.integers(0, 9))
+        first, second = prompt(int(rng.integers(1, 20)), 1), prompt(int(rng.integers(1, 20)), 2)
+        if case % 2:  # the second continues the first
+            second = np.append(first, second)
+        for tokens in (first, second):
+            store(cache, tokens)
+        if cache.pins.num_tokens_with_room(first) == len(first):
+            cache.pins.add(first)
+        num_tokens = cache.pins.num_tokens_with_room(second)
+        if num_tokens:
+            cache.pins.remove(cache.pins.add(second[:num_tokens]))
+        if num_tokens < len(second):
+            assert num_tokens % 4 == 0
+            with pytest.raises(CapacityError):
+                cache.pins.add(second[: num_tokens + 4])
+        cache.check()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -402,6 +402,14 @@ def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None
         llm.cache.check()
 
 
+def test_a_pinned_prompt_may_fill_the_longest_sequence() -> None:
+    """Nothing is drawn behind it."""
+    with tiny_llm.llm(kv_memory="256KiB", max_model_len=64) as llm:
+        pin = llm.pins.add(tokens_of(0, 64))
+        assert len(pin.tokens) == 64
+        assert llm.stats()["num_computed_tokens"] == 64
+
+
 def test_no_pin_and_no_floor_may_strand_a_request_that_waits() -> None:
     later = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     with tiny_llm.llm(kv_memory="192KiB", pin_memory="100%") as llm:

@@ -25,7 +25,6 @@ from quire import LLM
 from quire.errors import ArgumentError
 from quire.server.anthropic import messages_bodies
 from quire.server.anthropic.messages_bodies import (
-    CacheControl,
     ContentBlock,
     CountTokensRequest,
     MessagesRequest,
@@ -38,6 +37,7 @@ from quire.server.anthropic.messages_bodies import (
     ToolSelection,
 )
 from quire.server.schemas.accepted import Accepted
+from quire.server.schemas.caching import CacheControl
 from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import OneOf
 from quire.server.settings import ServerLimits, ServerSettings

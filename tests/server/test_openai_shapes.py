@@ -64,6 +64,27 @@ def test_usage_is_null_until_the_last_event(url: str, path: str, body: dict[str,
     assert all("usage" not in one for one in events(url, path, body))
 
 
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}])
+@pytest.mark.parametrize("with_last", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
+def test_every_event_has_the_usage_so_far(
+    url: str, path: str, body: dict[str, Any], with_last: bool, more: dict[str, Any]
+) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": with_last}
+    told = events(url, path, {**body, **more, "stream_options": options})
+    usage = post(url, path, body)["usage"]
+    counts = [one["usage"]["completion_tokens"] for one in told]
+    assert counts == sorted(counts)
+    assert counts[-1] == usage["completion_tokens"]
+    assert {one["usage"]["prompt_tokens"] for one in told} == {usage["prompt_tokens"]}
+    assert all(
+        one["usage"]["total_tokens"] == usage["prompt_tokens"] + count
+        for one, count in zip(told, counts, strict=True)
+    )
+    assert (told[-1]["choices"] == []) == with_last
+    assert len(set(counts)) > 1
+
+
 @pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
 def test_stream_options_of_an_answer_that_is_not_streamed_are_refused(
     url: str, path: str, body: dict[str, Any]
@@ -232,3 +253,44 @@ def test_a_prompt_that_is_too_long_has_openais_code(url: str, path: str, body: d
     assert error["message"].startswith(
         "This model's maximum context length is 2048 tokens. However, you requested 50"
     )
+
+
+TOOLS_BY_NAME = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("first", "second")
+]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_is_told_of_the_allowed_tools_alone(url: str) -> None:
+    def asked(**more: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**CHAT, "max_tokens": 60, **more}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    auto = asked(tools=TOOLS_BY_NAME, tool_choice=allowed("auto", "second"))
+    assert auto["usage"]["prompt_tokens"] == asked(tools=TOOLS_BY_NAME[1:])["usage"]["prompt_tokens"]
+    forced = asked(tools=TOOLS_BY_NAME, tool_choice=allowed("required", "second"))
+    (call,) = forced["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "second"
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allowed("auto", "third"), "tool_choice"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "custom", "custom": {"name": "first"}}, "tool_choice.type"),
+        ("sometimes", "tool_choice"),
+        (7, "tool_choice"),
+    ],
+)
+def test_a_wrong_choice_is_refused_by_name(url: str, choice: Any, param: str) -> None:
+    body = {**CHAT, "tools": TOOLS_BY_NAME, "tool_choice": choice}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -26,7 +26,7 @@ TOOLS = [
     {
         "type": "function",
         "function": {"name": "server:time", "description": "The time."},
-        "cache_control": {},
+        "cache_control": {"type": "ephemeral"},
     },
 ]
 

@@ -8,12 +8,14 @@ Invariants
     N2  together they are at most `max_blocks`; a pin that would exceed it is refused, and nothing has changed.
     N3  a pin ends `ttl_s` seconds after it was made or last hit, by a clock that never goes back.
 
-Cost: add and remove O(blocks of all pins), touch O(pins in the namespace), expire O(1) while no pin is due.
+Cost: add and remove O(blocks of all pins), touch and `num_tokens_with_room` O(pins in the namespace), expire O(1) while
+no pin is due.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -176,6 +178,21 @@ class Pins:
         self.expire()
         shared = self.blocks_shared(tokens, namespace=namespace, extra_keys=extra_keys)
         self._require_room(self._cache.num_blocks_for(len(tokens)) - shared, self.num_blocks)
+
+    def num_tokens_with_room(
+        self,
+        tokens: np.ndarray,
+        *,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> int:
+        """How many of the first tokens a new pin may have within the budget: all of them, or those of whole blocks."""
+        self.expire()
+        cache = self._cache
+        budget = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
+        shared = self.blocks_shared(tokens, namespace=namespace, extra_keys=extra_keys)
+        room = budget - self.num_blocks + shared
+        return bisect_right(range(1, len(tokens) + 1), room, key=cache.num_blocks_for)
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache

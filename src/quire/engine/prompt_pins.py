@@ -24,7 +24,7 @@ from quire.scheduler.request_options import RequestOptions
 
 __all__ = ["COMPUTE_PROMPT", "PromptPins"]
 
-COMPUTE_PROMPT = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+COMPUTE_PROMPT = SamplingParams(max_tokens=0)
 _PUBLIC = "(public)"  # the owner of published prefixes
 
 
@@ -90,6 +90,12 @@ class PromptPins:
         self._check(self._encode(prompt), PrefixKey.of(**key), ttl)
 
     @in_caller
+    def num_tokens_with_room(self, prompt: Any, **key: Unpack[PrefixKeywords]) -> int:
+        """How many of a prompt's first tokens the budget `pin_memory` has room for. *raises:* as `check`."""
+        request = self._request(self._encode(prompt), PrefixKey.of(**key))
+        return self._engine.pins.num_tokens_with_room(request.prompt_token_ids, **request.key.content)
+
+    @in_caller
     def find(self, prompt: Any, **key: Unpack[PrefixKeywords]) -> list[Pin]:
         """The pins of content that begins with a prompt, which keep it from being dropped. *raises:* PromptError."""
         return self._find(self._encode(prompt), PrefixKey.of(**key))
@@ -134,7 +140,7 @@ class PromptPins:
         return encode(prompt, self._tokenizer).token_ids
 
     def _request(self, tokens: np.ndarray, key: PrefixKey) -> Request:
-        """A checked request for one token, which is not queued."""
+        """A checked request for the prompt, which is not queued."""
         if not self._cache.prefix_caching:
             raise ArgumentError(
                 "expected a cache that shares prefixes to pin in, got one that does not; use storage paged or virtual, "

@@ -10,6 +10,8 @@ messages        a chat's messages as a prompt         logprobs         log proba
 anthropic/      Anthropic's Messages API
 live_page/      the live page and its events
 next_turn       a session's next prompt, computed ahead    cache_report   why a prompt was not cached, in the answer
+prompt_caching  fields of caching, of both APIs            kept_prefixes  beginnings of prompts, pinned for a time
+infill          prompts of a completion with a suffix
 warm_prompts    prompts computed at the start              recorded_body  a request's body from a file
 completions, chat, conversations, models, admin, metrics   one router each
 app             the ASGI application                  app_lifespan     its engine, opened and closed

@@ -17,18 +17,19 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ApiTenant
-from quire.server.chat_prompt import prompt_of_chat
+from quire.server.chat_prompt import kept_prefixes, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs, prompt_rows
 from quire.server.messages import template_options
-from quire.server.next_turn import EndedTurn
+from quire.server.next_turn import EndedTurn, ThoughtsBack
 from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
 from quire.server.outputs.reasoning import ReasoningSpan
 from quire.server.outputs.requested_format import RequestedFormat, api_field_names, requested_format
+from quire.server.prompt_caching import with_own_fields
 from quire.server.schemas.chat_bodies import (
     AnsweredCall,
     AnswerMessage,
@@ -59,6 +60,7 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
+    body = with_own_fields(body, service.engine.tiers)
     prompt = await prompt_of_chat(
         body,
         body.messages,
@@ -73,20 +75,28 @@ async def chat_completions(
     when_answered = next_turn_preparation(body, request, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
-        running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
+        kept = await kept_prefixes(body, prompt, service)
+        requests = service.requests(tenant, body, [token_ids], params)
+        running = await service.begin(tenant, body, requests, [kept])
     return await writer.respond(running, running.outputs())
 
 
 def next_turn_preparation(
-    body: ChatRequest, request: Request, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
+    body: ChatRequest,
+    request: Request,
+    service: Service,
+    tenant: ApiTenant,
+    tools: Sequence[Tool],
+    thoughts_back: ThoughtsBack = "with calls",
 ) -> Callable[[AnswerMessage], None] | None:
-    """Has the turn behind the answer prepared, if the request is of a session."""
+    """Has the turn behind the answer prepared, if the request is of a session and has an answer."""
     session = session_of(body, request)
     if session is None:
         return None
     service.next_turns.withdraw(tenant.name, session)
     is_whole = body.truncate_prompt_tokens is None and not body.continue_final_message
-    if (body.n or 1) > 1 or not is_whole or body.cache_priority == "discard":
+    is_unanswered = 0 in (body.max_tokens, body.max_completion_tokens)
+    if (body.n or 1) > 1 or not is_whole or is_unanswered or body.cache_priority == "discard":
         return None
 
     def prepare(answer: AnswerMessage) -> None:
@@ -99,6 +109,7 @@ def next_turn_preparation(
             tenant.key(body.cache_salt),
             body.cache_priority or "normal",
             tenant.texts_of(body.cache_salt),
+            thoughts_back,
         )
         service.next_turns.add(tenant.name, session, turn)
 
@@ -188,7 +199,7 @@ class ChatWriter:
         when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._more = more
-        self._report: Mapping[str, Any] = {}
+        self._running: RunningRequests | None = None
         self._when_answered = when_answered
         self._body = body
         self._service = service
@@ -203,7 +214,7 @@ class ChatWriter:
 
     async def respond(self, running: RunningRequests, outputs: AsyncGenerator[RequestOutput]) -> Response:
         """The answer, as one body or as events. outputs: of the one running request."""
-        self._report = running.report_fields
+        self._running = running
         if self._body.stream:
             return await self.stream(running, outputs)
         with running:
@@ -211,6 +222,19 @@ class ChatWriter:
             if answer.prompt_logprobs is None:
                 return self.json_response(answer)
             return await self._service.threads.run(self.json_response, answer)
+
+    def _more_fields(self) -> dict[str, Any]:
+        report = {} if self._running is None else self._running.report_fields
+        return {**report, **({} if self._more is None else self._more())}
+
+    def _usage(self, answer: Answer) -> Usage:
+        return Usage.of(
+            answer.num_prompt_tokens,
+            answer.num_generated_tokens,
+            answer.num_cached_tokens,
+            is_kept=self._service.keeps_prefixes,
+            num_pinned=0 if self._running is None else self._running.num_kept_tokens,
+        )
 
     def _prompt_rows(self, entries: list[dict[int, float] | None]) -> list[Any]:
         num_top = self._params.prompt_logprobs or 0
@@ -233,10 +257,10 @@ class ChatWriter:
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
             )
-        completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer, self._service))
+        completion = ChatCompletion(**self._head, choices=choices, usage=self._usage(answer))
         if self._body.return_token_ids:
             completion.prompt_token_ids = answer.prompt_token_ids
-        more = {**self._report, **({} if self._more is None else self._more())}
+        more = self._more_fields()
         fields = completion.model_dump()
         for choice in fields["choices"]:
             for field in ("tool_calls", "reasoning_content"):  # left out rather than null, as OpenAI's
@@ -304,6 +328,7 @@ class ChatWriter:
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with running:
             yield b""  # from here on the requests end with this generator
@@ -324,13 +349,16 @@ class ChatWriter:
                                 of_prompt["prompt_logprobs"] = await self._service.threads.run(
                                     self._prompt_rows, output.prompt_logprobs
                                 )
+                            write_first = write
                             if of_prompt:
-                                head = {**self._head, **of_prompt}
-                                yield ChoiceEvents(head, with_usage=with_usage).choice(first)
-                            else:
-                                yield write.choice(first)
+                                write_first = ChoiceEvents({**self._head, **of_prompt}, with_usage=with_usage)
+                            if is_continuous:
+                                write_first.set_usage(self._usage(answer).model_dump())
+                            yield write_first.choice(first)
                             opened.add(index)
                         answer.token_ids[index] += part.token_ids
+                        if is_continuous:
+                            write.set_usage(self._usage(answer).model_dump())
                         answer.finish_reasons[index] = reason
                         logprobs = self._logprobs(part.token_ids, part.logprobs or [])
                         dumped = None if logprobs is None else logprobs.model_dump()
@@ -352,11 +380,9 @@ class ChatWriter:
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         if self._when_answered is not None and None not in answer.finish_reasons:
             self._when_answered(message)
-        more = {**self._report, **({} if self._more is None else self._more())}
+        more = self._more_fields()
         if more or with_usage:
-            yield event(
-                {**self._head, "choices": [], "usage": _usage(answer, self._service).model_dump(), **more}
-            )
+            yield event({**self._head, "choices": [], "usage": self._usage(answer).model_dump(), **more})
 
     def _deltas(self, parser: OutputParser, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -401,15 +427,6 @@ def _choice(
     index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _usage(answer: Answer, service: Service) -> Usage:
-    return Usage.of(
-        answer.num_prompt_tokens,
-        answer.num_generated_tokens,
-        answer.num_cached_tokens,
-        is_kept=service.keeps_prefixes,
-    )
 
 
 def _hit_header(answer: Answer) -> dict[str, str]:

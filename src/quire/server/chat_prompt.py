@@ -9,11 +9,21 @@ from fastapi import Request
 
 from quire.server.api_errors import ApiError
 from quire.server.http.bodies import run_in_thread_if_large
+from quire.server.kept_prefixes import KeptPrefix
 from quire.server.messages import template_options
-from quire.server.schemas.chat_bodies import ChatMessage, NamedTool, PromptFields, Tool, WholePromptFields
+from quire.server.prompt_caching import kept_of_chat
+from quire.server.schemas.chat_bodies import (
+    AllowedChoice,
+    ChatMessage,
+    ChatRequest,
+    NamedTool,
+    PromptFields,
+    Tool,
+    WholePromptFields,
+)
 from quire.server.service import Service
 
-__all__ = ["ChatPrompt", "prompt_of_chat"]
+__all__ = ["ChatPrompt", "kept_prefixes", "prompt_of_chat"]
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,27 @@ async def prompt_of_chat(
     return ChatPrompt(text, tokens, tools)
 
 
+async def kept_prefixes(body: ChatRequest, prompt: ChatPrompt, service: Service) -> list[KeptPrefix]:
+    """The beginnings of the prompt that the body's caching fields keep, the longest first. prompt: of all messages."""
+
+    async def encode(text: str) -> list[int]:
+        return await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+    return await kept_of_chat(body, prompt.text, prompt.token_ids, encode)
+
+
 def _tools(body: PromptFields, service: Service) -> list[Tool]:
     limits, tools, choice = service.settings.limits, body.tools or [], body.tool_choice
     if len(tools) > limits.max_tools:
         raise ApiError(400, f"expected at most {limits.max_tools} tools, got {len(tools)}", param="tools")
     for tool in tools:
         service.check_schema(tool.function.parameters, "tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise ApiError(
-            400, f"expected the name of one of the tools, got {choice.function.name!r}", param="tool_choice"
-        )
+    chosen = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedChoice):
+        chosen = choice.allowed_tools.tools
+    names = {tool.function.name for tool in tools}
+    if unknown := [one.function.name for one in chosen if one.function.name not in names]:
+        raise ApiError(400, f"expected the name of one of the tools, got {unknown[0]!r}", param="tool_choice")
     if choice == "required" and not tools:
         raise ApiError(400, "expected tools with tool_choice, got none", param="tool_choice")
-    return [] if choice == "none" else tools
+    return body.described_tools

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Hashable, Mapping
+from collections.abc import AsyncGenerator, Hashable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,8 +18,10 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
+from quire.server.infill import infill_prompt
 from quire.server.logprobs import CompletionTokens, likeliest, prompt_rows
 from quire.server.outputs.requested_format import api_field_names, requested_format
+from quire.server.prompt_caching import kept_of_prompt, with_own_fields
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completion_bodies import (
     Completion,
@@ -48,22 +51,34 @@ async def completions(
 ) -> Any:
     """Continues each prompt."""
     service.check_model(body.model)
+    body = with_own_fields(body, service.engine.tiers)
     given = _prompts(body, service)
     params = await run_in_thread_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
     owner = tenant.texts_of(body.cache_salt)
-    prompts = [body.cut(await _token_ids(service, prompt, add_special, owner)) for prompt in given]
+    if body.suffix:
+        infills = [
+            await infill_prompt(service, prompt, body.suffix, with_begin=add_special, owner=owner)
+            for prompt in given
+        ]
+        prompts = [infill.token_ids for infill in infills]
+        if not body.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *infills[0].end_ids))
+    else:
+        prompts = [body.cut(await _token_ids(service, prompt, add_special, owner)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
     writer = _CompletionWriter(body, service, params, _echoes(body, service, echoed))
     with api_field_names(body):
-        running = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
+        requests = service.requests(tenant, body, prompts, params)
+        kept = [kept_of_prompt(body, len(prompt)) for prompt in prompts]
+        running = await service.begin(tenant, body, requests, kept)
     if body.stream:
         return await writer.stream(running)
     with running:
         answers = await running.answers(params.n)
         if params.prompt_logprobs is None:
-            return writer.json_response(answers, running.report_fields)
-        return await service.threads.run(writer.json_response, answers, running.report_fields)
+            return writer.json_response(answers, running)
+        return await service.threads.run(writer.json_response, answers, running)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -81,10 +96,19 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
             param="prompt",
         )
     if body.suffix:
-        raise ApiError(400, "expected no suffix: this server does not fill in the middle", param="suffix")
+        _check_infill(body, prompts)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "expected best_of to be n: this server does not rank answers", param="best_of")
     return prompts
+
+
+def _check_infill(body: CompletionRequest, prompts: list[Any]) -> None:
+    """*raises:* ApiError: a field that has no meaning for a prompt whose parts are in another order."""
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, "expected a prompt of text with suffix, got token ids", param="prompt")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise ApiError(400, f"expected no {name} with suffix; leave one of both out", param=name)
 
 
 def _params(body: CompletionRequest, service: Service) -> SamplingParams:
@@ -169,8 +193,7 @@ class _CompletionWriter:
             self._service.tokenizer, answer.prompt_logprobs, num_given, self._body.prompt_logprobs
         )
 
-    def json_response(self, answers: list[Answer], more: Mapping[str, Any]) -> JSONResponse:
-        """more: fields in addition to OpenAI's."""
+    def json_response(self, answers: list[Answer], running: RunningRequests) -> JSONResponse:
         body, choices, all_rows = self._body, [], []
         for place, answer in enumerate(answers):
             echo, echoed = self._echoes[place], self._echoed(place, answer)
@@ -195,7 +218,7 @@ class _CompletionWriter:
                 if body.return_token_ids:
                     choices[-1].token_ids = answer.token_ids[index]
                     choices[-1].prompt_token_ids = answer.prompt_token_ids
-        completion = Completion(**self._head, choices=choices, usage=_usage(answers, self._service))
+        completion = Completion(**self._head, choices=choices, usage=self._usage(answers, running))
         fields = completion.model_dump()
         for choice, rows in zip(fields["choices"], all_rows, strict=True):
             choice["prompt_logprobs"] = rows
@@ -203,7 +226,7 @@ class _CompletionWriter:
                 del choice["token_ids"], choice["prompt_token_ids"]
             if body.prompt_logprobs is None:
                 del choice["prompt_logprobs"]
-        return JSONResponse({**fields, **more}, headers=_hit_header(answers))
+        return JSONResponse({**fields, **running.report_fields}, headers=_hit_header(answers))
 
     def _stream_head(self, place: int, answer: Answer) -> dict[str, Any]:
         """The first event of each choice of a prompt with log probabilities, without the choice's index."""
@@ -217,6 +240,15 @@ class _CompletionWriter:
             head["prompt_logprobs"] = rows
         return head
 
+    def _usage(self, answers: list[Answer], running: RunningRequests) -> Usage:
+        return Usage.of(
+            sum(answer.num_prompt_tokens for answer in answers),
+            sum(answer.num_generated_tokens for answer in answers),
+            sum(answer.num_cached_tokens for answer in answers),
+            is_kept=self._service.keeps_prefixes,
+            num_pinned=running.num_kept_tokens,
+        )
+
     async def stream(self, running: RunningRequests) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(running))]
         events = self._events(running, answers)
@@ -227,6 +259,7 @@ class _CompletionWriter:
         heads: dict[int, dict[str, Any]] = {}  # of prompts with log probabilities
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
         write = ChoiceEvents(self._head, with_usage=with_usage)
         with running:
             yield b""  # from here on the requests end with this generator
@@ -247,6 +280,8 @@ class _CompletionWriter:
                             continue
                         answer.token_ids[part.index] += part.token_ids
                         answer.finish_reasons[part.index] = part.finish_reason
+                        if is_continuous:
+                            write.set_usage(self._usage(answers, running).model_dump())
                         index = place * self._params.n + part.index
                         is_first = index not in tokens
                         if is_first:
@@ -279,7 +314,7 @@ class _CompletionWriter:
                         yield write.choice(choice)
         more = running.report_fields
         if with_usage or more:
-            usage = _usage(answers, self._service).model_dump()
+            usage = self._usage(answers, running).model_dump()
             yield event({**self._head, "choices": [], "usage": usage, **more})
 
 
@@ -316,15 +351,6 @@ async def _outputs_of_several(running: RunningRequests) -> AsyncGenerator[tuple[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _usage(answers: list[Answer], service: Service) -> Usage:
-    return Usage.of(
-        sum(answer.num_prompt_tokens for answer in answers),
-        sum(answer.num_generated_tokens for answer in answers),
-        sum(answer.num_cached_tokens for answer in answers),
-        is_kept=service.keeps_prefixes,
-    )
 
 
 def _hit_header(answers: list[Answer]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.messages import template_options
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
+from quire.server.prompt_caching import kept_of_prompt, with_own_fields
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.conversation_bodies import (
     ConversationAnswer,
@@ -158,6 +159,13 @@ async def append(
         raise ApiError(400, "expected no tools: conversations do not support them", param="tools")
     if body.cache_salt is not None and body.cache_salt != entry.cache_salt:
         raise ApiError(400, "expected the conversation's own cache_salt, or none", param="cache_salt")
+    if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
+        raise ApiError(
+            400,
+            "expected no prewarm: a turn has an answer; send generate: false and text, or POST /v1/chat/completions",
+            param="prompt_cache_options.prewarm",
+        )
+    body = with_own_fields(body, service.engine.tiers)
     body = body.model_copy(update={"cache_salt": entry.cache_salt})
     base = entry.state
     turn = base.fork()
@@ -188,7 +196,8 @@ async def append(
                 cache_priority=body.cache_priority or "normal",
                 deltas=True,
             )
-            running = await service.begin(tenant, body, [turn_request])
+            kept = kept_of_prompt(body, len(turn))
+            running = await service.begin(tenant, body, [turn_request], [kept])
     except BaseException:
         entry.end(turn, is_kept=False)
         raise

@@ -15,7 +15,7 @@ from typing import Any
 from quire.server.api_errors import ApiError
 from quire.server.schemas.chat_bodies import ChatMessage, ContentPart
 
-__all__ = ["ContentFormat", "content_format_of", "content_of"]
+__all__ = ["ContentFormat", "content_format_of", "content_of", "has_thoughts"]
 
 _FIRST, _SECOND = "qpart_one", "qpart_other"
 _LEARNT_ROLES = ("user", "system", "assistant")
@@ -57,6 +57,13 @@ def content_of(message: ChatMessage, index: int, content_format: ContentFormat) 
     if len(texts) > 1 and role in content_format.lists:
         return _texts(texts), thought
     return "\n".join(texts), thought
+
+
+def has_thoughts(message: ChatMessage) -> bool:
+    """Whether a message has reasoning, in a field or in a part."""
+    parts = message.content if isinstance(message.content, list) else ()
+    fields = (message.reasoning_content, message.reasoning, message.thinking)
+    return any(fields) or any(part.type in _THOUGHTS and (part.thinking or part.text) for part in parts)
 
 
 def _texts_and_thoughts(message: ChatMessage, index: int) -> tuple[list[str], list[str]]:

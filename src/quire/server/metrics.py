@@ -143,7 +143,7 @@ class Metrics:
         )
         self.not_kept = Counter(
             "quire:not_kept",
-            "Prompts with keep_for or cache_control that found no room.",
+            "Prompts to pin of which nothing could be pinned.",
             registry=self.registry,
         )
         self.prepared_turns = Counter(

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -33,10 +33,11 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request_options import RequestOptions
 from quire.server.api_errors import ApiError
+from quire.server.message_content import has_thoughts
 from quire.server.metrics import Metrics
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 
-__all__ = ["EndedTurn", "NextTurns", "compute_ahead", "options_ahead"]
+__all__ = ["EndedTurn", "NextTurns", "ThoughtsBack", "compute_ahead", "options_ahead"]
 
 _log = logging.getLogger("quire")
 
@@ -47,13 +48,20 @@ _POLL_S = 0.02
 _ONLY_PROMPT = SamplingParams(max_tokens=0)
 
 
+ThoughtsBack = Literal["with calls", "with answers", "always"]
+"""The thoughts of an answer that come back in the next request. `always`: the server has the history. Else clients
+send thoughts back as they sent earlier ones. Behind a first answer, chat clients do so `with calls` alone, whose
+message they repeat as a whole; those of Anthropic's and of the responses API repeat all blocks or items, so `with
+answers` too."""
+
+
 @dataclass(frozen=True, eq=False)
 class EndedTurn:
     """A request of a session, and its answer.
 
     messages, tools, template_options, add_special_tokens: of its prompt, see `prompt_of_chat`. answer: as the client
     got it. key: the keywords of `PrefixKey` of its content. cache_priority: of that. owner: of its text, see
-    `Service.encode`.
+    `Service.encode`. thoughts_back: which thoughts the next prompt has.
     """
 
     messages: Sequence[ChatMessage]
@@ -64,6 +72,7 @@ class EndedTurn:
     key: Mapping[str, Any]
     cache_priority: Any = "normal"
     owner: Hashable | None = None
+    thoughts_back: ThoughtsBack = "with calls"
 
 
 class ServerParts(Protocol):
@@ -232,15 +241,14 @@ def _digest(tokens: Sequence[int]) -> bytes:
 
 
 def _as_sent_back(turn: EndedTurn) -> ChatMessage:
-    """The answer as the client will send it in the next request.
-
-    Clients send an answer's thoughts back as they sent earlier ones; in a first turn, with calls, whose message they
-    repeat as a whole, and else without.
-    """
+    """The answer as the next request will have it, see `ThoughtsBack`."""
     earlier = [message for message in turn.messages if message.role == "assistant"]
-    with_thoughts = bool(turn.answer.tool_calls)
-    if earlier:
-        with_thoughts = any(m.reasoning_content or m.reasoning or m.thinking for m in earlier)
+    if turn.thoughts_back == "always":
+        with_thoughts = True
+    elif earlier:
+        with_thoughts = any(map(has_thoughts, earlier))
+    else:
+        with_thoughts = turn.thoughts_back == "with answers" or bool(turn.answer.tool_calls)
     return turn.answer if with_thoughts else turn.answer.model_copy(update={"reasoning_content": None})
 
 

@@ -13,7 +13,7 @@ from quire.server.api_errors import ApiError
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute
 from quire.server.response_input import messages_of_items, stored_item
-from quire.server.responses import After, Limit, Order
+from quire.server.responses import After, Included, Limit, Order, with_included
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.response_bodies import (
     ConversationItemList,
@@ -93,14 +93,18 @@ async def delete_conversation(
 
 @router.post("/v1/conversations/{conversation_id}/items")
 async def add_conversation_items(
-    conversation_id: str, body: NewItems, service: TheService, tenant: TheTenant
+    conversation_id: str,
+    body: NewItems,
+    service: TheService,
+    tenant: TheTenant,
+    included: Included = frozenset(),
 ) -> ConversationItemList:
     """Adds items at the end."""
     records = TenantRecords(service, tenant)
     await records.conversation(conversation_id)
     items = await _stored_items(body.items, service, records)
     added = await records.add_items(conversation_id, items)
-    return ConversationItemList(**items_page(added, None, len(added), "asc"))
+    return ConversationItemList(**items_page(with_included(added, included), None, len(added), "asc"))
 
 
 @router.get("/v1/conversations/{conversation_id}/items")
@@ -111,19 +115,25 @@ async def list_conversation_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
+    included: Included = frozenset(),
 ) -> ConversationItemList:
     """A page of the items."""
     record = await TenantRecords(service, tenant).conversation(conversation_id)
-    return ConversationItemList(**items_page(record["items"], after, limit, order))
+    items = with_included(record["items"], included)
+    return ConversationItemList(**items_page(items, after, limit, order))
 
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
 async def retrieve_conversation_item(
-    conversation_id: str, item_id: str, service: TheService, tenant: TheTenant
+    conversation_id: str,
+    item_id: str,
+    service: TheService,
+    tenant: TheTenant,
+    included: Included = frozenset(),
 ) -> dict[str, Any]:
     """One item."""
     record = await TenantRecords(service, tenant).conversation(conversation_id)
-    return record["items"][_place_of(record, item_id)]
+    return with_included([record["items"][_place_of(record, item_id)]], included)[0]
 
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")

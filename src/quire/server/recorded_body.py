@@ -42,6 +42,8 @@ def tokens_of(tokenizer: Any, body: Body, place: str) -> list[list[int]]:
         texts: list[Any] = [_text_of(tokenizer, body, place)]
         special = bool(body.add_special_tokens)
     else:
+        if body.suffix:
+            raise ArgumentError(f"expected a prompt without suffix, got one with it - in `suffix`, {place}")
         prompt: Any = body.prompt
         texts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
         special = body.add_special_tokens is not False
@@ -58,8 +60,8 @@ def _encoded(tokenizer: Any, text: str, special: bool, place: str) -> list[int]:
 
 
 def _text_of(tokenizer: Any, body: ChatRequest, place: str) -> str:
-    tools = [] if body.tool_choice == "none" else body.tools or []
     try:
+        tools = body.described_tools
         return render(tokenizer, body.messages, ServerLimits(), tools, template_options(tokenizer, body))
     except ApiError as error:
         raise ArgumentError(f"{error} - in {place}") from error

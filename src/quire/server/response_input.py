@@ -61,6 +61,7 @@ _SAME_NAMES = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority", "cache_priority", "keep_for",
     "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",
@@ -190,14 +191,18 @@ def messages_of_items(items: Sequence[Any], place: str = "input") -> list[ChatMe
 def _content_of(content: str | Sequence[Any]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    if len(content) == 1 and content[0].type != "refusal":
-        return content[0].text
-    return [
-        ContentPart(type=part.type, refusal=part.refusal, data=None)
+    parts = [
+        ContentPart(type=part.type, refusal=part.refusal)
         if part.type == "refusal"
-        else ContentPart(type=part.type, text=part.text, data=None)
+        else ContentPart(
+            type=part.type,
+            text=part.text,
+            prompt_cache_breakpoint=getattr(part, "prompt_cache_breakpoint", None),
+        )
         for part in content
     ]
+    is_plain = len(parts) == 1 and parts[0].refusal is None and parts[0].prompt_cache_breakpoint is None
+    return parts[0].text or "" if is_plain else parts
 
 
 def _joined(
@@ -206,7 +211,7 @@ def _joined(
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     parts = [
-        [ContentPart(type="text", text=content, data=None)] if isinstance(content, str) else content or []
+        [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
         for content in (first, second)
     ]
     return [*parts[0], *parts[1]]

@@ -14,6 +14,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.api_errors import answer_of
 from quire.server.http.sse import EventStream, event
+from quire.server.kept_prefixes import KeptCounts
 from quire.server.logprobs import chat_logprobs
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.response_output import OutputItems
@@ -49,6 +50,9 @@ class ResponseWriter:
             with_encrypted="reasoning.encrypted_content" in include,
         )
         self._num_input = self._num_cached = self._num_output = 0
+        self._kept = KeptCounts()
+        options = body.prompt_cache_options
+        self._is_prewarmed = options is not None and bool(options.prewarm)
         self._finish_reason: str | None = None
         tool_choice = body.tool_choice
         self._response = ModelResponse(
@@ -77,6 +81,10 @@ class ResponseWriter:
             user=body.user,
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
+            prompt_cache_options=None
+            if options is None
+            else {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"},
+            prompt_cache_retention=body.prompt_cache_retention,
         ).model_dump()
 
     async def respond(self, running: RunningRequests, is_stream: bool) -> Response:
@@ -87,7 +95,7 @@ class ResponseWriter:
         with running:
             async with aclosing(running.outputs()) as outputs:
                 async for output in outputs:
-                    for _ in self._changes(output):
+                    for _ in self._changes(output, running):
                         pass
             response = self._end()
             await self._keep(response)
@@ -111,7 +119,7 @@ class ResponseWriter:
             try:
                 async with aclosing(running.outputs()) as outputs:
                     async for output in outputs:
-                        if data := b"".join(map(written, self._changes(output))):
+                        if data := b"".join(map(written, self._changes(output, running))):
                             yield data
                 response = self._end()
                 await self._keep(response)
@@ -124,8 +132,9 @@ class ResponseWriter:
                 response = {**self._response, "status": "failed", "error": failed}
                 yield written({"type": "response.failed", "response": response})
 
-    def _changes(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _changes(self, output: RequestOutput, running: RunningRequests) -> list[dict[str, Any]]:
         """The events of an output."""
+        self._kept = running.kept_counts.get(0, self._kept)
         self._num_input, self._num_cached = len(output.prompt_token_ids), output.num_cached_tokens
         changes: list[dict[str, Any]] = []
         for part in output.outputs:
@@ -139,9 +148,14 @@ class ResponseWriter:
 
     def _end(self) -> dict[str, Any]:
         """The whole response."""
-        is_cut = self._finish_reason == "length"
+        is_cut = self._finish_reason == "length" and not self._is_prewarmed
         usage = ResponseUsage.of(
-            self._num_input, self._num_cached, self._num_output, self._items.num_reasoning_tokens
+            self._num_input,
+            self._num_cached,
+            self._num_output,
+            self._items.num_reasoning_tokens,
+            self._kept.num_pinned,
+            self._kept.computed,
         )
         return {
             **self._response,

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from quire.server.api_errors import ApiError
 from quire.server.chat import chat_params, next_turn_preparation
-from quire.server.chat_prompt import ChatPrompt, prompt_of_chat
+from quire.server.chat_prompt import ChatPrompt, kept_prefixes, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
+from quire.server.prompt_caching import with_own_fields
 from quire.server.response_input import (
     answer_of_items,
     chat_of_response,
+    encrypted_thought,
     first_role,
     messages_of_items,
     parsed_items,
@@ -34,6 +36,7 @@ from quire.server.schemas.common import ERRORS
 from quire.server.schemas.response_bodies import (
     ConversationId,
     DeletedResponse,
+    Include,
     InputTokens,
     ItemList,
     ModelResponse,
@@ -51,6 +54,33 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute, responses=ERRORS)
 After = Annotated[str | None, Query(max_length=256)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
+IncludeQuery = Annotated[
+    list[Include] | None,
+    Query(description="Log probabilities are there if the request that made the text included them."),
+]
+
+
+def _included(
+    include: IncludeQuery = None,
+    include_in_brackets: Annotated[list[Include] | None, Query(alias="include[]")] = None,
+) -> frozenset[str]:
+    """The query's `include`, also as OpenAI's client writes it."""
+    return frozenset([*(include or ()), *(include_in_brackets or ())])
+
+
+Included = Annotated[frozenset[str], Depends(_included)]
+
+
+def with_included(items: Sequence[dict[str, Any]], included: frozenset[str]) -> list[dict[str, Any]]:
+    """Stored items with the fields that a query includes."""
+    if "reasoning.encrypted_content" not in included:
+        return list(items)
+    return [
+        {**item, "encrypted_content": encrypted_thought("".join(part["text"] for part in item["content"]))}
+        if item["type"] == "reasoning" and item.get("content") and not item.get("encrypted_content")
+        else item
+        for item in items
+    ]
 
 
 @router.post(
@@ -69,7 +99,7 @@ async def create_response(
     own = await run_in_thread_if_large(request, _own_items, items, records if is_stored else None)
     with response_field_names():
         messages, prompt = await _prompt_of(body, history, items, request, service)
-        chat = chat_of_response(body, messages, session)
+        chat = with_own_fields(chat_of_response(body, messages, session), service.engine.tiers)
         output_format = OutputFormat.of(
             service.tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call
         )
@@ -77,22 +107,31 @@ async def create_response(
             request, chat_params, chat, service, output_format, prompt.tools
         )
         conversation_id = _conversation_id(body)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        is_continued = body.previous_response_id is not None or conversation_id is not None
+        when_answered = next_turn_preparation(
+            chat,
+            request,
+            service,
+            tenant,
+            prompt.tools,
+            thoughts_back="always" if is_continued else "with answers",
+        )
 
         async def keep(response: dict[str, Any]) -> None:
             owned = with_new_ids(own, response["output"], response_id)
             if is_stored:
                 await records.keep_response(response, owned)
-            if conversation_id is not None:
+            is_answered = params.max_tokens != 0  # a prompt that is only computed changes no conversation
+            if conversation_id is not None and is_answered:
                 await _keep_in_conversation(records, conversation_id, [*owned, *response["output"]])
             if when_answered is not None and (answer := answer_of_items(response["output"])) is not None:
                 when_answered(answer)
 
         writer = ResponseWriter(body, service, params, output_format, response_id, conversation_id, keep)
         with api_field_names(chat):
-            running = await service.begin(
-                tenant, chat, service.requests(tenant, chat, [prompt.token_ids], params)
-            )
+            kept = await kept_prefixes(chat, prompt, service)
+            requests = service.requests(tenant, chat, [prompt.token_ids], params)
+            running = await service.begin(tenant, chat, requests, [kept])
     return await writer.respond(running, bool(body.stream))
 
 
@@ -161,7 +200,8 @@ async def _prompt_of(
 ) -> tuple[Sequence[ChatMessage], ChatPrompt]:
     """(messages, their prompt). With truncation auto, the first messages are left out of one that is too long."""
     messages = await service.threads.run(_messages_of, history, items)
-    num_answer = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
+    num_answer = body.max_output_tokens if isinstance(body, ResponseRequest) else None
+    num_answer = 1 if num_answer is None else num_answer
     max_tokens = service.engine.max_model_len - num_answer
 
     async def prompt_of(some: Sequence[ChatMessage]) -> ChatPrompt:
@@ -216,6 +256,17 @@ async def count_input_tokens(
     return InputTokens(input_tokens=len(prompt.token_ids))
 
 
+@router.post("/v1/responses/compact")
+async def compact_response(service: TheService, tenant: TheTenant) -> ModelResponse:
+    """Refused: histories are not compacted."""
+    raise ApiError(
+        400,
+        "expected POST /v1/responses: this server compacts no histories; send truncation: auto, or ask the model for a "
+        "summary and begin a new history with it",
+        code="not_supported",
+    )
+
+
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(
     response_id: str,
@@ -223,6 +274,8 @@ async def retrieve_response(
     tenant: TheTenant,
     stream: bool = False,
     starting_after: int | None = None,
+    include_obfuscation: bool = False,
+    included: Included = frozenset(),
 ) -> ModelResponse:
     """A stored response."""
     record = await TenantRecords(service, tenant).response(response_id)
@@ -232,7 +285,10 @@ async def retrieve_response(
             "expected stream: false: a stored response is whole, and its events are not sent again",
             param="stream" if stream else "starting_after",
         )
-    return ModelResponse.model_validate(record["response"])
+    if include_obfuscation:
+        raise ApiError(400, "expected false: events are not padded", param="include_obfuscation")
+    response = record["response"]
+    return ModelResponse.model_validate({**response, "output": with_included(response["output"], included)})
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -250,13 +306,14 @@ async def list_input_items(
     after: After = None,
     limit: Limit = 20,
     order: Order = "desc",
+    included: Included = frozenset(),
 ) -> ItemList:
     """The items that a response answers: those of the responses before it, and its own input."""
     records = TenantRecords(service, tenant)
     record = await records.response(response_id)
     before = record["response"]["previous_response_id"]
     history, _ = await records.history(before, None)
-    items = [*history, *record["input"]]
+    items = with_included([*history, *record["input"]], included)
     return ItemList(**items_page(items, after, limit, order))
 
 

@@ -12,14 +12,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
-from quire.cache.pins import Pin
 from quire.engine.async_conversation import AsyncOutputs
 from quire.engine.async_engine import AsyncEngine, RequestStream
 from quire.errors import ArgumentError, CapacityError
@@ -34,6 +41,7 @@ from quire.server.cache_report import asked_by_header, header_of, report_of
 from quire.server.conversation_store import Conversations
 from quire.server.http.request_log import current_request
 from quire.server.json_size import is_deeper, is_longer
+from quire.server.kept_prefixes import KeptCounts, KeptPrefix, KeptPrefixes
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
 from quire.server.next_turn import NextTurns
@@ -126,7 +134,7 @@ class Service:
             per_minute_of_address=settings.limits.requests_per_minute_per_address,
         )
         self._names: set[str] = set()  # the engine's names of open requests
-        self._kept: WeakSet[Pin] = WeakSet()  # pins of `keep_prefix`
+        self._kept = KeptPrefixes(engine, settings.limits.max_kept)
         self.threads = Threads()
         tokenizer = engine.tokenizer
         self._longest_token_bytes = (
@@ -177,22 +185,31 @@ class Service:
             self._admission.require(tenant, 1, current_request().address)
 
     async def begin(
-        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+        self,
+        tenant: ApiTenant,
+        body: SamplingBody,
+        requests: Sequence[tuple[Prompt, RequestOptions]],
+        kept: Sequence[Sequence[KeptPrefix]] = (),
     ) -> RunningRequests:
-        """Takes a place for each request and begins all of them, once the engine has accepted all.
+        """Takes a place for each request and begins all of them, once the engine has accepted all. kept: of each
+        prompt, the beginnings to pin when they are computed, the longest first.
 
         Places come first: a request beyond the server's or its tenant's bound is refused at once, however long the
         engine's step takes, and never more requests than the bound wait for the engine. *raises:* as the engine, of
         requests that can never be served; none has begun then.
         """
         try:
-            return await self._begin(tenant, body, requests)
+            return await self._begin(tenant, body, requests, kept)
         except BaseException:
             self.release_names(options.request_id for _, options in requests)
             raise
 
     async def _begin(
-        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+        self,
+        tenant: ApiTenant,
+        body: SamplingBody,
+        requests: Sequence[tuple[Prompt, RequestOptions]],
+        kept: Sequence[Sequence[KeptPrefix]],
     ) -> RunningRequests:
         began = time.monotonic()
         if self.draining:
@@ -216,7 +233,7 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, releases, began, report)
+        return RunningRequests(self, body, admitted, streams, releases, began, report, kept)
 
     async def _reports(
         self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
@@ -373,10 +390,11 @@ class Service:
         body: SamplingBody,
         generated: AsyncOutputs,
         began: float,
+        keep: Callable[[RequestOutput], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured from `began` and added to its record. Calls `release` at the end; the
         engine may call it before, so that a slow reader holds no place. Pins the prompt at the first output, if the
-        body has keep_for."""
+        body has keep_for, and calls `keep` with that output."""
         record, all_metrics = current_request(), self._metrics_for(tenant)
         num_generated: defaultdict[int, int] = defaultdict(int)  # tokens, by answer
         first_s: float | None = None
@@ -396,6 +414,8 @@ class Service:
                             metrics.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)
+                        if keep is not None:
+                            await keep(output)
                     yield output
         finally:
             release()
@@ -462,47 +482,25 @@ class Service:
                 lambda: pins.keep_for(prompt, seconds, **tenant.key(body.cache_salt))
             )
         except (ArgumentError, CapacityError):
-            for metrics in self._metrics_for(tenant):
-                metrics.not_kept.inc()
+            self._count_not_kept(tenant)
 
-    async def keep_prefix(
-        self, tenant: ApiTenant, token_ids: list[int], seconds: float, cache_salt: str | None
-    ) -> int:
-        """Pins the beginning of a computed prompt for `seconds` after its last use, in place of earlier such pins of
-        its own beginnings. Returns the number of pinned tokens; 0: there was no room, and `not_kept` counts it."""
-        engine_pins, max_kept = self.engine.pins, self.settings.limits.max_kept
+    async def keep_prefixes(
+        self,
+        tenant: ApiTenant,
+        cache_salt: str | None,
+        token_ids: list[int],
+        num_cached: int,
+        prefixes: Sequence[KeptPrefix],
+    ) -> KeptCounts:
+        """Pins beginnings of a computed prompt, see `KeptPrefixes.keep`."""
+        counts = await self._kept.keep(tenant, cache_salt, token_ids, num_cached, prefixes)
+        if not counts.num_pinned:
+            self._count_not_kept(tenant)
+        return counts
 
-        def keep() -> int:
-            owner = tenant.in_engine or ""
-            timed = [pin for pin in engine_pins if pin.ttl_s is not None and pin.owner == owner]
-            try:
-                kept = engine_pins.keep_for(token_ids, seconds, **tenant.key(cache_salt))
-            except ArgumentError:  # state layers have a state before a prompt's last token, not behind it
-                kept = engine_pins.keep_for(token_ids[:-1], seconds, **tenant.key(cache_salt))
-            if kept in timed or kept.ttl_s is None:
-                return len(kept.tokens)
-            replaced = [
-                pin
-                for pin in timed
-                if pin in self._kept
-                and pin.namespace == kept.namespace
-                and (pin.ttl_s or 0.0) <= seconds
-                and pin.is_prefix_of(kept.tokens, kept.extra_keys)
-            ]
-            if len(timed) - len(replaced) >= max_kept:
-                engine_pins.remove(kept)
-                raise CapacityError(f"expected at most {max_kept} kept prompts, got one more")
-            self._kept.add(kept)
-            for pin in replaced:
-                engine_pins.remove(pin)
-            return len(kept.tokens)
-
-        try:
-            return await self.engine.between_steps(keep)
-        except (ArgumentError, CapacityError):
-            for metrics in self._metrics_for(tenant):
-                metrics.not_kept.inc()
-            return 0
+    def _count_not_kept(self, tenant: ApiTenant) -> None:
+        for metrics in self._metrics_for(tenant):
+            metrics.not_kept.inc()
 
     # -- text and tokens -------------------------------------------------------------------------------
 
@@ -595,7 +593,8 @@ class Service:
 class RunningRequests:
     """The running requests of one body. The outputs of each are read once.
 
-    reports: the cache's, of each prompt, if the request asked for them.
+    reports: the cache's, of each prompt, if the request asked for them. kept: see `Service.begin`.
+    kept_counts: by the request's place, from its first output on, if it had beginnings to pin.
     The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
 
@@ -608,9 +607,12 @@ class RunningRequests:
         releases: Sequence[Callable[[], None]],
         began: float,
         reports: Sequence[dict[str, Any]] = (),
+        kept: Sequence[Sequence[KeptPrefix]] = (),
     ) -> None:
         self._service = service
         self._reports = reports
+        self._kept = kept
+        self.kept_counts: dict[int, KeptCounts] = {}
         self._body = body
         self._admitted = admitted
         self._streams = streams
@@ -624,10 +626,19 @@ class RunningRequests:
 
     @property
     def report_fields(self) -> dict[str, Any]:
-        """The answer's field with the cache's report; of several prompts a list."""
+        """The answer's field with the cache's report, when the outputs are read; of several prompts a list."""
         if not self._reports:
             return {}
-        return {"cache_report": self._reports[0] if len(self._reports) == 1 else list(self._reports)}
+        reports = [
+            {**report, **self.kept_counts[place].report()} if place in self.kept_counts else report
+            for place, report in enumerate(self._reports)
+        ]
+        return {"cache_report": reports[0] if len(reports) == 1 else reports}
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of the prompts that are pinned."""
+        return sum(counts.num_pinned for counts in self.kept_counts.values())
 
     def outputs(
         self, place: int = 0, through: Callable[[RequestStream], AsyncOutputs] | None = None
@@ -640,12 +651,24 @@ class RunningRequests:
             self._releases[place]()
             self._uncounted.discard(place)
 
+        prefixes = self._kept[place] if self._kept else ()
+
+        async def keep(output: RequestOutput) -> None:
+            self.kept_counts[place] = await self._service.keep_prefixes(
+                self._admitted.tenant,
+                self._body.cache_salt,
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+                prefixes,
+            )
+
         return self._service.with_metrics(
             self._admitted.tenant,
             release,
             self._body,
             stream if through is None else through(stream),
             self._began,
+            keep if prefixes else None,
         )
 
     async def answers(self, n: int) -> list[Answer]:

@@ -1,8 +1,9 @@
 """Prompts that a server computes at its start, before a client asks for them (`quire serve --warm FILE`).
 
 FILE has a JSON object a line: the body of a chat or a completion, whose prompt is computed and kept, or taken from the
-tiers, where they have it. `tenant` names whose it is; `cache_salt`, `cache_priority` and `keep_for` are obeyed. Fields
-of the answer, such as `max_tokens`, have no meaning here.
+tiers, where they have it. `tenant` names whose it is; `cache_salt`, `cache_priority`, `keep_for` and the fields of
+`prompt_caching` are obeyed, these for the whole prompt. Fields of the answer, such as `max_tokens`, have no meaning
+here.
 
 Cost: that of the prompts, one after the other, after the server answers its first requests.
 """
@@ -20,6 +21,7 @@ from quire.errors import ArgumentError, QuireError
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant
 from quire.server.next_turn import compute_ahead, options_ahead
+from quire.server.prompt_caching import kept_of_prompt, with_own_fields
 from quire.server.recorded_body import Body, body_of, tokens_of
 from quire.server.service import Service
 
@@ -86,11 +88,14 @@ async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
 
 async def _compute(service: Service, prompt: WarmPrompt, token_ids: list[int]) -> int:
     """Computes a prompt; how many of its tokens were cached."""
-    body, engine = prompt.body, service.engine
+    engine = service.engine
+    body = with_own_fields(prompt.body, engine.tiers)
     key = prompt.tenant.key(body.cache_salt)
     options = options_ahead(body.cache_priority or "normal", key)
     num_cached = await compute_ahead(engine, token_ids, options)
     if body.keep_for is not None:
         seconds = body.keep_for
         await engine.between_steps(lambda: engine.pins.keep_for(token_ids, seconds, **key))
+    if prefixes := kept_of_prompt(body, len(token_ids)):
+        await service.keep_prefixes(prompt.tenant, body.cache_salt, token_ids, num_cached, prefixes)
     return num_cached

@@ -2,7 +2,6 @@
 
 messages_bodies.py     bodies of requests
 messages_prompt.py     a body as a chat request: its messages, tools, choice and format
-cache_breakpoints.py   beginnings of a prompt that `cache_control` keeps
 messages_answer.py     answers and events
 messages_errors.py     errors in Anthropic's form
 messages_routes.py     the routes

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -22,13 +22,12 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.anthropic.cache_breakpoints import KeptPrefix
 from quire.server.anthropic.messages_bodies import CacheCreation, MessagesRequest, MessagesUsage
 from quire.server.anthropic.messages_errors import request_id_header
 from quire.server.anthropic.messages_prompt import signature_of
-from quire.server.api_keys import ApiTenant
 from quire.server.chat import new_call_id
 from quire.server.http.sse import EventStream, event
+from quire.server.kept_prefixes import KeptCounts
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
 from quire.server.outputs.reasoning import ReasoningSpan
@@ -146,27 +145,22 @@ def _input(text: str) -> dict[str, Any]:
 
 
 class MessagesWriter:
-    """The answer to one request. kept: the beginnings of the prompt to pin, longest first. when_answered: called with
-    the message of a whole answer."""
+    """The answer to one request. when_answered: called with the message of a whole answer."""
 
     def __init__(
         self,
         body: MessagesRequest,
         service: Service,
-        tenant: ApiTenant,
         params: SamplingParams,
         output_format: OutputFormat,
-        kept: Sequence[KeptPrefix] = (),
         when_answered: Callable[[AnswerMessage], None] | None = None,
     ) -> None:
         self._body = body
         self._service = service
-        self._tenant = tenant
         self._params = params
-        self._kept = kept
+        self._kept = KeptCounts()
         self._when_answered = when_answered
         self._answer = Answer.of(params.n)
-        self._created = {300.0: 0, 3600.0: 0}  # tokens computed and pinned, by the seconds
         choice, thinking = body.tool_choice, body.thinking
         self._blocks = _Blocks(
             OutputParser(output_format),
@@ -181,7 +175,7 @@ class MessagesWriter:
         with running:
             async with aclosing(running.outputs()) as outputs:
                 async for output in outputs:
-                    await self._take(output)
+                    self._take(output, running)
             text = self._answer.texts[0]
             for _ in self._blocks.push(text, final=True):
                 pass
@@ -195,7 +189,7 @@ class MessagesWriter:
             yield b""  # from here on the request ends with this generator
             async with aclosing(running.outputs()) as outputs:
                 async for output in outputs:
-                    await self._take(output)
+                    self._take(output, running)
                     if not has_begun:
                         has_begun = True
                         yield _event("message_start", message=self._head())
@@ -211,23 +205,9 @@ class MessagesWriter:
         if self._when_answered is not None and self._blocks.whole:
             self._when_answered(self._blocks.message())
 
-    async def _take(self, output: RequestOutput) -> None:
-        is_first = not self._answer.num_prompt_tokens
+    def _take(self, output: RequestOutput, running: RunningRequests) -> None:
         self._answer.add(output)
-        if is_first:
-            await self._keep(output.prompt_token_ids, output.num_cached_tokens)
-
-    async def _keep(self, token_ids: list[int], num_cached: int) -> None:
-        """Pins the beginnings, and counts their computed tokens: each with the longest time that it was pinned for."""
-        salt, pinned = self._body.cache_salt, []
-        for kept in self._kept:
-            beginning = token_ids[: kept.num_tokens]
-            num_pinned = await self._service.keep_prefix(self._tenant, beginning, kept.seconds, salt)
-            pinned.append((num_pinned, kept.seconds))
-        counted = num_cached
-        for num_pinned, seconds in reversed(pinned):
-            self._created[seconds] += max(0, num_pinned - counted)
-            counted = max(counted, num_pinned)
+        self._kept = running.kept_counts.get(0, self._kept)
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -260,14 +240,14 @@ class MessagesWriter:
         }
 
     def _usage(self) -> dict[str, Any]:
-        answer, created = self._answer, sum(self._created.values())
+        answer, created = self._answer, self._kept.num_computed
         usage = MessagesUsage(
             input_tokens=answer.num_prompt_tokens - answer.num_cached_tokens - created,
             cache_read_input_tokens=answer.num_cached_tokens,
             cache_creation_input_tokens=created,
             cache_creation=CacheCreation(
-                ephemeral_5m_input_tokens=self._created[300.0],
-                ephemeral_1h_input_tokens=self._created[3600.0],
+                ephemeral_5m_input_tokens=self._kept.computed.get(300.0, 0),
+                ephemeral_1h_input_tokens=self._kept.computed.get(3600.0, 0),
             ),
             output_tokens=answer.num_generated_tokens,
         )

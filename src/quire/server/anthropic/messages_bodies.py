@@ -12,12 +12,12 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.server.schemas.accepted import Accepted
+from quire.server.schemas.caching import CacheableFields
 from quire.server.schemas.chat_bodies import TOOL_NAME
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf
 
 __all__ = [
-    "CacheControl",
     "ContentBlock",
     "CountTokensRequest",
     "CountedTokens",
@@ -40,21 +40,6 @@ _ONE_TENANT = "an API key tells its tenant"
 _NO_BILLING = "this server bills nothing"
 
 
-class CacheControl(StrictBody):
-    """A breakpoint: the prompt's beginning up to here is pinned for the time after its last use."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = Field(None, description="Default: 5m.")
-
-    @property
-    def seconds(self) -> float:
-        return 3600.0 if self.ttl == "1h" else 300.0
-
-
-class _Cacheable(StrictBody):
-    cache_control: CacheControl | None = None
-
-
 _TEXT = "send their text in a block of the type text"
 _NOT_SERVED = {
     "image": "images are not supported: this server reads text",
@@ -71,7 +56,7 @@ _OF_SERVICES = (
 )  # fmt: skip
 
 
-class ResultBlock(_Cacheable):
+class ResultBlock(CacheableFields):
     """A part of a tool's result. Only type `text` is served."""
 
     type: str = Field(max_length=64)
@@ -116,7 +101,7 @@ class PastMessage(StrictBody):
     output_config: Annotated[Any, OneOf("say it next to the messages")] = None
 
 
-class MessagesTool(_Cacheable):
+class MessagesTool(CacheableFields):
     """A tool that the client runs. Tools of Anthropic's servers and its predefined client tools are refused."""
 
     type: str | None = Field(None, max_length=64, description="custom")
@@ -177,7 +162,7 @@ class RequestMetadata(StrictBody):
     user_id: Annotated[str | None, Accepted("not used: keys tell tenants apart")] = None
 
 
-class MessagesPrompt(_Cacheable):
+class MessagesPrompt(CacheableFields):
     """The fields that decide the prompt."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")

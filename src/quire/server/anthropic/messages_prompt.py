@@ -21,7 +21,6 @@ from typing import Any
 
 from quire.errors import QuireError
 from quire.server.anthropic.messages_bodies import (
-    CacheControl,
     ContentBlock,
     MessagesPrompt,
     MessagesRequest,
@@ -32,9 +31,10 @@ from quire.server.anthropic.messages_bodies import (
 from quire.server.api_errors import ApiError, answer_of
 from quire.server.outputs.reasoning import reasoning_format_of
 from quire.server.outputs.tool_call_format import template_text
+from quire.server.prompt_caching import num_breakpoints
 from quire.server.schemas.chat_bodies import ChatMessage, ChatRequest, ContentPart, ToolCall
 
-__all__ = ["ChatOfMessages", "PromptText", "chat_of_messages", "field_names", "signature_of"]
+__all__ = ["ChatOfMessages", "chat_of_messages", "field_names", "signature_of"]
 
 _OMITTED = "quire.text."
 _DIGEST = "quire.sha256."
@@ -76,24 +76,12 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class PromptText:
-    """A text of the body, in the order of the prompt. control: a breakpoint behind it. is_head: of tools or system,
-    which a template may show in another order."""
-
-    text: str
-    control: CacheControl | None
-    is_head: bool = False
-
-
 @dataclass
 class ChatOfMessages:
-    """chat: the same request for `/v1/chat/completions`. places: of each of its messages, the place in the body.
-    texts: for `cache_breakpoints`."""
+    """chat: the same request for `/v1/chat/completions`. places: of each of its messages, the place in the body."""
 
     chat: ChatRequest
     places: list[str] = field(default_factory=list)
-    texts: list[PromptText] = field(default_factory=list)
 
 
 def signature_of(thinking: str, *, is_omitted: bool) -> str:
@@ -119,20 +107,10 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
     """*raises:* ApiError: a block, tool or choice that cannot be served, with its place in the body."""
     reader = _Reader()
     for place, tool in enumerate(body.tools or ()):
-        reader.texts.append(PromptText("", tool.cache_control, is_head=True))
         _check_tool(tool, f"tools.{place}", body)
     reader.read_system(body.system)
     for place, message in enumerate(body.messages):
         reader.read(message, f"messages.{place}")
-    if body.cache_control is not None:
-        reader.texts.append(PromptText("", body.cache_control))
-    num_breakpoints = sum(text.control is not None for text in reader.texts)
-    if num_breakpoints > _MAX_BREAKPOINTS:
-        raise ApiError(
-            400,
-            f"expected at most {_MAX_BREAKPOINTS} blocks with cache_control, got {num_breakpoints}",
-            param="cache_control",
-        )
     choice = _choice(body)
     fields: dict[str, Any] = {
         "messages": reader.messages,
@@ -142,6 +120,7 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
         "enable_thinking": _enable_thinking(body, tokenizer),
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": _is_continued(reader),
+        "cache_control": body.cache_control,
     }
     config, output_format = body.output_config, body.output_format
     if config is not None:
@@ -164,9 +143,15 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
         }  # fmt: skip
         fields["stop"] = body.stop_sequences
     chat = ChatRequest(**fields)
+    if (num_marked := num_breakpoints(chat)) > _MAX_BREAKPOINTS:
+        raise ApiError(
+            400,
+            f"expected at most {_MAX_BREAKPOINTS} blocks with cache_control, got {num_marked}",
+            param="cache_control",
+        )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
-    return ChatOfMessages(chat, reader.places, reader.texts)
+    return ChatOfMessages(chat, reader.places)
 
 
 class _Reader:
@@ -175,7 +160,6 @@ class _Reader:
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self.places: list[str] = []
-        self.texts: list[PromptText] = []
 
     def read_system(self, system: str | list[ContentBlock] | None) -> None:
         """Leaves out the line in which an agent tells its own accounting, new with each request: no prefix would be
@@ -185,14 +169,12 @@ class _Reader:
             head, _, behind = system.partition("\n")
             text = behind if head.startswith(_BILLING) else system
             parts.append(ContentPart(type="text", text=text))
-            self.texts.append(PromptText(text, None, is_head=True))
         else:
             for place, block in enumerate(system or ()):
                 _check_block(block, f"system.{place}", "system")
-                text = block.text or ""
-                if not text.startswith(_BILLING):
-                    parts.append(ContentPart(type="text", text=text))
-                self.texts.append(PromptText(text, block.cache_control, is_head=True))
+                parts.append(_text_part(block))
+                if (block.text or "").startswith(_BILLING):
+                    parts[-1].text = ""
         if any(part.text for part in parts):
             self._add(ChatMessage(role="system", content=parts), "system")
 
@@ -206,19 +188,25 @@ class _Reader:
             at = f"{place}.content.{number}"
             _check_block(block, at, message.role)
             if block.type == "tool_result":
-                texts = _result(block, at)
-                content = [ContentPart(type="text", text=text) for text in texts]
-                self._add(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content), place)
-                self.texts.append(PromptText("\n".join(texts), block.cache_control))
+                self._add(
+                    ChatMessage(
+                        role="tool",
+                        tool_call_id=block.tool_use_id,
+                        content=_result(block, at),
+                        cache_control=block.cache_control,
+                    ),
+                    place,
+                )
                 continue
             if block.type == "text":
-                parts.append(ContentPart(type="text", text=block.text))
+                parts.append(_text_part(block))
             elif block.type == "thinking":
                 parts.append(ContentPart(type="thinking", thinking=_thinking_of(block)))
             elif block.type == "tool_use":
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                calls.append(ToolCall(id=block.id, function=function))  # type: ignore[arg-type]
-            self.texts.append(PromptText(block.text or "", block.cache_control))
+                calls.append(
+                    ToolCall(id=block.id, function=function, cache_control=block.cache_control)  # type: ignore[arg-type]
+                )
             if message.role == "user":  # results keep their place among texts
                 self._add(ChatMessage(role="user", content=parts), place)
                 parts = []
@@ -261,18 +249,23 @@ def _check_block(block: ResultBlock, place: str, role: str) -> None:
         )
 
 
-def _result(block: ContentBlock, place: str) -> list[str]:
+def _text_part(block: ResultBlock) -> ContentPart:
+    return ContentPart(type="text", text=block.text, cache_control=block.cache_control)
+
+
+def _result(block: ContentBlock, place: str) -> list[ContentPart]:
     """The texts of a tool's result. A failure begins with the word, which the inner form has no field for."""
-    texts: list[str] = []
+    parts: list[ContentPart] = []
     if isinstance(block.content, str):
-        texts.append(block.content)
+        parts.append(ContentPart(type="text", text=block.content))
     else:
         for number, part in enumerate(block.content or ()):
             _check_block(part, f"{place}.content.{number}", "system")
-            texts.append(part.text or "")
-    if block.is_error and not "".join(texts).lstrip().lower().startswith("error"):
-        texts = [f"Error: {''.join(texts[:1])}".rstrip(), *texts[1:]]
-    return texts
+            parts.append(_text_part(part))
+    if block.is_error and not "".join(part.text or "" for part in parts).lstrip().lower().startswith("error"):
+        parts = parts or [ContentPart(type="text", text="")]
+        parts[0].text = f"Error: {parts[0].text}".rstrip()
+    return parts
 
 
 def _check_tool(tool: MessagesTool, place: str, body: MessagesPrompt) -> None:
@@ -292,7 +285,7 @@ def _tool(tool: MessagesTool) -> dict[str, Any]:
         examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
         description = f"{description or ''}\nExamples of its input:\n{examples}".lstrip()
     function = {"name": tool.name, "description": description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function, "cache_control": tool.cache_control}
 
 
 def _choice(body: MessagesPrompt) -> Any:

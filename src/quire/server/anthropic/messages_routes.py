@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from quire.server.anthropic.cache_breakpoints import KeptPrefix, kept_prefixes
 from quire.server.anthropic.messages_answer import MessagesWriter
 from quire.server.anthropic.messages_bodies import (
     CountedTokens,
@@ -23,7 +22,7 @@ from quire.server.anthropic.messages_errors import PATH
 from quire.server.anthropic.messages_prompt import chat_of_messages, field_names
 from quire.server.api_errors import ApiError
 from quire.server.chat import chat_params, next_turn_preparation
-from quire.server.chat_prompt import prompt_of_chat
+from quire.server.chat_prompt import kept_prefixes, prompt_of_chat
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
@@ -72,18 +71,14 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
         params = await run_in_thread_if_large(
             request, chat_params, chat, service, output_format, prompt.tools
         )
-        kept: list[KeptPrefix] = []
-        if any(text.control is not None for text in made.texts):
-
-            async def encode(text: str) -> list[int]:
-                return await service.encode(text, add_special_tokens=False)
-
-            kept = await kept_prefixes(made.texts, prompt.text, prompt.token_ids, encode)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
-        writer = MessagesWriter(body, service, tenant, params, output_format, kept, when_answered)
+        kept = await kept_prefixes(chat, prompt, service)
+        when_answered = next_turn_preparation(
+            chat, request, service, tenant, prompt.tools, thoughts_back="with answers"
+        )
+        writer = MessagesWriter(body, service, params, output_format, when_answered)
         with api_field_names(chat):
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
-            running = await service.begin(tenant, chat, requests)
+            running = await service.begin(tenant, chat, requests, [kept])
     return await writer.respond(running)
 
 

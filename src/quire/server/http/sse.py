@@ -41,12 +41,17 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 class ChoiceEvents:
     """Events of one answer: their common beginning is written once.
 
-    with_usage: the answer ends with an event of its usage; the other events then have a null usage, as OpenAI's do.
+    with_usage: the answer ends with an event of its usage; the other events then have a null usage, as OpenAI's do,
+    unless `set_usage` gives one.
     """
 
     def __init__(self, head: Mapping[str, Any], *, with_usage: bool = False) -> None:
         self._front = b"data: " + _one_line(_dumps(head)[:-1]) + b',"choices":['
         self._end = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def set_usage(self, usage: Mapping[str, Any]) -> None:
+        """The usage of the next events, as vLLM's have it."""
+        self._end = b'],"usage":' + _one_line(_dumps(usage)) + b"}\n\n"
 
     def text(self, index: int, text: str) -> bytes:
         """`choice` for a plain piece of a completion's text, the most frequent event, in a third of the time."""

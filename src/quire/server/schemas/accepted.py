@@ -21,7 +21,6 @@ __all__ = [
     "AcceptedInFunctions",
     "AcceptedInMessages",
     "AcceptedInParts",
-    "AcceptedInTools",
     "accepted_fields",
     "without_accepted",
 ]
@@ -39,7 +38,6 @@ class Accepted:
         return {**handler(schema), "description": f"Accepted, changes no answer: {self.effect}."}
 
 
-_CACHED = Accepted("prefixes are cached in any case")
 _OF_OTHERS = Accepted("left out: a field of another provider's answers")
 _Anything = Annotated[Any, Field()]
 
@@ -55,9 +53,6 @@ class AcceptedFields(StrictBody):
     service_tier: Annotated[str | None, Accepted("there is one")] = None
     prompt_cache_key: Annotated[
         str | None, Accepted("names the session, without session_id; prefixes are found by their tokens")
-    ] = None
-    prompt_cache_retention: Annotated[
-        str | None, Accepted("prefixes stay cached while there is room; keep_for pins them")
     ] = None
     cache_prompt: Annotated[
         bool | None, Accepted("prefixes are cached in any case, and change no token of an answer")
@@ -76,12 +71,10 @@ class AcceptedInChats(AcceptedFields):
         bool | None, Accepted("true is the default; false is obeyed: only the first call is returned")
     ] = None
     verbosity: Annotated[str | None, Accepted("the model is not told; ask for it in a message")] = None
-    cache_control: Annotated[_Anything, _CACHED] = None
     vl_high_resolution_images: Annotated[bool | None, Accepted("there are no images")] = None
 
 
 class _AcceptedOfProviders(StrictBody):
-    cache_control: Annotated[_Anything, _CACHED] = None
     provider_metadata: Annotated[_Anything, _OF_OTHERS] = None
     provider_specific_fields: Annotated[_Anything, _OF_OTHERS] = None
     extra_content: Annotated[_Anything, _OF_OTHERS] = None
@@ -91,7 +84,6 @@ class AcceptedInMessages(_AcceptedOfProviders):
     """Fields of messages."""
 
     id: Annotated[_Anything, Accepted("left out")] = None
-    copilot_cache_control: Annotated[_Anything, _CACHED] = None
     annotations: Annotated[_Anything, Accepted("left out: they describe the text")] = None
     parsed: Annotated[_Anything, Accepted("left out: it is the parsed content")] = None
     reasoning_details: Annotated[_Anything, Accepted("left out; send the text in reasoning_content")] = None
@@ -104,7 +96,6 @@ class AcceptedInParts(_AcceptedOfProviders):
     id: Annotated[_Anything, Accepted("left out")] = None
     annotations: Annotated[_Anything, Accepted("left out: they describe the text")] = None
     signature: Annotated[_Anything, _OF_OTHERS] = None
-    prompt_cache_breakpoint: Annotated[_Anything, _CACHED] = None
 
 
 class AcceptedInCalls(_AcceptedOfProviders):
@@ -119,12 +110,6 @@ class AcceptedInFunctions(_AcceptedOfProviders):
     parsed_arguments: Annotated[_Anything, Accepted("left out: they are the parsed arguments")] = None
 
 
-class AcceptedInTools(StrictBody):
-    """Fields of tools."""
-
-    cache_control: Annotated[_Anything, _CACHED] = None
-
-
 _PLACES: tuple[tuple[str, type[StrictBody]], ...] = (
     ("", AcceptedFields),
     ("", AcceptedInChats),
@@ -132,7 +117,6 @@ _PLACES: tuple[tuple[str, type[StrictBody]], ...] = (
     ("messages[].content[]", AcceptedInParts),
     ("messages[].tool_calls[]", AcceptedInCalls),
     ("messages[].tool_calls[].function", AcceptedInFunctions),
-    ("tools[]", AcceptedInTools),
 )
 
 

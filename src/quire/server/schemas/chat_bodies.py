@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from quire.server.schemas.accepted import (
     AcceptedInCalls,
@@ -12,14 +12,15 @@ from quire.server.schemas.accepted import (
     AcceptedInFunctions,
     AcceptedInMessages,
     AcceptedInParts,
-    AcceptedInTools,
 )
+from quire.server.schemas.caching import CacheableFields, CacheControl, PromptCacheBreakpoint
 from quire.server.schemas.common import PromptLogprobs, SamplingBody, Usage
 from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.unserved import UnservedInChats, UnservedInMessages, UnservedInParts
 
 __all__ = [
     "TOOL_NAME",
+    "AllowedChoice",
     "ChatChoice",
     "ChatCompletion",
     "ChatFields",
@@ -43,7 +44,7 @@ class ThoughtChunk(StrictBody):
     text: str
 
 
-class ContentPart(AcceptedInParts, UnservedInParts):
+class ContentPart(CacheableFields, AcceptedInParts, UnservedInParts):
     """A text or, in an assistant's message, a refusal or reasoning, in the field that its type names."""
 
     type: str = Field(max_length=64)
@@ -51,20 +52,21 @@ class ContentPart(AcceptedInParts, UnservedInParts):
     refusal: str | None = None
     thinking: str | list[ThoughtChunk] | None = None
     data: str | None = Field(default=None, description="Of the type redacted_thinking: encrypted, ignored.")
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class FunctionCall(AcceptedInFunctions):
+class FunctionCall(CacheableFields, AcceptedInFunctions):
     name: str
     arguments: str
 
 
-class ToolCall(AcceptedInCalls):
+class ToolCall(CacheableFields, AcceptedInCalls):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(AcceptedInMessages, UnservedInMessages):
+class ChatMessage(CacheableFields, AcceptedInMessages, UnservedInMessages):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[ContentPart] | None = None
     refusal: str | None = Field(default=None, description="An assistant's refusal; becomes content.")
@@ -77,6 +79,9 @@ class ChatMessage(AcceptedInMessages, UnservedInMessages):
     )
     reasoning: str | None = Field(default=None, description="Likewise, vLLM's name.")
     thinking: str | None = Field(default=None, description="Likewise, gpt-oss's and Ollama's name.")
+    copilot_cache_control: CacheControl | None = Field(
+        default=None, description="Copilot's name of cache_control."
+    )
 
 
 class Function(StrictBody):
@@ -86,7 +91,7 @@ class Function(StrictBody):
     strict: bool | None = None
 
 
-class Tool(AcceptedInTools):
+class Tool(CacheableFields):
     type: Literal["function"]
     function: Function
 
@@ -104,7 +109,31 @@ class NamedTool(StrictBody):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedFunctions(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedChoice(StrictBody):
+    """The model is told of these tools alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class PromptFields(StrictBody):
@@ -126,7 +155,19 @@ class PromptFields(StrictBody):
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def described_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            names = {allowed.function.name for allowed in choice.allowed_tools.tools}
+            return [tool for tool in tools if tool.function.name in names]
+        return [] if choice == "none" else tools
 
 
 class WholePromptFields(PromptFields):
@@ -153,6 +194,9 @@ class ChatFields(PromptFields, SamplingBody, UnservedInChats, AcceptedInChats):
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="Likewise; it goes first.")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
+    cache_control: CacheControl | None = Field(
+        None, description="Anthropic's: pins the whole prompt for a time after its last use."
+    )
 
 
 class ChatRequest(WholePromptFields, ChatFields):

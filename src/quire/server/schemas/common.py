@@ -11,6 +11,7 @@ from pydantic import (
 )
 
 from quire.server.schemas.accepted import AcceptedFields
+from quire.server.schemas.caching import PromptCacheFields
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf, UnservedFields
 
@@ -50,7 +51,9 @@ def _check_biases(biases: Any) -> Any:
 class StreamOptions(StrictBody):
     include_usage: bool | None = Field(False, description="Adds a last event with the usage.")
     include_obfuscation: Annotated[Any, OneOf("events are not padded", False)] = None
-    continuous_usage_stats: Annotated[Any, OneOf("the usage is that of the last event", False)] = None
+    continuous_usage_stats: bool | None = Field(
+        False, description="vLLM's: every event has the usage of the answer so far."
+    )
 
 
 class JsonSchemaFormat(StrictBody):
@@ -87,7 +90,7 @@ class StructuredOutputs(StrictBody):
     structural_tag: Annotated[Any, OneOf("ask for json, regex, choice or grammar")] = None
 
 
-class SamplingBody(UnservedFields, AcceptedFields, GeneratingBody):
+class SamplingBody(UnservedFields, AcceptedFields, PromptCacheFields, GeneratingBody):
     """Sampling fields, and Quire's own fields of caching. Unknown ones are refused by name."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")
@@ -204,6 +207,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
     cache_write_tokens: int = Field(default=0, description="Computed, and cached for other requests.")
     computed_tokens: int = Field(default=0, description="Ours: tokens whose keys and values were computed.")
+    kept_tokens: int = Field(default=0, description="Ours: pinned by caching fields of the request.")
 
 
 class Usage(BaseModel):
@@ -213,8 +217,10 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
     @classmethod
-    def of(cls, num_prompt: int, num_completion: int, num_cached: int, *, is_kept: bool) -> Usage:
-        """is_kept: other requests find what was computed."""
+    def of(
+        cls, num_prompt: int, num_completion: int, num_cached: int, *, is_kept: bool, num_pinned: int = 0
+    ) -> Usage:
+        """is_kept: other requests find what was computed. num_pinned: tokens of the prompt."""
         return cls(
             prompt_tokens=num_prompt,
             completion_tokens=num_completion,
@@ -223,6 +229,7 @@ class Usage(BaseModel):
                 cached_tokens=num_cached,
                 cache_write_tokens=num_prompt - num_cached if is_kept else 0,
                 computed_tokens=num_prompt - num_cached,
+                kept_tokens=num_pinned,
             ),
         )
 

@@ -22,7 +22,11 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(None, ge=0, description="With echo, of the prompt's tokens too.")
     echo: bool | None = Field(False, description="The text begins with the prompt.")
     best_of: int | None = Field(None, ge=1, description="Has to equal n.")
-    suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
+    suffix: str | None = Field(
+        None,
+        description="The text behind the answer, for models whose tokenizer has tokens to fill in the middle; others "
+        "refuse it.",
+    )
     prompt_embeds: Annotated[Any, OneOf("a prompt is text or tokens")] = None
     json_schema: dict[str, Any] | None = Field(None, description="Ours: the answer is JSON of this schema.")
     regex: str | None = Field(None, description="Ours: the answer matches this expression.")

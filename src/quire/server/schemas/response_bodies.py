@@ -5,11 +5,13 @@ Every field of OpenAI's takes effect, changes no answer (`Accepted`), or is refu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from quire.server.schemas.accepted import Accepted
+from quire.server.schemas.caching import SECONDS, PromptCacheFields
 from quire.server.schemas.chat_bodies import TOOL_NAME
 from quire.server.schemas.common import TokenId
 from quire.server.schemas.response_items import Id, InputItem
@@ -24,6 +26,7 @@ __all__ = [
     "DeletedConversation",
     "DeletedResponse",
     "FunctionTool",
+    "Include",
     "InputTokens",
     "ItemList",
     "ModelResponse",
@@ -157,7 +160,7 @@ class PromptOfResponse(StrictBody):
     personality: Annotated[Any, OneOf("ask for it in the instructions")] = None
 
 
-class ResponseRequest(PromptOfResponse, GeneratingBody):
+class ResponseRequest(PromptOfResponse, PromptCacheFields, GeneratingBody):
     """OpenAI's fields, and Quire's of sampling and caching as in chat completions."""
 
     stream: bool | None = False
@@ -165,7 +168,9 @@ class ResponseRequest(PromptOfResponse, GeneratingBody):
     store: bool | None = Field(None, description="Default true: the response can be continued and retrieved.")
     metadata: Metadata | None = None
     include: list[Include] | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_output_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="0: the prompt is computed and cached, nothing is generated."
+    )
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1, description="0: the most likely token.")
     top_logprobs: int | None = Field(None, ge=0, description="With include: [message.output_text.logprobs].")
@@ -177,11 +182,7 @@ class ResponseRequest(PromptOfResponse, GeneratingBody):
         str | None,
         Accepted("returned; names the session, without session_id; prefixes are found by their tokens"),
     ] = None
-    prompt_cache_retention: Annotated[
-        str | None, Accepted("prefixes stay cached while there is room; keep_for pins them")
-    ] = None
     session_id: Annotated[str | None, Accepted("names the session, whose next turn is prepared")] = None
-    prompt_cache_options: Annotated[Any, OneOf("say cache_priority, cache_salt or keep_for")] = None
     background: Annotated[Any, OneOf(_NO_BACKGROUND, False)] = None
     background_options: Annotated[Any, OneOf(_NO_BACKGROUND)] = None
     prompt: Annotated[Any, OneOf("this server keeps no prompt templates; say instructions and input")] = None
@@ -226,9 +227,18 @@ class NewItems(StrictBody):
     items: list[InputItem] = Field(min_length=1)
 
 
+class KeptTokensDetails(BaseModel):
+    """Tokens that were computed and pinned, by their time."""
+
+    ttl_30m_tokens: int = 0
+    ttl_12h_tokens: int = 0
+
+
 class InputTokensDetails(BaseModel):
     cached_tokens: int
     cache_write_tokens: int
+    cache_write_tokens_details: KeptTokensDetails = KeptTokensDetails()
+    kept_tokens: int = Field(default=0, description="Ours: pinned by caching fields of the request.")
 
 
 class OutputTokensDetails(BaseModel):
@@ -243,11 +253,27 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, num_input: int, num_cached: int, num_output: int, num_reasoning: int) -> ResponseUsage:
+    def of(
+        cls,
+        num_input: int,
+        num_cached: int,
+        num_output: int,
+        num_reasoning: int,
+        num_pinned: int = 0,
+        pinned: Mapping[float, int] | None = None,
+    ) -> ResponseUsage:
+        """num_pinned: tokens of the prompt. pinned: those of them that were computed, by the seconds of their pin."""
+        pinned = pinned or {}
         return cls(
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(
-                cached_tokens=num_cached, cache_write_tokens=num_input - num_cached
+                cached_tokens=num_cached,
+                cache_write_tokens=num_input - num_cached,
+                cache_write_tokens_details=KeptTokensDetails(
+                    ttl_30m_tokens=pinned.get(SECONDS["30m"], 0),
+                    ttl_12h_tokens=pinned.get(SECONDS["12h"], 0),
+                ),
+                kept_tokens=num_pinned,
             ),
             output_tokens=num_output,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),
@@ -293,6 +319,8 @@ class ModelResponse(BaseModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="As they were applied.")
+    prompt_cache_retention: str | None = None
 
 
 class DeletedResponse(BaseModel):

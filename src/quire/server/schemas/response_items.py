@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quire.server.schemas.accepted import Accepted
+from quire.server.schemas.caching import PromptCacheBreakpoint
 from quire.server.schemas.strict_body import StrictBody
 from quire.server.schemas.typed_union import OfTypes
 from quire.server.schemas.unserved import OneOf
@@ -33,9 +34,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class InputTextPart(StrictBody):
     type: Literal["input_text"] = "input_text"
     text: str
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Accepted("prefixes are cached in any case")] = (
-        None
-    )
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class OutputTextPart(StrictBody):

@@ -81,7 +81,6 @@ class UnservedFields(StrictBody):
     ec_transfer_params: Annotated[Any, OneOf(_NO_TRANSFER)] = None
     routed_experts_prompt_start: Annotated[Any, OneOf("this server returns no routing", 0)] = None
     vllm_xargs: Annotated[Any, OneOf("this server has none of vLLM's extensions", {})] = None
-    prompt_cache_options: Annotated[Any, OneOf("say cache_priority, cache_salt or keep_for")] = None
     moderation: Annotated[Any, OneOf("this server has no moderation")] = None
     extra_body: Annotated[Any, OneOf("its fields belong in the body, next to the others", {})] = None
     # llama.cpp's
