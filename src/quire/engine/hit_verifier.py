@@ -79,7 +79,7 @@ class _Difference:
 class _Check:
     """A chosen hit. known: all tokens of its request's sequences, the prompt first in each. num_tokens: of the hit.
 
-    num_proved: tokens found equal. stored: holds the hit's blocks; computed: its recomputation; None unless open.
+    num_proved: tokens found equal. is_repeated: it began again after a difference behind proved tokens. stored: holds the hit's blocks; computed: its recomputation; None unless open.
     """
 
     known: Sequence[np.ndarray]
@@ -87,6 +87,7 @@ class _Check:
     key: ResolvedKey
     spans: Sequence[LoadedSpan]
     num_proved: int = 0
+    is_repeated: bool = False
     stored: CacheSequence | None = None
     computed: Recomputation | None = None
 
@@ -203,6 +204,11 @@ class HitVerifier:
                 difference = self._compare_states(check, stored, computed)
         self._num_tokens += num_tokens
         if difference is not None:
+            if computed.num_taken and not check.is_repeated:
+                # Damage after the proof of what was taken would show here first: its place is sought from the beginning.
+                self.release()
+                check.num_proved, check.is_repeated = 0, True
+                return None
             self._raise_alarm(check, difference)
             return "different"
         check.num_proved = max(check.num_proved, computed.num_computed)

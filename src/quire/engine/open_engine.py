@@ -37,6 +37,7 @@ from quire.engine.open_storage import OpenStorage, open_storage
 from quire.engine.profile import Profile
 from quire.engine.prompt_pins import PromptPins
 from quire.engine.serving_plan import refuse_if_none_fits
+from quire.errors import ArgumentError
 from quire.memory.device_memory import HOST
 from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
