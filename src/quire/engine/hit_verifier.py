@@ -6,14 +6,15 @@ proved. It is an alarm: counted, logged in one line, and the content from there 
 that the next request computes it. Kept scores are not compared.
 
 The recomputation begins behind what is proved already, if the cache can continue there, and writes to blocks of its
-own, which nothing finds (`Recomputation`). It takes free blocks alone and evicts nothing. Between two pieces both
+own, which nothing finds (`Recomputation`). It evicts nothing: it takes free blocks, and a few that the cache lacks for
+it (`KVBudget.withhold`), so that a full cache is checked as well. Between two pieces both
 sequences stay open while the engine is idle; `release` closes them, and the check goes on later.
 
 Invariants
     V1  a piece is computed only while the engine has no request. It takes about `_PIECE_S`: the most that a request
         waits.
     V2  after `release` the verifier holds neither block nor state slot. A check changes no other content and makes no
-        event; the checked blocks count one use more.
+        event; only the checked blocks count as used again.
     V3  every chosen hit is counted under one outcome: see `OUTCOMES`.
 
 Exact only where bits do not depend on the division into steps; `open_engine` refuses it elsewhere.
@@ -37,7 +38,8 @@ from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.states.state_cache import StateCache
 from quire.engine.engine import Engine
 from quire.engine.engine_parts import StepRunner
-from quire.engine.recomputation import Recomputation, tables_of
+from quire.engine.kv_budget import KVBudget
+from quire.engine.recomputation import Recomputation, blocks_at_most, tables_of
 from quire.errors import QuireError
 from quire.memory.block_bytes import BlockStorage
 from quire.offload.open_tiers import OpenTiers
@@ -55,14 +57,15 @@ OUTCOMES = (
     "equal",
     "different",  # the alarm
     "evicted",  # before the check was complete
-    "no room",  # too few free blocks or state slots, or no memory for them
-    "not checked",  # too many hits waited
+    "no_room",  # too few free blocks or state slots, or no memory for them
+    "not_checked",  # too many hits waited
     "failed",  # an error of the model, which the log has
 )
 
 _MAX_WAITING = 64
 _PIECE_S = 0.05
 _LEAST_PIECE = 16  # tokens; also the first piece, before a rate is measured
+_SPARE_TOKENS = 64  # for whose recomputation blocks are withheld from the cache
 _REMOVAL_S = 10.0  # the longest wait for tiers after an alarm
 
 
@@ -79,7 +82,8 @@ class _Difference:
 class _Check:
     """A chosen hit. known: all tokens of its request's sequences, the prompt first in each. num_tokens: of the hit.
 
-    num_proved: tokens found equal. is_repeated: it began again after a difference behind proved tokens. stored: holds the hit's blocks; computed: its recomputation; None unless open.
+    num_proved: tokens found equal. is_repeated: it began again after a difference behind proved tokens. stored: holds
+    the hit's blocks; computed: its recomputation; None unless open.
     """
 
     known: Sequence[np.ndarray]
@@ -110,28 +114,30 @@ class HitVerifier:
         storage: BlockStorage,
         runner: StepRunner,
         tiers: OpenTiers | None,
+        budget: KVBudget,
         *,
         one_in: int,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._cache, self._storage, self._runner = engine, cache, storage, runner
-        self._tiers = tiers
+        self._tiers, self._budget = tiers, budget
         self._one_in, self._random, self._clock = one_in, random.Random(seed), clock
         self._layout = PayloadLayout.from_spec(cache.spec)
         self._has_windows = any(group.span.kind != "full" for group in cache.spec.groups)
         self._waiting: deque[_Check] = deque()
         self._check: _Check | None = None
         self._tokens_per_s: float | None = None
-        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._outcomes = Counter[str](dict.fromkeys(OUTCOMES, 0))
         self._num_tokens = 0
+        budget.withhold(blocks_at_most(cache, _SPARE_TOKENS))
 
     def add(self, request: Request) -> None:
         """Takes note of a request that has ended: one hit in N is going to be checked."""
         if not request.num_cached_tokens or self._random.randrange(self._one_in):
             return
         if len(self._waiting) == _MAX_WAITING:
-            self._outcomes["not checked"] += 1
+            self._outcomes["not_checked"] += 1
             return
         known = [sequence.token_ids() for sequence in request.sequences]
         self._waiting.append(_Check(known, request.num_cached_tokens, request.key, request.loaded_spans))
@@ -151,7 +157,7 @@ class HitVerifier:
         try:
             outcome = self._advance(check)
         except StepRefusedError:
-            outcome = "no room"
+            outcome = "no_room"
         except Exception as error:
             _log.warning("a hit is not verified: %s: %s", type(error).__name__, " ".join(str(error).split()))
             outcome = "failed"
@@ -171,6 +177,7 @@ class HitVerifier:
         if check.stored is not None:
             self._cache.close(check.stored)
             check.stored = None
+            self._budget.take_back()
 
     # -- one piece -------------------------------------------------------------------------------------
 
@@ -191,10 +198,10 @@ class HitVerifier:
             computed.close()
             computed = self._begin(check)
             if computed.num_taken <= num_taken or not (num_tokens := self._piece(check, computed)):
-                return "no room"
+                return "no_room"
         began = self._clock()
         if not computed.compute(num_tokens):
-            return "no room"
+            return "no_room"
         start = computed.num_computed
         difference = self._compare(check, stored, computed, start, start + num_tokens)
         self._add_rate(num_tokens, self._clock() - began)
@@ -205,7 +212,7 @@ class HitVerifier:
         self._num_tokens += num_tokens
         if difference is not None:
             if computed.num_taken and not check.is_repeated:
-                # Damage after the proof of what was taken would show here first: its place is sought from the beginning.
+                # What was taken may have been damaged after its proof: the place is sought from the beginning.
                 self.release()
                 check.num_proved, check.is_repeated = 0, True
                 return None
@@ -217,6 +224,7 @@ class HitVerifier:
     def _open(self, check: _Check) -> CacheSequence:
         key = check.key
         check.stored = self._cache.open(check.tokens, max_cached_tokens=check.num_tokens, **key.content)
+        self._budget.lend()
         return check.stored
 
     def _begin(self, check: _Check) -> Recomputation:
@@ -241,7 +249,7 @@ class HitVerifier:
         num_left = min(check.num_tokens - computed.num_computed, self._engine.scheduler.max_batch_tokens)
         by_rate = int((self._tokens_per_s or 0) * _PIECE_S)
         for num_tokens in (min(num_left, max(_LEAST_PIECE, by_rate)), min(num_left, _LEAST_PIECE)):
-            if computed.num_blocks_at_most(num_tokens) <= num_free:
+            if blocks_at_most(cache, num_tokens) <= num_free:
                 return num_tokens
         return 0
 

@@ -198,7 +198,7 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
         lambda: None if is_closed.is_set() else tiers,
         lambda: _memory_stats(budget, storage, model),
     )
-    verifier = _hit_verifier(config, model, opened, engine, runner, tiers)
+    verifier = _hit_verifier(config, model, opened, engine, runner, tiers, budget)
     driver, closing = _start_driver(config, engine, budget, idle_trim, verifier)
     closing.callback(monitor.stop_publishing)  # from last to first, in the driver's thread
     closing.push(resources.pop_all())
@@ -234,6 +234,7 @@ def _hit_verifier(
     engine: Engine,
     runner: Runner,
     tiers: OpenTiers | None,
+    budget: KVBudget,
 ) -> HitVerifier | None:
     """*raises:* ArgumentError: the model's bits depend on the steps, so that equal content can have other bits."""
     from quire.engine.hit_verifier import HitVerifier
@@ -248,12 +249,19 @@ def _hit_verifier(
         reason = f"got backend {name!r}"
     if reason:
         raise ArgumentError(
-            f"expected with verify_hits a model whose bits do not depend on the division of a prompt into steps, {reason} "
+            f"expected with verify_hits a model whose bits do not depend on the division into steps, {reason} "
             "(docs/exactness.md); leave verify_hits out - in `verify_hits`"
         )
     assert shares_prefixes(opened.cache)  # `EngineConfig` has checked it
     verifier = HitVerifier(
-        engine, opened.cache, opened.storage, runner, tiers, one_in=config.verify_hits, seed=config.seed
+        engine,
+        opened.cache,
+        opened.storage,
+        runner,
+        tiers,
+        budget,
+        one_in=config.verify_hits,
+        seed=config.seed,
     )
     engine.verifier = verifier
     return verifier

@@ -19,7 +19,7 @@ from quire.engine.engine_parts import StepRunner
 from quire.memory.block_bytes import BlockStorage, node_table
 from quire.step import Batch, Int64Array
 
-__all__ = ["Recomputation", "tables_of"]
+__all__ = ["Recomputation", "blocks_at_most", "tables_of"]
 
 _NONE: Int64Array = np.empty(0, np.int64)
 
@@ -51,11 +51,6 @@ class Recomputation:
         cache.withdraw(self.sequence)
         self.num_taken = self.num_computed = self.sequence.num_computed_tokens
         """Tokens taken from the cache, and those and the committed ones."""
-
-    def num_blocks_at_most(self, num_tokens: int) -> int:
-        """An upper bound of the blocks that `compute` takes."""
-        size, groups = self._cache.block_size, self._cache.spec.groups
-        return sum(-(-num_tokens // group.tokens_per_block(size)) + group.blocks_per_node for group in groups)
 
     def compute(self, num_tokens: int) -> bool:
         """Computes the next tokens; False if blocks do not suffice. *raises:* StepRefusedError: the storage has no
@@ -94,6 +89,12 @@ class Recomputation:
         """Gives its blocks back."""
         self._cache.close(self.sequence)
         self._storage.forget(np.array([self.sequence.id], np.int64))
+
+
+def blocks_at_most(cache: PrefixKVCache, num_tokens: int) -> int:
+    """An upper bound of the blocks that `compute` of so many tokens takes: new ones, and copies of a node's."""
+    size, groups = cache.block_size, cache.spec.groups
+    return sum(-(-num_tokens // group.tokens_per_block(size)) + group.blocks_per_node for group in groups)
 
 
 def tables_of(cache: PrefixKVCache, sequence: CacheSequence) -> np.ndarray:

@@ -104,10 +104,7 @@ class DependentContent:
     def _covers(self, info: SegmentInfo) -> bool:
         """Whether a value that contains position `at` continues the known tokens and has the same ones up to it."""
         num_bytes = 4 * (self._at + 1 - info.start)
-        if (
-            info.parent not in self._before
-            or info.tokens[:num_bytes] != self._tokens[info.start :].tobytes()
-        ):
+        if info.parent not in self._before or info.tokens[:num_bytes] != self._tokens[info.start :].tobytes():
             return False
         own = [pair for pair in self._extra_keys if info.start <= pair[0] <= self._at]
         return own == [pair for pair in info.extra_keys if pair[0] <= self._at]
