@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -22,7 +23,7 @@ from support.state_layers import FAMILIES, tiny_model
 from support.until import until
 from transformers import AutoModelForCausalLM
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncEngine, SamplingParams
 from quire.cache.block_hash import root_key
 from quire.engine import hit_verifier
 from quire.errors import ArgumentError
@@ -443,6 +444,22 @@ def test_close_in_the_middle_of_a_check(monkeypatch: pytest.MonkeyPatch) -> None
         assert verifier._check.computed is not None
         cache = llm.cache
     assert cache.stats()["held"] == 0
+
+
+def test_an_async_engine_checks_its_hits_by_itself() -> None:
+    async def run() -> dict[str, int]:
+        async with AsyncEngine(
+            (tiny_llm.model(), tiny_llm.tokenizer()), kv_memory="2MiB", verify_hits=1
+        ) as engine:
+            for _ in range(2):
+                async for _ in engine.generate(PROMPT, GREEDY):
+                    pass
+            while not sum((counts := (await engine.stats())["verified_hits"]).values()):
+                await asyncio.sleep(0.01)
+            return counts
+
+    counts = asyncio.run(asyncio.wait_for(run(), 120))
+    assert {name: count for name, count in counts.items() if count} == {"equal": 1}
 
 
 def test_off_there_is_no_verifier() -> None:
