@@ -13,7 +13,8 @@ Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.
     D2  a waiting caller gets an output, the error of its request, or the error that stopped the step or the driver.
     D3  the thread keeps no reference to a call that has returned.
-    D4  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
+    D4  idle steps (`IdleSteps`) hold nothing of the engine when a command runs; it waits for at most one of them.
+    D5  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
 
 Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its own.
 """

@@ -171,12 +171,12 @@ class HitVerifier:
         check = self._check
         if check is None:
             return
-        if check.computed is not None:
-            check.computed.close()
-            check.computed = None
-        if check.stored is not None:
-            self._cache.close(check.stored)
-            check.stored = None
+        computed, check.computed = check.computed, None
+        if computed is not None:
+            computed.close()
+        stored, check.stored = check.stored, None
+        if stored is not None:
+            self._cache.close(stored)
             self._budget.take_back()
 
     # -- one piece -------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class HitVerifier:
         num_tokens = self._piece(check, computed)
         if not num_tokens:
             # The stored blocks are proved up to here: the recomputation gives its own back and continues on those.
-            num_taken = computed.num_taken
+            num_taken, check.computed = computed.num_taken, None
             computed.close()
             computed = self._begin(check)
             if computed.num_taken <= num_taken or not (num_tokens := self._piece(check, computed)):
