@@ -83,6 +83,7 @@ def test_storages_of_the_table_are_those_that_take_an_option(name: str) -> None:
         "piece_size": "128KiB",
         "swap_memory": "1MiB",
         "idle_trim": 1.0,
+        "verify_hits": 1,
     }
     if stored == "all" or name in SCRIPT.NOT_REFUSED:
         return

@@ -375,6 +375,13 @@ class EngineConfig:
         None,
         "Keep the log probabilities that requests ask for beside the keys and values: 4 bytes a token. Default: on.",
     )
+    verify_hits: Annotated[int, _integer(0, 2**31 - 1)] = option(
+        0,
+        "N",
+        "Compute one hit in N again while the engine is idle, and compare every bit with the cached keys and values; a "
+        "difference is logged and dropped (docs/exactness.md); 0: none. Default: 0.",
+        storages=_SHARING,
+    )
     checkpoint_every: Annotated[int, _integer(0, 2**31 - 1)] = option(
         0,
         "N",
@@ -552,6 +559,8 @@ class EngineConfig:
                 f"expected kv_events with kv_events_replay, got {self.kv_events_replay!r} alone; there is nothing to "
                 "replay - in `kv_events_replay`"
             )
+        if self.verify_hits and not self.prefix_caching:
+            self._refuse("verify_hits", "prefix_caching: without it there are no hits")
         for names, needed in ((_TIERS, self.has_tiers), (("kv_events",), self.kv_events is not None)):
             if needed and not self.shares_prefixes:
                 raise ArgumentError(

@@ -16,7 +16,6 @@ from support.cache_case import BACKENDS
 from support.conversations_case import START, TURNS, windowed
 
 from quire import LLM, SamplingParams
-from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.segment import Segment, encode
@@ -124,21 +123,6 @@ def test_block_sizes_divide_where_segments_begin(script: Any, tmp_path: Path) ->
     finally:
         tier.close()
     assert script.block_size_for([]) == 16
-
-
-def test_the_place_of_a_difference(script: Any) -> None:
-    shape = PayloadLayout.from_spec(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
-    one = np.random.default_rng(0).integers(0, 256, 10 * shape.bytes_per_token, np.uint8)
-    assert script.first_difference(one, one.copy(), shape) is None
-    layer_bytes = 10 * shape.bytes_per_token // 3
-    for layer in range(3):
-        for head in range(2):
-            for kind in range(2):
-                for token in (0, 3, 9):
-                    other = one.copy()
-                    at = layer * layer_bytes + ((head * 2 + kind) * 10 + token) * 16 + 5
-                    other[at] ^= 128
-                    assert script.first_difference(one, other, shape) == (layer, token)
 
 
 def test_the_command(

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from support import tiny_llm
+from support.damage import verify
 
 from quire import SamplingParams
+from quire.cli.generate import figures as figures_of_command
 from quire.server.metrics import Metrics
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -77,3 +79,18 @@ def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
     page = figures(Metrics("tiny").render(stats))
     assert page["quire:tier_failures_total"] == {"remote": 3}
     assert "quire:tier_bytes" not in page
+
+
+def test_verified_hits_are_told_by_outcome() -> None:
+    prompt = np.random.default_rng(1).integers(5, 90, 100).tolist()
+    with tiny_llm.llm(verify_hits=1) as llm:
+        for _ in range(3):
+            llm.generate([prompt], ONE)
+            verify(llm)
+        stats = llm.stats()
+    page = Metrics("tiny").render(stats).decode()
+    assert 'quire:verified_hits_total{model_name="tiny",outcome="equal"} 2.0' in page
+    assert 'quire:verified_hits_total{model_name="tiny",outcome="different"} 0.0' in page
+    assert f'quire:verified_tokens_total{{model_name="tiny"}} {2.0 * 99}' in page
+    assert figures_of_command(stats)["hits verified"] == "2 equal"
+    assert "quire:verified_hits_total{outcome}" in DOCS.read_text()

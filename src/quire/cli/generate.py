@@ -77,11 +77,17 @@ def checked_results(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """The ten figures that `--stats` prints. Speeds are the engine's: all requests of a step together."""
+    """The ten figures that `--stats` prints, and one more with `verify_hits`.
+
+    Speeds are the engine's: all requests of a step together.
+    """
 
     def speed(name: str) -> str:
         return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"
 
+    verified = ", ".join(
+        f"{count} {name.replace('_', ' ')}" for name, count in stats.get("verified_hits", {}).items() if count
+    )
     with_content = stats["held"] + stats["in_flight"] + stats["pinned"] + stats["cached"]
     return {
         "prompt tokens": str(stats["num_prompt_tokens"]),
@@ -94,6 +100,7 @@ def figures(stats: dict[str, Any]) -> dict[str, str]:
         "blocks with content": f"{with_content} of {stats['num_blocks']}",
         "blocks evicted": str(stats["evicted_blocks"]),
         "preemptions": str(stats["num_preemptions"]),
+        **({"hits verified": verified} if verified else {}),
     }
 
 

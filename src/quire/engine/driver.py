@@ -13,7 +13,8 @@ Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.
     D2  a waiting caller gets an output, the error of its request, or the error that stopped the step or the driver.
     D3  the thread keeps no reference to a call that has returned.
-    D4  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
+    D4  idle steps (`IdleSteps`) hold nothing of the engine when a command runs; it waits for at most one of them.
+    D5  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
 
 Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its own.
 """
@@ -27,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.errors import ArgumentError, CancelledError
 from quire.process import ProcessGuard
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from quire.scheduler.prompts import Prompt
     from quire.scheduler.request_options import RequestOptions
 
-__all__ = ["Answer", "Driver", "FlowControl", "Mailbox", "Sink"]
+__all__ = ["Answer", "Driver", "FlowControl", "IdleSteps", "Mailbox", "Sink"]
 
 _log = logging.getLogger("quire")
 
@@ -131,11 +132,26 @@ class FlowControl:
         return True
 
 
+class IdleSteps(Protocol):
+    """Work of an idle engine, in steps that each take a short time. Called in the driver's thread."""
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the engine is idle and there is a step to do."""
+        ...
+
+    def step(self) -> None: ...
+
+    def release(self) -> None:
+        """Called before any command: nothing of the engine may be held."""
+        ...
+
+
 class Driver:
     """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone.
 
     on_idle: called in the thread `idle_s` seconds after the last step, and again after as long while it returns True.
-    clock: monotonic seconds.
+    idle_steps: done one by one while no command and no step is to be done; None without. clock: monotonic seconds.
     """
 
     def __init__(
@@ -146,6 +162,7 @@ class Driver:
         num_threads: int,
         on_idle: Callable[[], bool] | None = None,
         idle_s: float = 0.0,
+        idle_steps: IdleSteps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: BaseException | None = None
@@ -159,6 +176,7 @@ class Driver:
         self._num_threads = num_threads
         self._on_idle = on_idle
         self._idle_s = idle_s
+        self._idle_steps = idle_steps
         self.clock = clock
         self._idle_at: float | None = None  # when `on_idle` is to be called, unless a step comes first
         self._wake = threading.Condition()
@@ -411,17 +429,27 @@ class Driver:
         engine = self._engine
         while True:
             with self._wake:
-                while not (self._commands or self._is_closing or self._wanted or self._is_idle_due()):
+                while not (
+                    self._commands
+                    or self._is_closing
+                    or self._wanted
+                    or self._is_idle_due()
+                    or self._has_idle_step()
+                ):
                     self._wake.wait(None if self._idle_at is None else self._idle_at - self.clock())
                 if self._is_closing:
                     return
                 commands, self._commands = self._commands, deque()
             if self._is_idle_due():
                 self._idle_at = self.clock() + self._idle_s if self._is_idle_work_left() else None
+            if commands and self._idle_steps is not None:
+                self._idle_steps.release()
             while commands:
                 commands.popleft()()
             del commands  # D3
             if not self._wanted:
+                if self._idle_steps is not None and self._idle_steps.has_step:
+                    self._idle_steps.step()
                 continue
             if not engine.has_work:
                 self._end_all(None)
@@ -440,6 +468,9 @@ class Driver:
 
     def _is_idle_due(self) -> bool:
         return self._idle_at is not None and not self._wanted and self.clock() >= self._idle_at
+
+    def _has_idle_step(self) -> bool:
+        return self._idle_steps is not None and self._idle_steps.has_step
 
     def _is_idle_work_left(self) -> bool:
         assert self._on_idle is not None

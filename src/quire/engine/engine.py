@@ -28,7 +28,7 @@ from quire.cache.pins import Pins
 from quire.cache.prefix_key import NOBODYS, PrefixKey, ResolvedKey
 from quire.cache.protocol import PrefixKVCache, shares_prefixes
 from quire.cache.results import Dropped
-from quire.engine.engine_parts import EngineParts, StepLimits
+from quire.engine.engine_parts import EngineParts, StepLimits, VerifiesHits
 from quire.engine.outputs import Outputs
 from quire.errors import ArgumentError, DeviceLostError, QuireError
 from quire.offload.swap import Swap
@@ -70,6 +70,8 @@ class Engine:
     ) -> None:
         self.on_work: Callable[[], None] = lambda: None
         """Called before an idle engine checks a request; its errors go to the request's caller."""
+        self.verifier: VerifiesHits | None = None
+        """Checks hits of ended requests while the engine is idle; None without `verify_hits`."""
         self._runner, self._cache = parts.runner, parts.cache
         self._launches_ahead = parts.launch_ahead is not None
         self._kept_scores = parts.kept_scores
@@ -469,8 +471,11 @@ class Engine:
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
-        if self.monitor is not None and not request.options.is_preparation:
-            self.monitor.served(request)
+        if not request.options.is_preparation:
+            if self.monitor is not None:
+                self.monitor.served(request)
+            if self.verifier is not None:
+                self.verifier.add(request)
         return self._outputs.finished(request)
 
     # -- counts -----------------------------------------------------------------------------
@@ -493,7 +498,8 @@ class Engine:
         counts once, at its first start: after a preemption its own content is no hit. hit_rate: their quotient.
         prefill_tokens_per_second: tokens computed in steps with prompt tokens, per second of those steps;
         decode_tokens_per_second: tokens generated in the other steps, per second of those. time_to_first_token_s: mean
-        over the ended requests, from their arrival. token_gap_s: mean time between two tokens of a sequence.
+        over the ended requests, from their arrival. verified_hits, num_verified_tokens: with `verify_hits`, see
+        `HitVerifier.stats`. token_gap_s: mean time between two tokens of a sequence.
         """
         scheduler = self.scheduler
         live = [request for request in scheduler.requests.values() if not request.options.is_preparation]
@@ -505,6 +511,7 @@ class Engine:
         return {
             **self._cache.stats(),
             **({} if self.monitor is None else {"evicted_blocks": self.monitor.history.num_evicted}),
+            **({} if self.verifier is None else self.verifier.stats()),
             "query_tokens": num_query,
             "hit_tokens": num_hit,
             "num_running": len(scheduler.running),

@@ -15,16 +15,24 @@ from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
 from quire.offload.tier_load import TierLoads
-from quire.scheduler.request import RequestSequence
+from quire.scheduler.request import Request, RequestSequence
 from quire.step import Batch
 
-__all__ = ["EngineParts", "StepLimits", "StepRunner"]
+__all__ = ["EngineParts", "StepLimits", "StepRunner", "VerifiesHits"]
 
 
 class StepRunner(Protocol):
     """Computes a step: `quire.engine.runner.Runner`, or a fake."""
 
     def run(self, step: Batch[RequestSequence], /) -> Any: ...
+
+
+class VerifiesHits(Protocol):
+    """The part of `quire.engine.hit_verifier.HitVerifier` that the engine calls."""
+
+    def add(self, request: Request) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)

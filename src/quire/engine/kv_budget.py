@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KVBudget"]
 
+_SPARE_SHARE = 16  # at most one in so many blocks is withheld
+
 
 class KVBudget:
     """config: that of the open storage."""
@@ -48,6 +50,7 @@ class KVBudget:
         self._max_model_len = max_model_len
         self._exchange = opened.cache.exchange
         self._resize_reason = "space"  # why content is lost when blocks become fewer
+        self._wanted_spare = self._num_spare = 0  # blocks that `withhold` asked for, and those withheld
         if self._exchange is not None:
             self._exchange.resize_blocks = self._resize_blocks
             self._exchange.give_back_slots = self._release_slots
@@ -71,7 +74,7 @@ class KVBudget:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys, values and states."""
-        return self.num_blocks * self._layout.block_bytes + self._state_bytes
+        return (self.num_blocks + self._num_spare) * self._layout.block_bytes + self._state_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
@@ -118,7 +121,7 @@ class KVBudget:
         storage, cache = self._storage, self._cache
         cache_bytes = storage.bytes_committed + (0 if states is None else states.bytes_committed)
         state_bytes = 0 if exchange is None else cache.least_state_slots * exchange.slot_bytes
-        num_blocks = num_blocks_within(
+        num_whole = num_blocks_within(
             config,
             cache.spec,
             self._max_model_len,
@@ -127,6 +130,8 @@ class KVBudget:
             cache_bytes=cache_bytes,
             state_bytes=state_bytes,
         )
+        num_spare = self._spare_of(num_whole)
+        num_blocks = num_whole - num_spare
         self._engine.tenants.check_resize(num_blocks)
         self._check_pins(num_blocks, kv_memory)
         num_bytes = (
@@ -142,12 +147,37 @@ class KVBudget:
             if exchange is None:
                 self._engine.scheduler.preempt_to(num_blocks)
                 self._resize_blocks(num_blocks)
+                self._num_spare = num_spare
             else:
                 self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
                 exchange.resize(num_bytes)
         finally:
             self._resize_reason = "space"
         self._limit_pins()
+
+    def withhold(self, num_blocks: int) -> None:
+        """Takes blocks of the budget from the cache, for work that may evict nothing (`lend`). None of a small budget,
+        nor if blocks and state slots exchange memory, or the storage's size is fixed. For an idle engine without
+        content."""
+        self._wanted_spare = num_blocks
+        if num_spare := self._spare_of(self.num_blocks):
+            self._resize_blocks(self.num_blocks - num_spare)
+            self._num_spare = num_spare
+            self._limit_pins()
+
+    def _spare_of(self, num_blocks: int) -> int:
+        """Blocks to withhold of so many."""
+        is_fixed = self._exchange is not None or not self._storage.capabilities.elastic
+        is_small = self._wanted_spare * _SPARE_SHARE > num_blocks
+        return 0 if is_fixed or is_small else self._wanted_spare
+
+    def lend(self) -> None:
+        """Adds the withheld blocks to the cache, until `take_back`."""
+        self._cache.resize(self.num_blocks + self._num_spare)
+
+    def take_back(self) -> None:
+        """Undoes `lend`. As many blocks must be free as were withheld: no content is lost then."""
+        self._cache.resize(self.num_blocks - self._num_spare)
 
     def _resize_blocks(self, num_blocks: int) -> None:
         """Gives storage and cache `num_blocks` blocks; no more may be in use. *raises:* CapacityError: the system

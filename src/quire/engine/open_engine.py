@@ -37,6 +37,7 @@ from quire.engine.open_storage import OpenStorage, open_storage
 from quire.engine.profile import Profile
 from quire.engine.prompt_pins import PromptPins
 from quire.engine.serving_plan import refuse_if_none_fits
+from quire.errors import ArgumentError
 from quire.memory.device_memory import HOST
 from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
@@ -49,6 +50,7 @@ from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Transcript, TranscriptReader
 
 if TYPE_CHECKING:
+    from quire.engine.hit_verifier import HitVerifier
     from quire.engine.launch_ahead import LaunchAhead
     from quire.engine.model_changes import ModelChanges
     from quire.engine.runner import Runner
@@ -196,10 +198,13 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
         lambda: None if is_closed.is_set() else tiers,
         lambda: _memory_stats(budget, storage, model),
     )
-    driver, closing = _start_driver(config, engine, budget, idle_trim)
+    verifier = _hit_verifier(config, model, opened, engine, runner, tiers, budget)
+    driver, closing = _start_driver(config, engine, budget, idle_trim, verifier)
     closing.callback(monitor.stop_publishing)  # from last to first, in the driver's thread
     closing.push(resources.pop_all())
     closing.callback(is_closed.set)
+    if verifier is not None:
+        closing.callback(verifier.release)
     return OpenEngine(
         config=config,
         model=model,
@@ -222,8 +227,52 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
     )
 
 
+def _hit_verifier(
+    config: EngineConfig,
+    model: OpenModel,
+    opened: OpenStorage,
+    engine: Engine,
+    runner: Runner,
+    tiers: OpenTiers | None,
+    budget: KVBudget,
+) -> HitVerifier | None:
+    """*raises:* ArgumentError: the model's bits depend on the steps, so that equal content can have other bits."""
+    from quire.engine.hit_verifier import HitVerifier
+
+    if not config.verify_hits:
+        return None
+    prepared = model.prepared
+    name, reason = prepared.device.name, ""
+    if prepared.by_own_forward:
+        reason = f"got {model.loaded.name}, which runs by its own forward"
+    elif not (prepared.device.is_native or name.startswith("triton@")):
+        reason = f"got backend {name!r}"
+    if reason:
+        raise ArgumentError(
+            f"expected with verify_hits a model whose bits do not depend on the division into steps, {reason} "
+            "(docs/exactness.md); leave verify_hits out - in `verify_hits`"
+        )
+    assert shares_prefixes(opened.cache)  # `EngineConfig` has checked it
+    verifier = HitVerifier(
+        engine,
+        opened.cache,
+        opened.storage,
+        runner,
+        tiers,
+        budget,
+        one_in=config.verify_hits,
+        seed=config.seed,
+    )
+    engine.verifier = verifier
+    return verifier
+
+
 def _start_driver(
-    config: EngineConfig, engine: Engine, budget: KVBudget, idle_trim: IdleTrim
+    config: EngineConfig,
+    engine: Engine,
+    budget: KVBudget,
+    idle_trim: IdleTrim,
+    verifier: HitVerifier | None,
 ) -> tuple[Driver, ExitStack]:
     """The engine's thread, and the stack of what it closes at its end."""
     import torch
@@ -235,6 +284,7 @@ def _start_driver(
         num_threads=config.num_threads or torch.get_num_threads(),
         on_idle=idle_trim if idle_s else None,
         idle_s=idle_s,
+        idle_steps=verifier,
     )
     return driver, closing
 

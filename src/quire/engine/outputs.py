@@ -55,7 +55,7 @@ class Outputs:
             outputs=[self._completion(sequence) for sequence in request.sequences],
             finished=request.finished,
             timings=Timings(*(None if at is None else at - arrival for at in times)),
-            num_tier_tokens=dict(request.num_tier_tokens),
+            num_tier_tokens=request.num_tier_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -24,7 +24,7 @@ from quire.memory.block_pieces import BlockPieces, BlockPlaces, at_places
 from quire.memory.device_memory import DeviceMemory
 from quire.memory.state_slots import StateSlots
 from quire.spec import KVGroup, KVSpec
-from quire.step import StepPlan
+from quire.step import Int64Array, StepPlan
 
 __all__ = ["BlockStorage", "BlockWriter", "node_table"]
 
@@ -62,6 +62,10 @@ class BlockStorage:
 
         Like `prepare`, but it makes no tables and takes no row, which only running sequences have.
         """
+        raise NotImplementedError
+
+    def forget(self, sequence_ids: Int64Array) -> None:
+        """See `Storage.forget`."""
         raise NotImplementedError
 
     def commit_ahead(self, first: int, stop: int) -> bool:

@@ -6,15 +6,18 @@ The only file that knows all tiers. A tier that cannot be reached at the start i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
 from quire.cache.states.state_cache import StateCache
 from quire.config import EngineConfig, secret_bytes
 from quire.errors import ArgumentError
+from quire.offload.dependent_content import DependentContent
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
 from quire.offload.score_stores import ScoreStores, score_root
 from quire.offload.states import StateStores, state_root
@@ -126,6 +129,29 @@ class OpenTiers:
             in_time = self.stack.flush(timeout)
             if is_all or not (in_time and num_segments):
                 return
+
+    def remove_dependent(
+        self,
+        namespace: bytes,
+        known: Sequence[np.ndarray],
+        extra_keys: tuple[tuple[int, bytes], ...],
+        at: int,
+        timeout: float,
+    ) -> bool:
+        """Removes all that depends on the token at position `at` of known tokens, see `DependentContent`; scores stay.
+
+        Waits for the tiers; True if they have removed it within `timeout` seconds. Otherwise they do it later.
+        """
+        content = DependentContent(
+            root_key(self.fingerprint, namespace),
+            known,
+            extra_keys,
+            at,
+            segment_tokens=self.segment_tokens,
+            node_tokens=self.node_tokens,
+        )
+        self.stack.evict_chosen(content.roots, content.choose)
+        return self.stack.flush(timeout)
 
     def close(self) -> None:
         """Stores the segments that are not stored yet; ends threads, closes files and connections.

@@ -25,7 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,15 @@ from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 from quire.tiers.transfer import Load, Lookup
 
-__all__ = ["Search", "TierLoad", "TierLoads"]
+__all__ = ["LoadedSpan", "Search", "TierLoad", "TierLoads"]
+
+
+class LoadedSpan(NamedTuple):
+    """Tokens `start` to `stop` of a sequence, loaded from a tier."""
+
+    start: int
+    stop: int
+    tier: str
 
 
 @dataclass(eq=False)
@@ -344,25 +352,26 @@ class TierLoads:
         for key in chain:
             on_segment(key, namespace, hashes[key.start // size])
 
-    def finish(self, sequence: OffloadedSequence) -> dict[str, int]:
-        """Ends the sequence's load and commits the tokens that arrived; returns tokens by tier."""
+    def finish(self, sequence: OffloadedSequence) -> list[LoadedSpan]:
+        """Ends the sequence's load and commits the tokens that arrived; returns where they come from."""
         tier_load = sequence.load
         assert tier_load is not None
         sequence.load = sequence.search = None
         tier_load.load.cancel()  # U1
-        arrived, by_tier = tier_load.num_in_memory, Counter[str]()
+        arrived, spans = tier_load.num_in_memory, list[LoadedSpan]()
         for key, tier in zip(tier_load.chain, tier_load.load.tiers, strict=False):
             stop = min(key.end, tier_load.num_tokens)
-            by_tier[tier] += stop - arrived
+            spans.append(LoadedSpan(arrived, stop, tier))
             arrived = stop
         if tier_load.state is not None and not self._write_state(tier_load, tier_load.state, arrived):
             arrived = tier_load.num_in_memory
-            by_tier.clear()
+            spans.clear()
         if arrived > tier_load.num_in_memory:
             self._cache.commit(sequence.cache_sequence, arrived)
-            self.loaded_tokens.update(by_tier)
+            for start, stop, tier in spans:
+                self.loaded_tokens[tier] += stop - start
         sequence.num_computed = arrived
-        return dict(by_tier)
+        return spans
 
     def _write_state(self, tier_load: TierLoad, state: Load, arrived: int) -> bool:
         """Writes the state to its slots, if it and all tokens before it have arrived; True if so."""

@@ -160,7 +160,7 @@ class LoadingQueue:
 
     def end(self, sequence: RequestSequence) -> None:
         """Removes a sequence and stops its load if that still runs; the cache sequence stays open."""
-        by_tier = self._loads.finish(sequence)
+        spans = self._loads.finish(sequence)
         self.sequences.remove(sequence)
         if sequence.request.started_s is None:
-            sequence.request.num_tier_tokens = by_tier
+            sequence.request.loaded_spans = spans

@@ -15,6 +15,7 @@ moves. The first sequence computes the prompt; the others are forked from it aft
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.offload.swap import Swapped
-    from quire.offload.tier_load import Search, TierLoad
+    from quire.offload.tier_load import LoadedSpan, Search, TierLoad
     from quire.sampling.detokenizer import Detokenizer
     from quire.sampling.grammar import Matcher
     from quire.sampling.model_rules import RequestRules
@@ -249,7 +250,7 @@ class Request:
                 len(prompt_token_ids), params.prompt_logprobs_start, params.prompt_logprobs
             )
         self.num_cached_tokens = 0
-        self.num_tier_tokens: dict[str, int] = {}  # cached tokens that were loaded, by tier
+        self.loaded_spans: Sequence[LoadedSpan] = ()  # cached tokens that were loaded, and their tiers
         self.num_preemptions = 0
         self.is_paused = False  # takes part in no step, see `Scheduler.pause`
         self.arrival_s = arrival_s
@@ -262,12 +263,20 @@ class Request:
         """The prompt as a list, for outputs."""
         return self.prompt_token_ids.tolist()
 
+    @property
+    def num_tier_tokens(self) -> dict[str, int]:
+        """Cached tokens that were loaded, by tier."""
+        by_tier: dict[str, int] = {}
+        for start, stop, tier in self.loaded_spans:
+            by_tier[tier] = by_tier.get(tier, 0) + stop - start
+        return by_tier
+
     def hit_tokens(self) -> dict[str, int]:
         """`num_cached_tokens` by their place, memory or a tier; constant after the request has begun."""
         if self.started_s is None:
             return {}
-        in_memory = self.num_cached_tokens - sum(self.num_tier_tokens.values())
-        return {**self.num_tier_tokens, "memory": max(0, in_memory)}
+        by_tier = self.num_tier_tokens
+        return {**by_tier, "memory": max(0, self.num_cached_tokens - sum(by_tier.values()))}
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,7 @@
     quire:tenant_passed_by_tokens_total{tenant}       tokens computed for others in steps in which it waited
     quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
     quire:evicted_blocks_total{reason}       full blocks whose content memory evicted, by reason: `LOSS_REASONS`
+    quire:verified_hits_total{outcome}       hits computed again, with `verify_hits`; quire:verified_tokens_total
     quire:eviction_idle_seconds{reason}, quire:eviction_age_seconds{reason}   histograms of the same blocks
     quire:reuse_gap_seconds                  histogram
 
@@ -71,6 +72,7 @@ _COUNTERS = {
         "quire:known_text_characters",
         "Characters of long prompts whose tokens were known from an earlier text.",
     ),
+    "num_verified_tokens": ("quire:verified_tokens", "Tokens of hits computed again and compared."),
     "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
     "num_restored_tokens": (
         "quire:restored_tokens",
@@ -235,6 +237,13 @@ class Metrics:
                 )
         yield from self._tier_families(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
         yield from self._eviction_families(stats)
+        if by_outcome := stats.get("verified_hits"):
+            family = CounterMetricFamily(
+                "quire:verified_hits", "Hits computed again and compared.", labels=["model_name", "outcome"]
+            )
+            for outcome, count in by_outcome.items():
+                family.add_metric([self._label, outcome], count)
+            yield family
         if by_tenant := stats.get("tenants"):
             for name, text in _TENANT_COUNTERS.items():
                 family = CounterMetricFamily(f"quire:tenant_{name}", text, labels=["model_name", "tenant"])

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.spec.kv_spec import KVSpec
 
 __all__ = ["PayloadLayout", "StoredLayer"]
@@ -111,6 +113,21 @@ class PayloadLayout:
             starts[layer.number] = start
             start += (num_tokens - origins[layer.group]) * size
         return starts
+
+    def differences(self, payload: np.ndarray, other: np.ndarray) -> list[tuple[int, int]]:
+        """(number, first differing token) of each layer in which two payloads of the same tokens differ, in order.
+
+        payload, other: uint8 of equal size, dense. O(bytes).
+        """
+        if np.array_equal(payload, other):
+            return []
+        num_tokens = payload.nbytes // self.bytes_per_token
+        found: dict[int, int] = {}
+        for layer, rows in self.rows(num_tokens):
+            differs = (payload[rows] != other[rows]).reshape(num_tokens, -1).any(axis=1)
+            if differs.any():
+                found[layer] = min(found.get(layer, num_tokens), int(differs.argmax()))
+        return list(found.items())
 
     def rows(self, num_tokens: int) -> Iterator[tuple[int, slice]]:
         """In order: a layer's number, and the slice of one of its heads' keys, or values: [tokens, width]."""

@@ -10,8 +10,11 @@ values: swapped out sequences, tiers, snapshots' segments.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from quire.spec.kv_spec import KVSpec
 
@@ -32,6 +35,18 @@ class StatePayloadLayout:
             [state.layer, field.name, list(field.shape)] for state in spec.states for field in state.fields
         ]
         return cls(shapes, spec.bytes_per_state)
+
+    def first_difference(self, payload: np.ndarray, other: np.ndarray) -> int | None:
+        """The first layer in which two states differ, each uint8 [bytes_per_state]; None if they are equal."""
+        differs = np.flatnonzero(payload != other)
+        if not len(differs):
+            return None
+        stop = 0
+        for layer, _, shape in self.shapes:
+            stop += 4 * math.prod(shape)
+            if differs[0] < stop:
+                return int(layer)
+        raise AssertionError("a state has no bytes behind its last field")
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of the state after these tokens."""

@@ -219,6 +219,16 @@ class TierStack:
         for tier in self._tiers:
             tier.evict(tuple(keys))
 
+    def evict_chosen(
+        self,
+        roots: Sequence[bytes],
+        choose: Callable[[Sequence[tuple[bytes, SegmentInfo]]], Collection[bytes]],
+    ) -> None:
+        """As `evict`, for the keys that `choose` names, given a tier's `contents` under these roots; it runs in the
+        tiers' threads. A shared server lists nothing: of it `choose` can only name keys that the caller knows."""
+        for tier in self._tiers:
+            tier.evict_chosen(roots, choose)
+
     def submit_job(self, tier: str, operation: str, job: Callable[[], object]) -> None:
         """Has a tier's own thread run `job`, after the stores that are queued and before later ones.
 

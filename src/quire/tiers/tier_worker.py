@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -377,7 +377,15 @@ class TierWorker:
         """Queues the removal of values, behind the stores that wait."""
         self.writer.submit(lambda: self._evict_now(keys))
 
-    def _evict_now(self, keys: Sequence[bytes]) -> None:
+    def evict_chosen(
+        self,
+        roots: Sequence[bytes],
+        choose: Callable[[Sequence[tuple[bytes, SegmentInfo]]], Collection[bytes]],
+    ) -> None:
+        """As `evict`, for the keys that `choose` names, given `contents` then."""
+        self.writer.submit(lambda: self._evict_now(choose(self.contents(roots))))
+
+    def _evict_now(self, keys: Collection[bytes]) -> None:
         for key in keys:
             if self._guard("evict", partial(self.tier.evict, key)) is not None:
                 self._changes.add_lost(self.name, (key,), "dropped")

@@ -244,7 +244,9 @@ class StateCache(Cache):
 
     def withdraw(self, sequence: CacheSequence | int) -> None:
         super().withdraw(sequence)
-        self._state_of(sequence).wanted.clear()
+        state = self._state_of(sequence)
+        state.wanted.clear()
+        state.is_short = False  # no prompt's hit
 
     def close(self, sequence: CacheSequence | int) -> None:
         state, sequence_id = self._state_of(sequence), self._id(sequence)
@@ -342,6 +344,12 @@ class StateCache(Cache):
         """The slot with the state of the sequence's computed tokens; None if no slot has it yet. Between two steps."""
         state = self._state_of(sequence)
         return state.slot if state.under_way is None and self._is_written(state.slot) else None
+
+    def hit_slot(self, sequence: CacheSequence | int) -> int | None:
+        """The slot of the checkpoint from which a sequence that has not reserved yet will begin; None: it begins with
+        zeros, or the slot has no state yet. Between two steps."""
+        source = self._state_of(sequence).source
+        return None if source is None or not self._is_written(source.slot) else source.slot
 
     def has_state_of(self, checkpoint: Checkpoint) -> bool:
         """Whether its slot has its state now, after the operation that copies it there. Between two steps."""
