@@ -244,8 +244,8 @@ class Engine:
             raise ArgumentError(f"expected a request that has not ended, got {request_id!r} - to fork")
         if len(parent.sequences) > 1:
             raise ArgumentError(
-                f"expected a request with n=1 and beam_width=1 to fork, got {request_id!r} with n={parent.params.n} and "
-                f"beam_width={parent.params.beam_width}"
+                f"expected a request with n=1 and beam_width=1 to fork, got {request_id!r} with n={parent.params.n} "
+                f"and beam_width={parent.params.beam_width}"
             )
         sequence = parent.sequences[0]
         rules = None

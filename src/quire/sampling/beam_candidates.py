@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from quire.sampling.beam_search import Candidates

@@ -105,7 +105,7 @@ class BeamSearch(Generic[Answer]):
         going_on: list[Continuation] = []
         best = np.argsort(-totals, kind="stable")[: self.num_candidates]
         for rank, at in enumerate(best.tolist()):
-            beam, total = int(beams[at]), totals[at]
+            beam, total = int(beams[at]), np.float32(totals[at])
             if not np.isfinite(total):
                 break
             place = at - int(firsts[beam])

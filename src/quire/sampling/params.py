@@ -159,14 +159,22 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         _check_int("beam_width", self.beam_width, 1, _MAX_BEAMS)
-        _check_number("length_penalty", self.length_penalty, -_MAX_PENALTY, _MAX_PENALTY, f"-{_MAX_PENALTY} to {_MAX_PENALTY}")
+        _check_number(
+            "length_penalty",
+            self.length_penalty,
+            -_MAX_PENALTY,
+            _MAX_PENALTY,
+            f"-{_MAX_PENALTY} to {_MAX_PENALTY}",
+        )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ArgumentError(
                 f'expected True, False or "never", got {self.early_stopping!r} - in `early_stopping`'
             )
         if self.beam_width > 1:
             if self.n > self.beam_width:
-                raise ArgumentError(f"expected n of at most beam_width {self.beam_width}, got {self.n} - in `n`")
+                raise ArgumentError(
+                    f"expected n of at most beam_width {self.beam_width}, got {self.n} - in `n`"
+                )
             if self.temperature:
                 raise ArgumentError(
                     f"expected temperature 0 with beam_width {self.beam_width}, got {self.temperature}: beams are not "
@@ -176,8 +184,8 @@ class SamplingParams:
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(self, name) != neutral:
                 raise ArgumentError(
-                    f"expected beam_width of at least 2 with {name} {getattr(self, name)!r}, got {self.beam_width} - in "
-                    f"`{name}`"
+                    f"expected beam_width of at least 2 with {name} {getattr(self, name)!r}, got {self.beam_width} - "
+                    f"in `{name}`"
                 )
 
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:

@@ -84,8 +84,8 @@ def sample_tokens(
     logits: [num_rows, vocab] of the model's dtype, on any device, not changed; all that follows is computed in float32
     on this machine. rows: int [len(sequences)], the row of each sequence (the n sequences of a new request share one).
     choose: another `most_likely`. If all requests are plain, only it reads the logits. Returns int64 [len(sequences)].
-    *changes:* the sequences' generators and `logprobs`; `candidates` of beams, whose tokens are meaningless; `error` of a sequence that cannot be sampled: its token is then
-    meaningless.
+    *changes:* the sequences' generators and `logprobs`; `candidates` of beams, whose tokens are meaningless; `error` of
+    a sequence that cannot be sampled: its token is then meaningless.
     """
     chosen, best = choose(logits)
     tokens = chosen[rows]

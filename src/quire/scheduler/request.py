@@ -309,10 +309,10 @@ class CompletionOutput:
     index: its number, 0 .. n - 1. text, token_ids: what is generated so far, the prompt left out. finish_reason: None
     while it grows, then "stop", "length", "abort" or "error". error: the error that ended it; None without one.
     stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for an end token of the model.
-    new_text: the text that this output adds to the previous output (streaming). score: of an answer of a beam search,
-    see `SamplingParams.length_penalty`. logprobs: one dict per token, the
+    new_text: the text that this output adds to the previous output (streaming). logprobs: one dict per token, the
     chosen token first, then the likeliest. For a request with deltas, `token_ids` and `logprobs` contain only entries
-    since the previous output, and `text` is `new_text`.
+    since the previous output, and `text` is `new_text`. score: of an answer of a beam search, see
+    `SamplingParams.length_penalty`; else None.
     """
 
     index: int
@@ -332,10 +332,11 @@ class RequestOutput:
 
     request_id: given or made. prompt: its text; None for a prompt of token ids. prompt_token_ids: its tokens.
     num_cached_tokens: tokens of the prompt found in memory or in a tier and not computed; num_tier_tokens: those
-    loaded, by tier. outputs: the continuations, `n` of them (of a beam search fewer, if no more are possible). finished: whether all have ended. timings: seconds since
-    the request arrived: until its first step, its first token, its end; None before. prompt_logprobs: with
-    `SamplingParams.prompt_logprobs`, one entry for each token of the prompt once it is computed: a dict, the prompt's
-    token first, then the likeliest; None for the first token and those before `prompt_logprobs_start`.
+    loaded, by tier. outputs: the continuations, `n` of them; of a beam search fewer, if no more are possible. finished:
+    whether all have ended. timings: seconds since the request arrived: until its first step, its first token, its end;
+    None before. prompt_logprobs: with `SamplingParams.prompt_logprobs`, one entry for each token of the prompt once it
+    is computed: a dict, the prompt's token first, then the likeliest; None for the first token and those before
+    `prompt_logprobs_start`.
     """
 
     request_id: str

@@ -154,8 +154,8 @@ class RequestValidator:
         params = params.resolved(self._sampling_defaults)
         if params.beam_width > 1 and not self._can_fork:
             raise ArgumentError(
-                f"expected a storage whose sequences share blocks for beam_width {params.beam_width}, got one that would "
-                "copy all keys and values of each beam; use storage paged or virtual - in `beam_width`"
+                f"expected a storage whose sequences share blocks for beam_width {params.beam_width}, got one that "
+                "would copy all keys and values of each beam; use storage paged or virtual - in `beam_width`"
             )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_token_ids"):
             ids = getattr(params, name) or ()

@@ -297,7 +297,7 @@ class Scheduler:
                 insort(self.running, sequence, key=_key)
                 self._record_start([(sequence, 0)])
             if self._loading.may_start(self.waiting):
-                running = [(sequence, 1) for sequence in self.running]
+                running = [(sequence, int(sequence.candidates is None)) for sequence in self.running]
                 promised = self._admission.margin + self._admission.blocks_to_come(running)
                 promised_to = self._admission.taken_by_owner(running)
                 self._loading.start(
@@ -653,7 +653,7 @@ class Scheduler:
         return True
 
     def _preempt_idle_beam(self) -> bool:
-        """Preempts the last running beam that has its candidates, for a waiting sequence that lacks a place or memory."""
+        """Preempts the last running beam that has its candidates, if a waiting sequence lacks a place or memory."""
         idle = [sequence for sequence in self.running if sequence.candidates is not None]
         if self._admission.refused is None or not idle:
             return False
