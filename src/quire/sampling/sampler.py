@@ -100,14 +100,17 @@ def sample_tokens(
     if beams:
         special = [index for index in special if sequences[index].request.beams is None]
         beams = [index for index in beams if sequences[index].error is None]
-        beam_rows = torch.from_numpy(np.ascontiguousarray(rows[beams], dtype=np.int64))
-        record_candidates(
-            logits[beam_rows.to(logits.device)].float().cpu(), [sequences[index] for index in beams], _edit
-        )
     others = [
         index for index in special if not _is_argmax(sequences[index]) and sequences[index].error is None
     ]
     with one_torch_thread():  # drawn tokens do not depend on the number of threads
+        if beams:
+            beam_rows = torch.from_numpy(np.ascontiguousarray(rows[beams], dtype=np.int64))
+            record_candidates(
+                logits[beam_rows.to(logits.device)].float().cpu(),
+                [sequences[index] for index in beams],
+                _edit,
+            )
         if others:
             tokens = tokens.copy()
             drawn_rows = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
