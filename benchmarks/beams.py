@@ -1,6 +1,6 @@
 """Beam search: speed against transformers, the cost of a reorder, and the memory that sharing saves. JSON lines.
 
-    python benchmarks/beams.py [--quick] [--only speed|reorder|saved] [--dtype bfloat16] [--turns 3]
+    python benchmarks/beams.py [--quick] [--only speed|reorder|saved] [--dtype bfloat16] [--turns 3] [--prompt N]
 
 speed     4 prompts of 128 and of 512 tokens, 4 beams each, 64 new tokens, on random weights in the shape of Qwen3-0.6B
           (see engine.py): tokens of answers per second from the first call to the last answer, of `LLM.generate` and of
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import runpy
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("speed", "reorder", "saved"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--prompt", action="append", type=int, help="tokens of the prompts of `speed`")
     arguments = parser.parse_args()
     turns = 1 if arguments.quick else arguments.turns
     emit_machine()
@@ -51,7 +52,7 @@ def main() -> None:
         model = make_model(quick=arguments.quick, dtype=arguments.dtype)
         emit("beams", case="setup", torch_threads=torch.get_num_threads(), dtype=arguments.dtype)
         if arguments.only != "reorder":
-            for length in (32,) if arguments.quick else (128, 512):
+            for length in arguments.prompt or ((32,) if arguments.quick else (128, 512)):
                 speed(model, length, 16 if arguments.quick else 64, turns)
         if arguments.only != "speed":
             for length in (64,) if arguments.quick else (1024, 4096):
@@ -120,7 +121,9 @@ def reorder(model: PreTrainedModel, length: int, new: int, turns: int) -> None:
         cache, ends = make(), []
         plain = cache.reorder_cache
 
-        def timed(order: torch.Tensor, plain: Any = plain, name: str = name, ends: list[float] = ends) -> None:
+        def timed(
+            order: torch.Tensor, plain: Any = plain, name: str = name, ends: list[float] = ends
+        ) -> None:
             start = time.perf_counter()
             plain(order)
             ends.append(time.perf_counter())
@@ -158,7 +161,7 @@ def saved(*, quick: bool) -> None:
             return plan
 
         llm.cache.reserve_unchecked = counted  # type: ignore[method-assign]
-        for name, (length, new) in (list(LENGTHS.items())[:1] if quick else list(LENGTHS.items())):
+        for name, (length, new) in list(LENGTHS.items())[:1] if quick else list(LENGTHS.items()):
             at = np.linspace(0, len(text) - length, NUM_PROMPTS).astype(int).tolist()
             prompts = [text[first : first + length] for first in at]
             for width in (2, 4, 6):
@@ -187,10 +190,8 @@ def saved(*, quick: bool) -> None:
 
 def _held_out() -> list[str]:
     """The held-out files that the embedded model was not trained on."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-    import embedded_corpus
-
-    return list(embedded_corpus.read_corpus()[1].values())
+    corpus = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "embedded_corpus.py"))
+    return list(corpus["read_corpus"]()[1].values())
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ def test_rows_are_those_of_an_index_after_any_orders_and_crops(storage: str) -> 
             cache.reorder_cache(order)
         keys = step(cache, 1 + turn % 3, turn + 1)
         twin = [
-            torch.cat([old[order], new[:, :, old.shape[2] :]], 2)
-            for old, new in zip(twin, keys, strict=True)
+            torch.cat([old[order], new[:, :, old.shape[2] :]], 2) for old, new in zip(twin, keys, strict=True)
         ]
         for ours, theirs in zip(keys, twin, strict=True):
             assert torch.equal(ours, theirs)

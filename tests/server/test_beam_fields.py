@@ -24,13 +24,18 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     ("fields", "params"),
     [
         ({}, {}),
-        ({"length_penalty": 0.0, "early_stopping": "never"}, {"length_penalty": 0.0, "early_stopping": "never"}),
+        (
+            {"length_penalty": 0.0, "early_stopping": "never"},
+            {"length_penalty": 0.0, "early_stopping": "never"},
+        ),
         ({"best_of": None}, {"beam_width": 3}),
     ],
 )
 def test_completions(url: str, llm: LLM, fields: dict[str, Any], params: dict[str, Any]) -> None:
     answer = post(url, "completions", {**BEAMS, **fields, "return_token_ids": True})
-    [expected] = llm.generate([PROMPT], SamplingParams(**{"beam_width": 4, "n": 3, "max_tokens": 8, **params}))
+    [expected] = llm.generate(
+        [PROMPT], SamplingParams(**{"beam_width": 4, "n": 3, "max_tokens": 8, **params})
+    )
     assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected.outputs]
     assert [one["text"] for one in answer["choices"]] == [one.text for one in expected.outputs]
 
