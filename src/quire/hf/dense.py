@@ -10,8 +10,8 @@ buffer exists too (of one layer at a time).
 Threads: rows belong to one cache, the byte count to all its forks. The memory's lock guards taking, replacing and
 copying buffers; a child of `os.fork` has copies of all and continues with them.
 
-Cost: `prepare` about 0.1 us if there is room; a replacement copies the buffer. `select` and `reorder` copy rows. On
-another device than this machine these copies pass through host memory.
+Cost: `prepare` about 0.1 us if there is room; a replacement copies the buffer. `select` copies rows, `reorder` tokens
+in which rows differ. On another device than this machine these copies pass through host memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`RowLineage`: how far the rows of a batch are copies of one another, so that a reorder copies only what differs.
 
 A beam search continues some rows several times: the rows that descend from one row equal it up to that step, and the
-next reorder among them moves the tokens behind it only, mostly a few. What is not known to be equal counts as different.
+next reorder among them moves the tokens behind it only, mostly a few. Tokens not known to be equal count as different.
 
 Invariants
     L1  in rows r and s the positions below `equal[r, s]` hold the same bytes; it is symmetric.

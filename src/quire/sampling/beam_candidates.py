@@ -19,10 +19,10 @@ from quire.sampling.model_rules import RequestRules
 from quire.sampling.params import SamplingParams
 from quire.sampling.scores import logprobs_of
 
-__all__ = ["BeamSequence", "Search", "record_candidates"]
+__all__ = ["BeamSequence", "CandidateSearch", "record_candidates"]
 
 
-class Search(Protocol):
+class CandidateSearch(Protocol):
     """The part of a beam search (`quire.scheduler.beam_group.BeamGroup`) that this module needs."""
 
     @property
@@ -35,7 +35,7 @@ class _BeamRequest(Protocol):
     @property
     def rules(self) -> RequestRules | None: ...
     @property
-    def beams(self) -> Search | None: ...
+    def beams(self) -> CandidateSearch | None: ...
 
 
 class BeamSequence(Protocol):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError, QuireError
-from quire.sampling.beam_candidates import Search, record_candidates
+from quire.sampling.beam_candidates import CandidateSearch, record_candidates
 from quire.sampling.beam_search import Candidates
 from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
@@ -48,7 +48,7 @@ class _SamplingRequest(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def beams(self) -> Search | None: ...
+    def beams(self) -> CandidateSearch | None: ...
 
 
 class DrawingSequence(Protocol):

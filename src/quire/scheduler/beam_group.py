@@ -22,29 +22,60 @@ Cost: a choice O(beams * candidates), a fork for each further continuation, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from quire.sampling.beam_search import BeamSearch, Continuation
+from quire.sampling.beam_search import BeamSearch, Candidates, Continuation
 
 if TYPE_CHECKING:
     from quire.sampling.detokenizer import Detokenizer
-    from quire.scheduler.request import Request, RequestSequence
+    from quire.sampling.grammar import Matcher
+    from quire.sampling.params import SamplingParams
 
 __all__ = ["BeamGroup", "BeamMoves"]
 
 
-class BeamMoves(Protocol):
+class _Sequence(Protocol):
+    """The part of a request's sequence (`quire.scheduler.request.RequestSequence`) that a search changes."""
+
+    cache_sequence: Any
+    candidates: Candidates | None
+    detokenizer: Detokenizer | None
+    finish_reason: str | None
+    is_withdrawn: bool
+    last_token: int
+    logprobs: list[dict[int, float]] | None
+    matcher: Matcher | None
+    num_tokens: int
+    output_ids: list[int]
+    score: float | None
+    stop_reason: str | int | None
+
+
+Beam = TypeVar("Beam", bound=_Sequence)
+Moved = TypeVar("Moved", contravariant=True)
+
+
+class _Request(Protocol[Beam]):
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    end_ids: frozenset[int]
+    sequences: list[Beam]
+    num_outputs: int
+
+
+class BeamMoves(Protocol[Moved]):
     """The moves of the scheduler that a group uses."""
 
-    def free(self, sequence: RequestSequence) -> None:
+    def free(self, sequence: Moved) -> None:
         """Takes a sequence out of its list and closes it."""
         ...
 
-    def fork(self, parent: RequestSequence, sequence: RequestSequence) -> None:
+    def fork(self, parent: Moved, sequence: Moved) -> None:
         """Lets a free sequence run over the parent's blocks, or wait."""
         ...
 
-    def finish(self, sequence: RequestSequence, reason: str) -> None: ...
+    def finish(self, sequence: Moved, reason: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +89,10 @@ class _Answer:
     detokenizer: Detokenizer | None = None
 
 
-class BeamGroup:
+class BeamGroup(Generic[Beam]):
     """See the module's text. The request's sequences exist before its group."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: _Request[Beam]) -> None:
         params = request.params
         self._request = request
         self._search: BeamSearch[_Answer] = BeamSearch(
@@ -71,7 +102,7 @@ class BeamGroup:
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
-        self.live: list[RequestSequence] = request.sequences[:1]
+        self.live: list[Beam] = request.sequences[:1]
 
     @property
     def num_candidates(self) -> int:
@@ -83,7 +114,7 @@ class BeamGroup:
         """Whether all beams have their candidates."""
         return bool(self.live) and all(sequence.candidates is not None for sequence in self.live)
 
-    def advance(self, moves: BeamMoves) -> None:
+    def advance(self, moves: BeamMoves[Beam]) -> None:
         """Chooses the next beams, or ends the request. `is_ready` must be true."""
         parents = self.live
         candidates = [sequence.candidates for sequence in parents if sequence.candidates is not None]
@@ -99,7 +130,7 @@ class BeamGroup:
                 moves.free(sequence)
         taken = {id(parents[beam]) for beam in children}
         free = iter([sequence for sequence in self._request.sequences if id(sequence) not in taken])
-        made: dict[Continuation, RequestSequence] = {}
+        made: dict[Continuation, Beam] = {}
         for beam, (first, *others) in children.items():
             parent = parents[beam]
             for continuation in others:
@@ -124,7 +155,7 @@ class BeamGroup:
         found = [(hypothesis.score, hypothesis.answer) for hypothesis in self._search.hypotheses]
         self._show(found + beams)
 
-    def _end(self, moves: BeamMoves) -> None:
+    def _end(self, moves: BeamMoves[Beam]) -> None:
         for sequence in self._request.sequences:
             moves.finish(sequence, "stop")
         self._show([(hypothesis.score, hypothesis.answer) for hypothesis in self._search.hypotheses])
@@ -169,7 +200,7 @@ class BeamGroup:
         return _Answer([*sequence.output_ids, token], reason, stop_reason, logprobs, detokenizer)
 
 
-def _copy(parent: RequestSequence, sequence: RequestSequence) -> None:
+def _copy(parent: _Sequence, sequence: _Sequence) -> None:
     """Gives a free sequence the parent's tokens and the states that depend on them."""
     sequence.output_ids = list(parent.output_ids)
     sequence.num_tokens = parent.num_tokens
@@ -179,7 +210,7 @@ def _copy(parent: RequestSequence, sequence: RequestSequence) -> None:
     sequence.is_withdrawn = parent.is_withdrawn
 
 
-def _append(parent: RequestSequence, sequence: RequestSequence, place: int) -> None:
+def _append(parent: _Sequence, sequence: _Sequence, place: int) -> None:
     """Appends the parent's candidate number `place`."""
     candidates = parent.candidates
     assert candidates is not None  # as all beams' in a choice

@@ -261,7 +261,7 @@ class Request:
         self.weight = key.weight  # of the client's share, see `ClientFairness`
         self.sequences = [RequestSequence(self, index) for index in range(max(params.n, params.beam_width))]
         self.num_outputs = params.n  # of `sequences`, the first are the answers
-        self.beams = BeamGroup(self) if params.beam_width > 1 else None
+        self.beams: BeamGroup[RequestSequence] | None = BeamGroup(self) if params.beam_width > 1 else None
         self.scores: PromptScores | None = None
         if params.prompt_logprobs is not None:
             self.scores = PromptScores(
