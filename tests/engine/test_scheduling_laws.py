@@ -1,16 +1,19 @@
-"""Laws of scheduling: in any pool and any order of arrival, every request gets the same tokens as alone."""
+"""Laws of scheduling: in any pool and any order of arrival, every request gets the same tokens as alone; a beam search
+the answers of a search over plain token lists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_length import at_length
+from support.beam_twin import beam_answers
 from support.fake_engine import STATE_BLOCKS, FakeEngine
-from support.fake_model import expected_tokens, full_spec, window_spec
+from support.fake_model import expected_logits, expected_tokens, full_spec, window_spec
 from support.faulty_tier import FaultyTier
 
 from quire.cache.block_counts import num_blocks_for
@@ -31,6 +34,8 @@ class Arrival:
     priority: int
     abort_after: int | None
     client: str | None = None
+    beam_width: int = 1
+    stop_ids: tuple[int, ...] = ()
 
 
 @st.composite
@@ -45,6 +50,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         abort_after=draw(st.sampled_from([None, None, None, 0, 2, 5])),
         client=draw(st.sampled_from([None, None, "a", "b"])),
+        beam_width=draw(st.sampled_from([1, 1, 1, 2, 4])),
+        stop_ids=draw(st.sampled_from([(), (), (5, 17, 40, 77)])),
     )
 
 
@@ -88,7 +95,11 @@ def run(
     for step in range(4000):
         for index, request in enumerate(requests):
             if request.step == step:
-                params = SamplingParams(max_tokens=request.max_tokens, n=request.n)
+                width, stop_ids = request.beam_width, request.stop_ids if request.beam_width > 1 else ()
+                n = request.n if width == 1 else min(request.n, width)
+                params = SamplingParams(
+                    max_tokens=request.max_tokens, n=n, beam_width=width, stop_token_ids=stop_ids
+                )
                 request_id = engine.submit(
                     list(request.prompt), params, priority=request.priority, client=request.client
                 )
@@ -113,6 +124,19 @@ def run(
     assert len(engine.outputs) == len(requests)
     tokens = {ids[i]: [one.token_ids for one in output.outputs] for i, output in engine.outputs.items()}
     return engine, tokens, history
+
+
+def check_search(engine: FakeEngine, request: Arrival, answers: list[list[int]]) -> None:
+    if request.abort_after is not None:
+        return
+    expected = beam_answers(
+        partial(expected_logits, engine.spec),
+        list(request.prompt),
+        width=request.beam_width,
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+    )
+    assert answers == [tokens for tokens, _ in expected[: min(request.n, request.beam_width)]]
 
 
 CASES = {
@@ -153,6 +177,9 @@ def check_case(
     )  # fmt: skip
     engine, tokens, history = run(*case)
     for index, request in enumerate(requests):
+        if request.beam_width > 1:
+            check_search(engine, request, tokens[index])
+            continue
         for ids in tokens[index]:
             if request.abort_after is None:
                 assert len(ids) == request.max_tokens

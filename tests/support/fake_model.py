@@ -93,7 +93,8 @@ def check_batch(batch: Batch[RequestSequence]) -> None:
         assert batch.input_ids[rows].tolist() == sequence.token_ids()[start:stop].tolist()
         assert batch.plan.context_lengths[at] == stop
         if stop == sequence.num_tokens:
-            sampled += [(one, first - 1) for one in (sequence, *sequence.unforked_siblings())]
+            siblings = sequence.unforked_siblings() if sequence.request.beams is None else []
+            sampled += [(one, first - 1) for one in (sequence, *siblings)]
     assert first == len(batch.input_ids) == len(batch.positions)
     drawn = zip(batch.sampled, batch.logit_rows[batch.draw_rows].tolist(), strict=True)
     assert [(id(one), row) for one, row in drawn] == [(id(one), row) for one, row in sampled]

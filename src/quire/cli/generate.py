@@ -59,6 +59,7 @@ def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
             "text": output.text,
             "token_ids": list(output.token_ids),
             "finish_reason": output.finish_reason,
+            **({} if output.score is None else {"score": output.score}),
             "num_cached_tokens": result.num_cached_tokens,
             "num_tier_tokens": result.num_tier_tokens,
         }
@@ -125,6 +126,9 @@ def generate(
     ] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
+    beam_width: options.BeamWidth = 1,
+    length_penalty: options.LengthPenalty = 1.0,
+    early_stopping: options.EarlyStopping = "false",
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -158,7 +162,13 @@ def generate(
 
     if profile_trace is not None:
         check_trace_path(profile_trace)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping={"true": True, "false": False}.get(early_stopping, early_stopping),  # type: ignore[arg-type]
+    )
 
     with open_llm(config) as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)

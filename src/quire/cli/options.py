@@ -18,11 +18,39 @@ import typer
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
 
-__all__ = ["MaxTokens", "Temperature", "engine_flags", "flag", "number", "refuse_models"]
+__all__ = [
+    "BeamWidth",
+    "EarlyStopping",
+    "LengthPenalty",
+    "MaxTokens",
+    "Temperature",
+    "engine_flags",
+    "flag",
+    "number",
+    "refuse_models",
+]
 
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Largest number of tokens to generate.")]
 Temperature = Annotated[
     float | None, typer.Option(metavar="T", help="0 is greedy; the model's own default if not given.")
+]
+
+BeamWidth = Annotated[
+    int, typer.Option(metavar="N", help="A beam search with N beams; its best answer is printed.")
+]
+LengthPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="P", help="Of a beam search: a score is divided by the answer's length to this power."
+    ),
+]
+EarlyStopping = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help="When a beam search ends: true, with N answers; false, when no beam can do better at its length; never, "
+        "at any length.",
+    ),
 ]
 
 

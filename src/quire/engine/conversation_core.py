@@ -82,6 +82,11 @@ class ConversationCore:
         """The request of a turn. *raises:* ArgumentError: no turn can begin now, or not with these parameters."""
         self._require_idle()
         params, transcript = params or SamplingParams(), self._transcript
+        if params.beam_width != 1:
+            raise ArgumentError(
+                f"expected beam_width=1 for a conversation's turn, got {params.beam_width}; give a search to "
+                "generate"
+            )
         if params.n != 1:
             raise ArgumentError(
                 f"expected n=1 for a conversation's turn, got n={params.n}; fork it for several answers"

@@ -94,6 +94,7 @@ class Engine:
             memory_limits=self.memory_limits,
             tenants=self.tenants,
             pins=self.pins,
+            can_fork=parts.cache.can_fork,
         )
         self._outputs = Outputs(model.tokenizer)
         # Called after each reservation and each step; None without monitor and tiers.
@@ -245,7 +246,8 @@ class Engine:
             raise ArgumentError(f"expected a request that has not ended, got {request_id!r} - to fork")
         if len(parent.sequences) > 1:
             raise ArgumentError(
-                f"expected a request with n=1 to fork, got {request_id!r} with n={len(parent.sequences)}"
+                f"expected a request with n=1 and beam_width=1 to fork, got {request_id!r} with n={parent.params.n} "
+                f"and beam_width={parent.params.beam_width}"
             )
         sequence = parent.sequences[0]
         rules = None
@@ -386,7 +388,7 @@ class Engine:
         touched += scheduled.completed
         touched += [sequence for sequence, _ in scheduled.scored if sequence.error is not None]
         for sequence in scheduled.sampled:
-            if sequence.detokenizer is not None:
+            if sequence.detokenizer is not None and sequence.request.beams is None:
                 self._detokenize(sequence, sequence.detokenizer)
             if sequence.request.stream or sequence.state is SequenceStatus.FINISHED:
                 touched.append(sequence)

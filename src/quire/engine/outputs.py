@@ -52,7 +52,7 @@ class Outputs:
             prompt=request.prompt,
             prompt_token_ids=request.prompt_list,
             num_cached_tokens=request.num_cached_tokens,
-            outputs=[self._completion(sequence) for sequence in request.sequences],
+            outputs=[self._completion(sequence) for sequence in request.sequences[: request.num_outputs]],
             finished=request.finished,
             timings=Timings(*(None if at is None else at - arrival for at in times)),
             num_tier_tokens=request.num_tier_tokens,
@@ -86,6 +86,7 @@ class Outputs:
             logprobs=None if sequence.logprobs is None else sequence.logprobs[shown:],
             new_text=new_text,
             error=sequence.error,
+            score=sequence.score,
         )
 
     def _text(self, sequence: RequestSequence) -> tuple[str, str]:

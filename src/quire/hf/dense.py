@@ -10,8 +10,8 @@ buffer exists too (of one layer at a time).
 Threads: rows belong to one cache, the byte count to all its forks. The memory's lock guards taking, replacing and
 copying buffers; a child of `os.fork` has copies of all and continues with them.
 
-Cost: `prepare` about 0.1 us if there is room; a replacement copies the buffer. `select` and `reorder` copy rows. On
-another device than this machine these copies pass through host memory.
+Cost: `prepare` about 0.1 us if there is room; a replacement copies the buffer. `select` copies rows, `reorder` tokens
+in which rows differ. On another device than this machine these copies pass through host memory.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ class DenseMemory:
                 for need, tokens in growing:
                     _dense(need).replace(need.first, need.start, tokens)
 
-    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
+    def reorder(self, needs: Sequence[Need], order: Sequence[int], equal_until: Sequence[int]) -> None:
         moved = [row for row, source in enumerate(order) if row != source]
         for need in needs:
-            if moved and need.first < need.stop:
-                tokens = _dense(need).tokens(need.first, need.stop)
-                sources = read(self.device, tokens)[[order[row] for row in moved]]  # a copy
-                for row, source in zip(moved, sources, strict=True):
-                    write(self.device, tokens[row], source)
+            tokens = _dense(need).tokens(need.first, need.stop)
+            firsts = {row: max(0, equal_until[row] - need.first) for row in moved}
+            # All are read before the first is written.
+            sources = {
+                row: read(self.device, tokens[order[row], first:]).clone() for row, first in firsts.items()
+            }
+            for row, source in sources.items():
+                write(self.device, tokens[row, firsts[row] :], source)
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         selected: list[tuple[DenseRows, int, int]] = []

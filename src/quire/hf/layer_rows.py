@@ -111,8 +111,11 @@ class RowMemory(Protocol):
         """
         ...
 
-    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
-        """Row r becomes what row `order[r]` was, in positions [first, stop). The number of rows stays."""
+    def reorder(self, needs: Sequence[Need], order: Sequence[int], equal_until: Sequence[int]) -> None:
+        """Row r becomes what row `order[r]` was, in positions [first, stop). The number of rows stays.
+
+        equal_until: by row, the position before which the two are equal already.
+        """
         ...
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:

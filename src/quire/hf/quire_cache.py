@@ -40,6 +40,7 @@ from quire.hf.layer_kinds import bound_layer
 from quire.hf.layer_rows import Need, RowBuffer, RowMemory
 from quire.hf.layers import RowLayer
 from quire.hf.owner import calling_model, needs_contiguous
+from quire.hf.row_lineage import RowLineage
 from quire.hf.state_layers import BoundStates, StateCharge
 from quire.hf.stored_shape import StoredShape, check_tokens
 from quire.hf.unbound import import_modelling, warn_unbound
@@ -134,6 +135,7 @@ class QuireCache(DynamicCache):
         self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
         self.state_layers: list[BoundStates] = [layer for layer in layers if isinstance(layer, BoundStates)]
         self.filled_by: weakref.ref[PreTrainedModel] | None = None
+        self._lineage: RowLineage | None = None  # None: nothing is known
         self._broken = False
         self._dense = False  # whether the model gets copies of the views (`needs_contiguous`)
         self.detachers: list[Callable[[], None]] = []  # of objects with views of the rows from step to step
@@ -362,6 +364,7 @@ class QuireCache(DynamicCache):
         super().reset()
         self.formats.reset()
         self.filled_by = None
+        self._lineage = None
         self._broken = False
 
     def fork(self) -> QuireCache:
@@ -403,6 +406,7 @@ class QuireCache(DynamicCache):
         for number, layer in enumerate(filled):
             new.layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
         new.filled_by, new._dense = self.filled_by, self._dense
+        new._lineage = None if self._lineage is None else self._lineage.copy()
         return new
 
     def _copy_states_to(self, new: QuireCache) -> None:
@@ -428,13 +432,16 @@ class QuireCache(DynamicCache):
         return new
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was; the number of rows may change."""
+        """Row i becomes what row `beam_idx[i]` was; the number of rows may change. Tokens in which the two are known to
+        be equal are not copied."""
         order = self._order(beam_idx)
         if len(order) != self._num_rows():
             self._choose(order)
         elif order != list(range(len(order))):
             filled = [layer for layer in self.row_layers if layer.is_initialized]
-            self.memory.reorder(self._contents(filled), order)
+            lineage = self._lineage or RowLineage(len(order))
+            self.memory.reorder(self._contents(filled), order, lineage.equal_until(order))
+            self._record_order(lineage, order, filled)
             for layer in filled:
                 layer.ready = 0
             self._choose_states(order)  # after the rows, which may lack room
@@ -454,6 +461,8 @@ class QuireCache(DynamicCache):
         for layer in self.row_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        if self._lineage is not None:
+            self._lineage.forget_from(max((layer.length for layer in self.row_layers), default=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times in succession. All layers or none.
@@ -496,9 +505,15 @@ class QuireCache(DynamicCache):
         except BaseException:
             self._give_back(before)
             raise
+        self._record_order(self._lineage or RowLineage(self._num_rows()), order, filled)
         for number, layer in enumerate(filled):
             layer.replace(rows[2 * number : 2 * number + 2])
         self._choose_states(order)
+
+    def _record_order(self, lineage: RowLineage, order: list[int], filled: list[RowLayer]) -> None:
+        if filled:
+            lineage.reorder(order, filled[0].length)  # all have as many tokens (Q1)
+            self._lineage = lineage
 
     def _reserve_rows(self, num_rows: int) -> list[tuple[StateCharge, int]]:
         """Count the bytes of additional rows of states. Returns the counts before. All or nothing."""

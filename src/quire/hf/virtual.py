@@ -128,10 +128,10 @@ class VirtualMemory:
             for group, first, _, _ in groups:
                 group.forget(first)
 
-    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
+    def reorder(self, needs: Sequence[Need], order: Sequence[int], equal_until: Sequence[int]) -> None:
         with self._changing():
             for group, _, _, stop in _grouped(needs):
-                group.reorder(order, stop)
+                group.reorder(order, stop, equal_until)
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         with self._changing():
@@ -264,14 +264,20 @@ class _Group:
 
         return undo
 
-    def reorder(self, order: Sequence[int], stop: int) -> None:
+    def reorder(self, order: Sequence[int], stop: int, equal_until: Sequence[int]) -> None:
         end = -(-stop // self.block_tokens)
-        moved = [row for row, source in enumerate(order) if row != source]
-        if not moved or end <= self.low:
+        # Rows that move, and the first of their blocks that differs.
+        firsts = {
+            row: max(self.low, equal_until[row] // self.block_tokens)
+            for row, source in enumerate(order)
+            if row != source
+        }
+        firsts = {row: first for row, first in firsts.items() if first < end}
+        if not firsts:
             return
         entries = self._block_ids(self.low, end)
-        positions = np.concatenate([self._row(row, self.low, end) for row in moved])
-        block_ids = np.concatenate([entries[order[row]] for row in moved])
+        positions = np.concatenate([self._row(row, first, end) for row, first in firsts.items()])
+        block_ids = np.concatenate([entries[order[row], first - self.low :] for row, first in firsts.items()])
         self.heap.map([(self.range, positions, block_ids)], populate=False)
         self.private_from = max(self.private_from, end)
 

@@ -25,6 +25,7 @@ from quire.backends import extension
 from quire.memory.free_memory import free_address_bytes, free_memory_bytes, taken_bytes
 from quire.memory.heap import Heap, physical_bytes
 from quire.memory.placement import MemfdBackend, PlacementBackend
+from quire.torch_threads import one_torch_thread
 
 __all__ = [
     "HOST",
@@ -179,9 +180,10 @@ class HostMemory:
         return Heap(num_bytes)
 
     def copy_blocks(self, pools: Sequence[torch.Tensor], copies: np.ndarray) -> None:
-        for source, destination, num_tokens in copies.tolist():
-            for pool in pools:
-                pool[:, destination, :, :num_tokens] = pool[:, source, :, :num_tokens]
+        with one_torch_thread():  # a copy is too short for a second thread to be worth waking
+            for source, destination, num_tokens in copies.tolist():
+                for pool in pools:
+                    pool[:, destination, :, :num_tokens] = pool[:, source, :, :num_tokens]
 
     def copy_pieces(self, payload: np.ndarray, pieces: np.ndarray, to_device: bool) -> None:
         """By the extension, which releases the GIL, at about the speed of memcpy; without it a memmove for each row."""

@@ -3,6 +3,7 @@
 Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
+    beam_search   the rules of a beam search
     scores, prompt_scores    log probabilities of a prompt's tokens
     greedy        the most likely token of each row
     grammar       tokens that a grammar allows

@@ -14,6 +14,7 @@ text and the longest stop string before it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -84,6 +85,12 @@ class Detokenizer:
         self._held = ""  # decoded, but may become a stop string
         self._num_held_exempt = 0  # its leading characters in which no stop string may end
         self.stop_reason: str | None = None
+
+    def copy(self) -> Detokenizer:
+        """A copy in the same state."""
+        made = copy.copy(self)
+        made._tokens, made._pieces = list(self._tokens), list(self._pieces)
+        return made
 
     @property
     def stopped(self) -> bool:

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from quire.errors import ArgumentError
+from quire.sampling.beam_search import EarlyStopping
 
 __all__ = ["SamplingParams"]
 
 _MAX_LOGPROBS = 1024
+_MAX_BEAMS = 64
+_MAX_PENALTY = 16.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,12 @@ class SamplingParams:
     stop: strings that end a sequence; the text ends before them; None: the model's own. stop_token_ids: tokens that
         end it.
     include_stop_str_in_output: the text includes the stop string or token that ended it.
-    n: sequences per prompt; the prompt is computed once and its blocks are shared.
+    n: sequences per prompt; the prompt is computed once and its blocks are shared. With beams: the best of them.
+    beam_width: 1 for none; else a beam search with this many beams, as transformers' `generate(num_beams=...)`: greedy
+        only, and a request that streams has one output, at its end.
+    length_penalty: of a beam search: an answer's score is its log probability divided by its length to this power.
+    early_stopping: of a beam search: whether it ends when as many answers have ended as it has beams. False: not while
+        a beam of its present length can do better; "never": not while one of the largest length can.
     seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
@@ -71,6 +79,9 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     include_stop_str_in_output: bool = False
     n: int = 1
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -110,6 +121,7 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2 to 2")
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")
         _check_int("n", self.n, 1, 1024)
+        self._check_beams()
         _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
         _check_int("logprobs", self.logprobs, 0, _MAX_LOGPROBS, optional=True)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_LOGPROBS, optional=True)
@@ -145,6 +157,37 @@ class SamplingParams:
         if sum(form is not None for form in self.forms.values()) > 1:
             raise ArgumentError("expected at most one of json_schema, regex and grammar, got several")
 
+    def _check_beams(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, _MAX_BEAMS)
+        _check_number(
+            "length_penalty",
+            self.length_penalty,
+            -_MAX_PENALTY,
+            _MAX_PENALTY,
+            f"-{_MAX_PENALTY} to {_MAX_PENALTY}",
+        )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ArgumentError(
+                f'expected True, False or "never", got {self.early_stopping!r} - in `early_stopping`'
+            )
+        if self.beam_width > 1:
+            if self.n > self.beam_width:
+                raise ArgumentError(
+                    f"expected n of at most beam_width {self.beam_width}, got {self.n} - in `n`"
+                )
+            if self.temperature:
+                raise ArgumentError(
+                    f"expected temperature 0 with beam_width {self.beam_width}, got {self.temperature}: beams are not "
+                    "drawn - in `temperature`"
+                )
+            return
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != neutral:
+                raise ArgumentError(
+                    f"expected beam_width of at least 2 with {name} {getattr(self, name)!r}, got {self.beam_width} - "
+                    f"in `{name}`"
+                )
+
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """These parameters with every gap filled (S1).
 
@@ -160,6 +203,8 @@ class SamplingParams:
 
         max_tokens, min_tokens = pick(self.max_tokens, "max_new_tokens", None), self.min_tokens or 0
         temperature, top_p = pick(self.temperature, "temperature", 1.0), pick(self.top_p, "top_p", 1.0)
+        if self.beam_width > 1:
+            temperature = 0.0
         if top_p == 0.0:
             temperature, top_p = 0.0, 1.0
         return replace(

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError, QuireError
+from quire.sampling.beam_candidates import CandidateSearch, record_candidates
+from quire.sampling.beam_search import Candidates
 from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
 from quire.sampling.model_rules import RequestRules
@@ -45,6 +47,8 @@ class _SamplingRequest(Protocol):
     def rules(self) -> RequestRules | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def beams(self) -> CandidateSearch | None: ...
 
 
 class DrawingSequence(Protocol):
@@ -56,6 +60,7 @@ class DrawingSequence(Protocol):
     logprobs: list[dict[int, float]] | None
     matcher: Matcher | None
     error: BaseException | None
+    candidates: Candidates | None
 
     @property
     def request(self) -> _SamplingRequest: ...
@@ -79,8 +84,8 @@ def sample_tokens(
     logits: [num_rows, vocab] of the model's dtype, on any device, not changed; all that follows is computed in float32
     on this machine. rows: int [len(sequences)], the row of each sequence (the n sequences of a new request share one).
     choose: another `most_likely`. If all requests are plain, only it reads the logits. Returns int64 [len(sequences)].
-    *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled: its token is then
-    meaningless.
+    *changes:* the sequences' generators and `logprobs`; `candidates` of beams, whose tokens are meaningless; `error` of
+    a sequence that cannot be sampled: its token is then meaningless.
     """
     chosen, best = choose(logits)
     tokens = chosen[rows]
@@ -91,10 +96,21 @@ def sample_tokens(
     special = [index for index, sequence in enumerate(sequences) if not sequence.request.is_plain]
     if not special:
         return tokens
+    beams = [index for index in special if sequences[index].request.beams is not None]
+    if beams:
+        special = [index for index in special if sequences[index].request.beams is None]
+        beams = [index for index in beams if sequences[index].error is None]
     others = [
         index for index in special if not _is_argmax(sequences[index]) and sequences[index].error is None
     ]
     with one_torch_thread():  # drawn tokens do not depend on the number of threads
+        if beams:
+            beam_rows = torch.from_numpy(np.ascontiguousarray(rows[beams], dtype=np.int64))
+            record_candidates(
+                logits[beam_rows.to(logits.device)].float().cpu(),
+                [sequences[index] for index in beams],
+                _edit,
+            )
         if others:
             tokens = tokens.copy()
             drawn_rows = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))

@@ -51,7 +51,9 @@ def make_batch(
         draw_rows.append(len(logit_rows))
         if n > 1:
             is_decode = False
-        if sequence.request.params.n > 1 and (siblings := sequence.unforked_siblings()):
+        if sequence.request.beams is not None:
+            is_decode = False  # its candidates are for the search to choose from
+        elif sequence.request.params.n > 1 and (siblings := sequence.unforked_siblings()):
             is_decode = False
             sampled += siblings
             draw_rows += [len(logit_rows)] * len(siblings)

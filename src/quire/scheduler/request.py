@@ -26,6 +26,7 @@ from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import CacheSequence
 from quire.sampling.params import SamplingParams
 from quire.sampling.prompt_scores import PromptScores
+from quire.scheduler.beam_group import BeamGroup
 from quire.scheduler.request_options import RequestOptions, cache_priority_number
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from quire.offload.swap import Swapped
     from quire.offload.tier_load import LoadedSpan, Search, TierLoad
+    from quire.sampling.beam_search import Candidates
     from quire.sampling.detokenizer import Detokenizer
     from quire.sampling.grammar import Matcher
     from quire.sampling.model_rules import RequestRules
@@ -59,6 +61,7 @@ class RequestSequence:
 
     __slots__ = (
         "cache_sequence",
+        "candidates",
         "detokenizer",
         "error",
         "finish_reason",
@@ -76,6 +79,7 @@ class RequestSequence:
         "num_tokens",
         "output_ids",
         "request",
+        "score",
         "search",
         "state",
         "stop_reason",
@@ -112,6 +116,8 @@ class RequestSequence:
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
         self.matcher: Matcher | None = None
+        self.candidates: Candidates | None = None  # of a beam whose tokens are all computed
+        self.score: float | None = None  # of an answer of a beam search
         self.num_shown = 0  # output tokens that earlier outputs of deltas contained
         self.token_s: float | None = None  # time of its newest token; None before the first and after a pause
 
@@ -144,7 +150,10 @@ class RequestSequence:
 
     @property
     def waits_for_commit(self) -> bool:
-        """True if another sequence has yet to commit the tokens that it waits for."""
+        """True if another sequence has yet to commit the tokens that it waits for, or its search's other beams have yet
+        to bring their candidates."""
+        if self.candidates is not None:
+            return True
         if self.waits_for is None:
             return False
         other, position = self.waits_for
@@ -179,6 +188,12 @@ class RequestSequence:
         return [
             sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceStatus.UNFORKED
         ]
+
+    def dependents(self) -> list[RequestSequence]:
+        """The request's other sequences that end with this one's error."""
+        if self.request.beams is not None:
+            return [sequence for sequence in self.request.sequences if sequence is not self]
+        return self.unforked_siblings()
 
     def token_ids(self) -> np.ndarray:
         """All known tokens, int32 [num_tokens]."""
@@ -234,16 +249,20 @@ class Request:
         self.seed = seed
         self.call = call
         self.prompt = prompt
-        self.stream = options.stream
+        self.stream = options.stream and params.beam_width == 1  # a search has no answer before its end
         self.deltas = options.deltas
         # Values that most steps read of every sequence, computed once.
-        self.is_plain = params.is_plain_greedy and params.logprobs is None and rules is None
+        self.is_plain = (
+            params.is_plain_greedy and params.logprobs is None and rules is None and params.beam_width == 1
+        )
         self.owner_id = key.owner_id  # of its memory, see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
         self.client = options.key.tenant if options.client is None else options.client
         self.weight = key.weight  # of the client's share, see `ClientFairness`
-        self.sequences = [RequestSequence(self, index) for index in range(params.n)]
+        self.sequences = [RequestSequence(self, index) for index in range(max(params.n, params.beam_width))]
+        self.num_outputs = params.n  # of `sequences`, the first are the answers
+        self.beams: BeamGroup[RequestSequence] | None = BeamGroup(self) if params.beam_width > 1 else None
         self.scores: PromptScores | None = None
         if params.prompt_logprobs is not None:
             self.scores = PromptScores(
@@ -301,7 +320,8 @@ class CompletionOutput:
     stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for an end token of the model.
     new_text: the text that this output adds to the previous output (streaming). logprobs: one dict per token, the
     chosen token first, then the likeliest. For a request with deltas, `token_ids` and `logprobs` contain only entries
-    since the previous output, and `text` is `new_text`.
+    since the previous output, and `text` is `new_text`. score: of an answer of a beam search, see
+    `SamplingParams.length_penalty`; else None.
     """
 
     index: int
@@ -312,6 +332,7 @@ class CompletionOutput:
     logprobs: list[dict[int, float]] | None = None
     new_text: str = ""
     error: BaseException | None = None
+    score: float | None = None
 
 
 @dataclass
@@ -320,10 +341,11 @@ class RequestOutput:
 
     request_id: given or made. prompt: its text; None for a prompt of token ids. prompt_token_ids: its tokens.
     num_cached_tokens: tokens of the prompt found in memory or in a tier and not computed; num_tier_tokens: those
-    loaded, by tier. outputs: the continuations, `n` of them. finished: whether all have ended. timings: seconds since
-    the request arrived: until its first step, its first token, its end; None before. prompt_logprobs: with
-    `SamplingParams.prompt_logprobs`, one entry for each token of the prompt once it is computed: a dict, the prompt's
-    token first, then the likeliest; None for the first token and those before `prompt_logprobs_start`.
+    loaded, by tier. outputs: the continuations, `n` of them; of a beam search fewer, if no more are possible. finished:
+    whether all have ended. timings: seconds since the request arrived: until its first step, its first token, its end;
+    None before. prompt_logprobs: with `SamplingParams.prompt_logprobs`, one entry for each token of the prompt once it
+    is computed: a dict, the prompt's token first, then the likeliest; None for the first token and those before
+    `prompt_logprobs_start`.
     """
 
     request_id: str

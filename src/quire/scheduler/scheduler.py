@@ -162,6 +162,8 @@ class Scheduler:
         if request is not None:
             for sequence in request.sequences:
                 self.finish(sequence, "abort")
+            if request.beams is not None:
+                request.beams.show_unfinished()
         return request
 
     def pause(self, request_id: str) -> None:
@@ -196,17 +198,9 @@ class Scheduler:
         sequence.state = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.error = error or sequence.error
-        if state is SequenceStatus.WAITING:
-            self._waiting_list(sequence).remove(sequence)
-        elif state is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-            self._keep_scores(sequence)
-            self._close(sequence)
+        self._leave(sequence, state)
+        if state is SequenceStatus.RUNNING:
             self._oom_backoff.record_end()
-        elif state is SequenceStatus.LOADING:
-            self._stop_loading(sequence)
-        sequence.search = None
-        self._swap.drop(sequence)
         request = sequence.request
         if request.finished:
             request.finished_s = self.clock()
@@ -214,6 +208,24 @@ class Scheduler:
             if self.requests.pop(request.request_id, None) is not None:
                 self._calls -= Counter({request.call: 1})  # without the calls that have ended
                 self._clients.remove(request)
+
+    def _leave(self, sequence: RequestSequence, state: SequenceStatus) -> None:
+        """Takes a sequence in `state` out of its list and returns its blocks."""
+        if state is SequenceStatus.WAITING:
+            self._waiting_list(sequence).remove(sequence)
+        elif state is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._keep_scores(sequence)
+            self._close(sequence)
+        elif state is SequenceStatus.LOADING:
+            self._stop_loading(sequence)
+        sequence.search = None
+        self._swap.drop(sequence)
+
+    def free(self, sequence: RequestSequence) -> None:
+        """Ends a beam that does not go on; its request may use the sequence for another one."""
+        self._leave(sequence, sequence.state)
+        sequence.state = SequenceStatus.UNFORKED
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
         """`Cache.drop`. Preempted sequences with this content continue like running ones: their content of it is no
@@ -285,7 +297,7 @@ class Scheduler:
                 insort(self.running, sequence, key=_key)
                 self._record_start([(sequence, 0)])
             if self._loading.may_start(self.waiting):
-                running = [(sequence, 1) for sequence in self.running]
+                running = [(sequence, int(sequence.candidates is None)) for sequence in self.running]
                 promised = self._admission.margin + self._admission.blocks_to_come(running)
                 promised_to = self._admission.taken_by_owner(running)
                 self._loading.start(
@@ -350,7 +362,7 @@ class Scheduler:
             self._record_start(admitted)
             if not self._make_room(chosen):
                 return None
-            may_admit = not self.running
+            may_admit = not (self.running and chosen)
         return None
 
     def _reserve(
@@ -404,16 +416,17 @@ class Scheduler:
                     cache.commit(sequence.cache_sequence, sequence.num_computed)
             for sequence in step.sampled:
                 if sequence.state is SequenceStatus.UNFORKED:
-                    self._fork(sequence)
+                    self.fork(sequence.request.sequences[0], sequence)
             for sequence, _ in step.scored:
                 if sequence.error is not None:
-                    for ended in (sequence, *sequence.unforked_siblings()):
+                    for ended in (sequence, *sequence.dependents()):
                         self.finish(ended, "error", sequence.error)
                 else:
                     self._skip_scored(sequence)
             for sequence in step.completed:
                 self.finish(sequence, "length")
         num_ended = 0
+        searched: dict[str, Request] = {}  # with beams in this step
         # Time of the previous token, and the number of consecutive sequences that share it.
         since, count = None, 0
         for sequence, token in zip(step.sampled, drawn.tolist(), strict=True):
@@ -422,8 +435,12 @@ class Scheduler:
             elif sequence.state is SequenceStatus.FINISHED:
                 continue
             if sequence.error is not None:
-                num_ended += 1
-                self.finish(sequence, "error")
+                for ended in (sequence, *sequence.dependents()):
+                    num_ended += 1
+                    self.finish(ended, "error", sequence.error)
+                continue
+            if sequence.request.beams is not None:
+                searched[sequence.request.request_id] = sequence.request
                 continue
             if sequence.token_s != since:
                 if count and since is not None:
@@ -450,6 +467,10 @@ class Scheduler:
             self.token_gaps.add(now - since, count)
         if together and not num_ended:
             self._decodes, self._drawn = step, drawn
+        for request in searched.values():
+            if request.beams is not None and not request.finished and request.beams.is_ready:
+                request.first_token_s = request.first_token_s or now
+                request.beams.advance(self)
 
     def _skip_scored(self, sequence: RequestSequence) -> None:
         """Has a sequence opened again behind tokens whose scores are known, if their K and V are cached."""
@@ -471,7 +492,7 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         ended: list[RequestSequence] = []
         if alone is not None and alone is self._oom_backoff.alone:
-            ended = [alone, *alone.unforked_siblings()]
+            ended = [alone, *alone.dependents()]
             for sequence in ended:
                 self.finish(sequence, "error", error)
             alone = None
@@ -518,7 +539,7 @@ class Scheduler:
         prefills: list[RequestSequence] = []
         decodes: list[RequestSequence] = []
         for sequence in self.running:
-            if sequence.request.is_paused:
+            if sequence.request.is_paused or sequence.candidates is not None:
                 continue
             (prefills if num_left(sequence) > 1 else decodes).append(sequence)
         clients = self._clients
@@ -603,8 +624,8 @@ class Scheduler:
 
     def _make_room(self, chosen: list[tuple[RequestSequence, int]]) -> bool:
         """Preempts one running sequence, or halves the chunk of the only one. False if all running ones are paused."""
-        if not chosen:  # only paused sequences run
-            return False
+        if not chosen:  # only paused sequences and idle beams run
+            return self._preempt_idle_beam()
         if paused := self._paused_running():
             self._preempt(paused[-1])
             return True
@@ -626,9 +647,17 @@ class Scheduler:
             f"{self._cache.num_free_blocks} of {self._cache.num_possible_blocks} free, and no other request runs - in "
             f"request {sequence.request.request_id!r} at token {sequence.num_computed}"
         )
-        for ended in (sequence, *sequence.unforked_siblings()):
+        for ended in (sequence, *sequence.dependents()):
             self.failed.append(ended)
             self.finish(ended, "error", error)
+        return True
+
+    def _preempt_idle_beam(self) -> bool:
+        """Preempts the last running beam that has its candidates, if a waiting sequence lacks a place or memory."""
+        idle = [sequence for sequence in self.running if sequence.candidates is not None]
+        if self._admission.refused is None or not idle:
+            return False
+        self._preempt(idle[-1])
         return True
 
     def preempt_to(self, num_blocks: int) -> None:
@@ -742,9 +771,8 @@ class Scheduler:
         self._cache.close(cache_sequence)
         self._closed.append(cache_sequence.id)
 
-    def _fork(self, sequence: RequestSequence) -> None:
-        """Forks a sequence from its request's first one, which has just computed the prompt."""
-        parent = sequence.request.sequences[0]
+    def fork(self, parent: RequestSequence, sequence: RequestSequence) -> None:
+        """Lets a sequence of the parent's request run over the parent's blocks, or wait if it cannot."""
         may_run = parent.state is SequenceStatus.RUNNING and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             if parent.cache_sequence is not None:

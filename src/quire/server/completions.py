@@ -86,7 +86,7 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
     prompt = body.prompt
     is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: list[Any] = [prompt] if is_single else list(prompt)  # type: ignore[arg-type]
-    max_answers, n = max(limits.max_prompts, limits.max_n), body.n or 1
+    max_answers, n = max(limits.max_prompts, limits.max_n), max(body.n or 1, body.best_of or 1)
     too_many = max_answers < len(prompts) * n <= len(prompts) * limits.max_n
     if len(prompts) > limits.max_prompts or too_many:
         raise ApiError(
@@ -97,8 +97,6 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
         )
     if body.suffix:
         _check_infill(body, prompts)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(400, "expected best_of to be n: this server does not rank answers", param="best_of")
     return prompts
 
 

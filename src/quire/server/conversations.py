@@ -183,6 +183,12 @@ async def append(
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
+    if params.beam_width != 1:
+        raise ApiError(
+            400,
+            "expected no use_beam_search: a conversation's answers are not searched",
+            param="use_beam_search",
+        )
     writer = ChatWriter(
         body, service, params, output_format, more=lambda: {"conversation": _card(entry).model_dump()}
     )

@@ -37,6 +37,7 @@ from quire.scheduler.request_options import RequestOptions
 from quire.server.api_admission import Admitted, ApiAdmission, client_of
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant, install
+from quire.server.beam_fields import beam_params
 from quire.server.cache_report import asked_by_header, header_of, report_of
 from quire.server.conversation_store import Conversations
 from quire.server.http.request_log import current_request
@@ -103,6 +104,15 @@ class Answer:
         self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.finished and len(output.outputs) < len(self.texts):  # of a beam search with fewer answers
+            for by_index in (
+                self.texts,
+                self.token_ids,
+                self.logprobs,
+                self.finish_reasons,
+                self.stop_reasons,
+            ):
+                del by_index[len(output.outputs) :]
         for part in output.outputs:
             self.texts[part.index] += part.new_text
             self.token_ids[part.index] += part.token_ids
@@ -215,8 +225,9 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         with self._refusals_of(tenant):
-            address = current_request().address
-            admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n, address)
+            address, params = current_request().address, requests[0][1].params
+            num_sequences = max(params.n, params.beam_width)
+            admitted = self._admission.admit(tenant, len(requests), num_sequences, address)
         client = client_of(tenant, address)
         # Chat clients seldom give a length; without one, an answer may run to its natural end.
         own = {"client": client, "default_max_tokens": self.engine.max_model_len}
@@ -278,6 +289,7 @@ class Service:
         n = 1 if body.n is None else body.n
         if n > limits.max_n:
             raise ApiError(400, f"expected n of at most {limits.max_n}, got {n}", param="n")
+        others |= beam_params(body, n, limits.max_n)
         if len(stop or ()) > limits.max_stop or any(len(text) > limits.max_stop_chars for text in stop or ()):
             raise ApiError(
                 400,
@@ -312,7 +324,7 @@ class Service:
         except ValueError as error:
             raise ApiError(400, f"expected token ids as keys: {error}", param="logit_bias") from error
         return SamplingParams(
-            temperature=body.temperature,
+            temperature=0.0 if body.use_beam_search else body.temperature,
             top_p=body.top_p,
             top_k=None if body.top_k is None else max(0, body.top_k),
             min_p=body.min_p,

@@ -36,7 +36,7 @@ OBEYED = frozenset(
     )
 )  # fmt: skip
 
-_BEAMS = "of beam search, and a model with beams is refused"
+_BEAMS = "of beam search, which a request asks for itself"
 _DRAFTS = "drafts change no token"
 _RUNNING = "how transformers runs the model; the answer does not change"
 _OUTPUT = "further outputs of `generate`, next to the tokens"

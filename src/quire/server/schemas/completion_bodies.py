@@ -21,7 +21,6 @@ class CompletionRequest(SamplingBody):
     )
     logprobs: int | None = Field(None, ge=0, description="With echo, of the prompt's tokens too.")
     echo: bool | None = Field(False, description="The text begins with the prompt.")
-    best_of: int | None = Field(None, ge=1, description="Has to equal n.")
     suffix: str | None = Field(
         None,
         description="The text behind the answer, for models whose tokenizer has tokens to fill in the middle; others "

@@ -1,7 +1,7 @@
 """Fields of other servers' requests that this server does not support: each accepts only values without effect.
 
 Null, and the value of the behaviour that happens anyway, are accepted. Any other value is refused with the field's
-name and an alternative: a client that asks for beams must not be answered as if it had not.
+name and an alternative: a client that asks for mirostat must not be answered as if it had not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class OneOf:
         return {"enum": [None, *self.values], "description": f"Not served: {self.reason}."}
 
 
-_NO_BEAMS = "this server has no beam search"
 _NO_TRANSFER = "this server accepts no caches of other servers"
 _NO_RENDER = "this server returns no rendered prompts"
 _TOP = "put temperature, top_p, top_k and others next to the prompt or the messages"
@@ -60,9 +59,6 @@ _NO_AUDIO = "audio is not supported"
 class UnservedFields(StrictBody):
     """Fields of completions and chat completions."""
 
-    use_beam_search: Annotated[Any, OneOf(_NO_BEAMS, False)] = None
-    length_penalty: Annotated[Any, OneOf(_NO_BEAMS, 1.0)] = None
-    early_stopping: Annotated[Any, OneOf(_NO_BEAMS, False)] = None
     skip_special_tokens: Annotated[Any, OneOf("text is written without special tokens", True)] = None
     logprob_token_ids: Annotated[Any, OneOf("give the number of most likely tokens instead")] = None
     logits_processors: Annotated[Any, OneOf("this server runs no code of clients", [])] = None
