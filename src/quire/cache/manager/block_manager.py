@@ -27,6 +27,7 @@ from quire.cache.manager.apply import allocate, write_in_place
 from quire.cache.manager.arrays import block_map, content_of, tree_arrays
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.branch import forget_from, share_computed
+from quire.cache.manager.cache_priorities import set_cache_priority
 from quire.cache.manager.commit import make_findable, release_behind_windows
 from quire.cache.manager.elements import ExtraKeys
 from quire.cache.manager.eviction import FREQUENCY
@@ -331,6 +332,20 @@ class PythonBlockManager:
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         return drop(self.blocks, self.sequences.values(), root, tokens, extra_keys)
+
+    def set_cache_priority(
+        self,
+        tokens: Int32Array,
+        namespace: bytes,
+        key_positions: Int64Array,
+        keys: list[bytes],
+        cache_priority: int,
+        start: int,
+    ) -> tuple[int, int]:
+        """The entries of `results.PriorityChange`. start: >= 0."""
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        return set_cache_priority(self.blocks, root, tokens, extra_keys, cache_priority, start)
 
     def withdraw(self, sequence: int) -> None:
         withdraw(self.blocks.tree, self.sequences[sequence])
