@@ -105,6 +105,13 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
                  return std::tuple(dropped.num_freed, dropped.num_in_use);
              },
              "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+        .def("evict_path",
+             [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
+                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
+                 return with_prompt(self, tokens, name, key_positions, keys,
+                                    [&](const Prompt& prompt) { return self.evict_path(prompt); });
+             },
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
         .def("set_cache_priority",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t cache_priority,

@@ -7,7 +7,7 @@
 // changes anything. UnknownSequence and BadArgument are thrown before any change, and so is std::bad_alloc.
 //
 // Files: block_manager.cpp (life of a sequence), block_manager_blocks.cpp (release, remove, allocate),
-// block_manager_hit.cpp, block_manager_priority.cpp (set_cache_priority), block_manager_reserve.cpp,
+// block_manager_hit.cpp, block_manager_path.cpp (set_cache_priority, evict_path), block_manager_reserve.cpp,
 // block_manager_commit.cpp (commit, rewind), block_manager_report.cpp
 // (owners, events, explain, drop, the whole tree), block_manager_check.cpp.
 //
@@ -184,9 +184,11 @@ public:
 
     // Forgets all content that begins with the prompt, and withdraws sequences that have computed such content.
     Dropped drop(const Prompt& prompt);
-    // Sets the cache priority of the prompt's content from position `start` on; quire.cache.manager.cache_priorities has the
-    // rules.
+    // Sets the cache priority of the prompt's content from position `start` on; quire.cache.manager.known_path has the rules.
     PriorityChange set_cache_priority(const Prompt& prompt, std::int32_t level, std::int64_t start);
+    // Evicts the nodes at the end of the prompt's content, up to one with children or with a block in use. Returns the number
+    // of blocks that became free.
+    std::int64_t evict_path(const Prompt& prompt);
     // Later commits of the sequence are not findable, and it looks for no hits. Twice is harmless.
     void withdraw(SequenceId id) { move_end(find(id), kNone); }
     bool is_findable(SequenceId id) const { return find(id).node != kNone; }
@@ -291,7 +293,7 @@ private:
     void take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept;
     void refresh_hit(Sequence& sequence);
 
-    // block_manager_priority.cpp
+    // block_manager_path.cpp
     void find_path(const Prompt& prompt, bool is_raise);
     std::int32_t highest_level_below(NodeId node) const noexcept;
 

@@ -177,6 +177,15 @@ class BlockManager:
         ],
         keys: Sequence[bytes],
     ) -> tuple[int, int]: ...
+    def evict_path(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
     def set_cache_priority(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],

@@ -157,6 +157,26 @@ def test_bad_arguments_change_nothing(backend: str, bad: dict[str, Any]) -> None
     assert levels(cache, prompt(8)) == [1, 1]
 
 
+def test_the_end_of_a_path_is_evicted_up_to_what_others_need(backend: str) -> None:
+    cache = make(backend)
+    head, one, two = prompt(8, seed=1), prompt(6, seed=2), prompt(4, seed=3)
+    store(cache, [*head, *one])
+    store(cache, [*head, *two])
+    holder = compute(cache, [*head, *two, 5, 6, 7])
+    cache.record_events(True)
+    cache.take_events()
+    assert cache.evict_path([*head, *one]) == 2, "the partial block too; the other branch needs the head"
+    assert [event.reason for event in cache.take_events()] == ["forgotten"]
+    assert cache.evict_path([*head, *two]) == 0, "a sequence holds it"
+    cache.close(holder)
+    pin = cache.pins.add(head)
+    assert cache.evict_path([*head, *two, 5, 6, 7]) == 2
+    cache.pins.remove(pin)
+    assert cache.evict_path([*head, *two]) == 2
+    assert cache.stats()["num_nodes"] == 0
+    cache.check()
+
+
 def random_run(backend: str, seed: int) -> list[Any]:
     """Prompts of a few texts, owners and changes of levels, in a pool too small for them: block ids and changes."""
     rng = np.random.default_rng(seed)
@@ -167,7 +187,9 @@ def random_run(backend: str, seed: int) -> list[Any]:
     for _ in range(300):
         text, cut, start = int(rng.integers(4)), int(rng.integers(1, 48)), int(rng.integers(30))
         tokens = [*texts[0][: int(rng.integers(0, 20))], *texts[text][:cut]]
-        if rng.integers(2):
+        if not rng.integers(6):
+            trace.append(cache.evict_path(tokens))
+        elif rng.integers(2):
             level = int(rng.integers(3))
             trace.append(tuple(cache.set_cache_priority(tokens, level, start=min(start, len(tokens)))))
         else:

@@ -96,6 +96,22 @@ class OwnerMachine(ResizingMachine):
         assert (new[old != new] >= np.minimum(old, cache_priority)[old != new]).all()
         assert (new[old != new] <= np.maximum(old, cache_priority)[old != new]).all()
 
+    @precondition(lambda self: self.history)
+    @rule(which=WHICH, cut=st.integers(0, 12), tokens=TOKENS)
+    def evict_path(self, which: int, cut: int, tokens: list[int]) -> None:
+        content = self.similar(which, cut, tokens)
+        before = self.cache.stats()
+        num_freed = same(
+            self.call(
+                lambda _, cache: cache.evict_path(
+                    content.tokens, namespace=content.namespace, extra_keys=content.keys
+                )
+            )
+        )
+        after = self.cache.stats()
+        assert after["free"] - before["free"] == num_freed == before["cached"] - after["cached"]
+        self.has_dropped |= num_freed > 0
+
     # What a reserve may do
 
     def fits(self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int) -> bool | None:

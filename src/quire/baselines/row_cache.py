@@ -124,6 +124,12 @@ class RowCache(KVCache):
         arguments.priority_change(cache_priority, start, len(tokens))
         return PriorityChange(0, len(tokens))
 
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        arguments.prompt(token_ids, namespace, extra_keys)
+        return 0
+
     def namespaces(self) -> list[bytes]:
         return []
 

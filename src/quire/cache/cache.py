@@ -197,6 +197,11 @@ class Cache(PrefixKVCache):
         change = arguments.priority_change(cache_priority, start, len(prompt[0]))
         return PriorityChange(*self._manager.set_cache_priority(*prompt, *change))
 
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        return self._manager.evict_path(*arguments.prompt(token_ids, namespace, extra_keys))
+
     def namespaces(self) -> list[bytes]:
         return self._manager.namespaces()
 

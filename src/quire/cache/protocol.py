@@ -223,6 +223,17 @@ class KVCache(Protocol):
         """
         ...
 
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        """Evict the content at the end of these tokens now; returns the number of blocks that became free.
+
+        Node after node goes, the deepest first, until one has content behind it that is not of these tokens, or a block
+        that a sequence or a pin holds or that a step may read. It stays, and so does all before it. Whole blocks go.
+        With states, the checkpoints that end in what is gone go too. O(blocks of the tokens).
+        """
+        ...
+
     def namespaces(self) -> list[bytes]:
         """The namespaces with known content or an open sequence, sorted. O(namespaces)."""
         ...

@@ -141,6 +141,18 @@ class StateCache(Cache):
         first = self.checkpoints.set_cache_priority(namespace, content, cache_priority, start)
         return change._replace(first_position=min(change.first_position, first, len(prompt[0])))
 
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        num_freed = super().evict_path(token_ids, namespace=namespace, extra_keys=extra_keys)
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        content = encode(prompt[0], _extra_keys(prompt), 0, len(prompt[0]))
+        last = self.checkpoints.find(namespace, content)
+        while last is not None and not last.num_pins and not self.has_kv_of(last):
+            self._forget(last)
+            last = self.checkpoints.find(namespace, last.content[:-1])
+        return num_freed
+
     def _deepest(self, prompt: _Prompt, most: int) -> Checkpoint | None:
         """The longest checkpoint that the prompt begins with, of at most `most` tokens."""
         return self.checkpoints.find(prompt[1], encode(prompt[0], _extra_keys(prompt), 0, most))

@@ -1,5 +1,5 @@
-// Changes of the cache priority of known content. The rules, and their reasons, stand in
-// quire.cache.manager.cache_priorities.
+// Known content of one path of the tree: its cache priority is changed, or its end leaves memory. The rules, and their
+// reasons, stand in quire.cache.manager.known_path.
 #include <algorithm>
 
 #include "core/block_manager.hpp"
@@ -66,6 +66,24 @@ PriorityChange BlockManager::set_cache_priority(const Prompt& prompt, std::int32
         }
     }
     return change;
+}
+
+std::int64_t BlockManager::evict_path(const Prompt& prompt) {
+    find_path(prompt, false);
+    if (events_.is_on()) events_.ensure_room(path_.size(), 0, 0);
+
+    // From here on no call fails.
+    const std::int64_t num_free = pool_.num_free();
+    for (auto at = path_.rbegin(); at != path_.rend(); ++at) {
+        bool may_go = tree_.num_ends(*at) == 0 && tree_.find(*at, {}).after == kNone;
+        for (std::int32_t column = 0; may_go && column < num_columns(); ++column) {
+            const BlockId block_id = tree_.block_id(*at, column);
+            may_go = block_id == kNone || pool_.state(block_id) == BlockState::cached;
+        }
+        if (!may_go) break;
+        forget(*at);
+    }
+    return pool_.num_free() - num_free;
 }
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-"""Changes of the cache priority of known content: the blocks of one path of the tree, from a position on.
+"""Known content of one path of the tree: its cache priority is changed, or its end leaves memory.
 
 The path of a prompt is its full nodes, and behind them the closest child if all of its tokens agree with the prompt. A
 raise also takes a last node that begins with the rest of the prompt and has more tokens.
@@ -11,6 +11,8 @@ A head keeps at least the level of its tail, since a tail without its head is no
 
 A cached block moves to the list of its new level and keeps the time of its release. The change is no event.
 
+`evict_path` forgets the path's nodes from the deepest one up, until one has children or a block in use.
+
 Cost: O(nodes of the path x log siblings), O(children) for each node that is lowered, O(cached) for the lists.
 """
 
@@ -21,7 +23,7 @@ from quire.cache.manager.elements import ExtraKeys, encode
 from quire.cache.manager.prefix import HOLE, Node
 from quire.cache.types import DISCARD, Int32Array
 
-__all__ = ["set_cache_priority"]
+__all__ = ["evict_path", "set_cache_priority"]
 
 
 def set_cache_priority(
@@ -49,6 +51,17 @@ def set_cache_priority(
                 first = at * blocks.tree.block_size
     blocks.pool.cached.change_cache_priorities(changed)
     return len(changed), first
+
+
+def evict_path(blocks: Blocks, root: Node | None, tokens: Int32Array, extra_keys: ExtraKeys) -> int:
+    """Returns the number of blocks that became free."""
+    num_free = len(blocks.pool.free)
+    for node in reversed(_path_of(blocks, root, tokens, extra_keys, is_raise=False)):
+        is_in_use = any(block_id not in blocks.pool.cached for block_id in _blocks_of(node))
+        if node.children or node.num_sequences or is_in_use:
+            break
+        blocks.forget(node)
+    return len(blocks.pool.free) - num_free
 
 
 def _blocks_of(node: Node) -> list[int]:
