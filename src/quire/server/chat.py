@@ -70,7 +70,7 @@ async def chat_completions(
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
     output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
-    when_answered = next_turn_preparation(body, request, service, tenant, tools)
+    when_answered = next_turn_preparation(body, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
         running = await service.begin(tenant, body, service.requests(tenant, body, [token_ids], params))
@@ -78,10 +78,10 @@ async def chat_completions(
 
 
 def next_turn_preparation(
-    body: ChatRequest, request: Request, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
+    body: ChatRequest, service: Service, tenant: ApiTenant, tools: Sequence[Tool]
 ) -> Callable[[AnswerMessage], None] | None:
     """Has the turn behind the answer prepared, if the request is of a session."""
-    session = session_of(body, request)
+    session = session_of(body)
     if session is None:
         return None
     service.next_turns.withdraw(tenant.name, session)

@@ -12,6 +12,7 @@
     vllm:request_prompt_tokens, vllm:request_generation_tokens, vllm:request_max_num_generation_tokens
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     each tier's content and calls: `quire.tiers.tier_worker.TierCounts`
+    quire:key_read_tokens_total{tenant,key}, _written_, _computed_, _generated_      tokens of requests by API key
     quire:tenant_computed_tokens_total{tenant}        tokens computed for a tenant
     quire:tenant_passed_by_tokens_total{tenant}       tokens computed for others in steps in which it waited
     quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
@@ -118,6 +119,14 @@ _TENANT_COUNTERS = {
     "computed_tokens": "Tokens computed for it.",
     "passed_by_tokens": "Tokens computed for other tenants in steps in which a sequence of it waited.",
 }
+# Each API key's, under `quire:key_...`.
+_KEY_COUNTERS = {
+    "read": "Tokens of prompts found in the cache.",
+    "written": "Tokens of prompts computed, and cached for other requests.",
+    "computed": "Tokens of prompts computed.",
+    "generated": "Tokens of answers.",
+}
+_MAX_KEYS = 1024  # with counts of their own; later ones share the name "other"
 _EVICTION_SPANS = {
     "idle": "Time since the last use of blocks at their eviction.",
     "age": "Age of blocks at their eviction.",
@@ -152,6 +161,13 @@ class Metrics:
         self.prepared_tokens = Counter(
             "quire:prepared_tokens", "Tokens computed for next turns.", registry=self.registry
         )
+        self._key_tokens = {
+            name: Counter(
+                f"quire:key_{name}_tokens", text, ["model_name", "tenant", "key"], registry=self.registry
+            )
+            for name, text in _KEY_COUNTERS.items()
+        }
+        self._keys: set[tuple[str, str]] = set()
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
         )
@@ -202,6 +218,25 @@ class Metrics:
                 self._prefill_time.observe(times.time_to_first_token_s - times.queued_s)
         if times.time_to_first_token_s is not None and times.total_s is not None:
             self._decode_time.observe(times.total_s - times.time_to_first_token_s)
+
+    def record_tokens(
+        self, tenant: str, key: str, output: RequestOutput, num_generated: int, *, is_kept: bool
+    ) -> None:
+        """Counts the tokens of a request by its API key. key: the name of `ApiKey`. is_kept: other requests find the
+        computed tokens."""
+        if len(self._keys) < _MAX_KEYS:
+            self._keys.add((tenant, key))
+        elif (tenant, key) not in self._keys:
+            key = "other"
+        num_computed = len(output.prompt_token_ids) - output.num_cached_tokens
+        counts = {
+            "read": output.num_cached_tokens,
+            "written": num_computed if is_kept else 0,
+            "computed": num_computed,
+            "generated": num_generated,
+        }
+        for name, count in counts.items():
+            self._key_tokens[name].labels(self._label, tenant, key).inc(count)
 
     def render(self, engine_stats: Mapping[str, Any] | None = None) -> bytes:
         """The metrics page, with the engine's counts (`LLM.stats`); None: with a tenant's counts of `record_end`."""

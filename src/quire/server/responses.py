@@ -77,7 +77,7 @@ async def create_response(
             request, chat_params, chat, service, output_format, prompt.tools
         )
         conversation_id = _conversation_id(body)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        when_answered = next_turn_preparation(chat, service, tenant, prompt.tools)
 
         async def keep(response: dict[str, Any]) -> None:
             owned = with_new_ids(own, response["output"], response_id)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -38,8 +39,10 @@ from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
 from quire.server.next_turn import NextTurns
 from quire.server.record_store import RecordStore
+from quire.server.request_session import RequestSession
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
+from quire.server.session_turns import SessionTurns
 from quire.server.settings import ServerSettings
 from quire.server.threads import Threads
 
@@ -135,6 +138,7 @@ class Service:
         engine.texts.prove()
         self.draining = False
         self.next_turns = NextTurns(self, settings.prepare_next_turn)
+        self.session_turns = SessionTurns()
         self.conversations = Conversations(
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
         )
@@ -197,6 +201,7 @@ class Service:
         began = time.monotonic()
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
+        session = RequestSession.of(self, tenant, body)
         with self._refusals_of(tenant):
             address = current_request().address
             admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n, address)
@@ -207,7 +212,9 @@ class Service:
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
-            report = await self._reports(tenant, body, requests)
+            reports = await self._reports(tenant, body, requests, session)
+            if session is not None:
+                session.ask_why(requests, reports)
             releases = [admitted.release_of_one_prompt() for _ in requests]
             streams = await self.engine.begin(requests, releases, max_unread=_MAX_UNREAD)
         except asyncio.CancelledError:  # the client has gone; the request still counts in its rate limit
@@ -216,10 +223,14 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, releases, began, report)
+        return RunningRequests(self, body, admitted, streams, releases, began, reports, session)
 
     async def _reports(
-        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+        self,
+        tenant: ApiTenant,
+        body: SamplingBody,
+        requests: Sequence[tuple[Prompt, RequestOptions]],
+        session: RequestSession | None,
     ) -> list[dict[str, Any]]:
         """The cache's reports on the prompts, if the request asks for them; none of a storage that shares nothing."""
         record = current_request()
@@ -231,9 +242,9 @@ class Service:
             explanation = await self.engine.explain(
                 prompt.token_ids, as_administrator=False, **tenant.key(body.cache_salt)
             )
-            prepared = self.next_turns.num_prepared(
-                prompt.token_ids, explanation.num_hit_tokens, tenant.key(body.cache_salt)
-            )
+            prepared = 0
+            if session is not None:
+                prepared = session.num_prepared(prompt.token_ids, explanation.num_hit_tokens)
             reports.append(report_of(explanation, decode, prepared))
         record.cache_report = header_of(reports)
         return reports
@@ -373,10 +384,12 @@ class Service:
         body: SamplingBody,
         generated: AsyncOutputs,
         began: float,
+        record_turn: Callable[[RequestOutput, int], None] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured from `began` and added to its record. Calls `release` at the end; the
         engine may call it before, so that a slow reader holds no place. Pins the prompt at the first output, if the
-        body has keep_for."""
+        body has keep_for. record_turn: called at the end with the last output, if there is one, and the number of
+        generated tokens."""
         record, all_metrics = current_request(), self._metrics_for(tenant)
         num_generated: defaultdict[int, int] = defaultdict(int)  # tokens, by answer
         first_s: float | None = None
@@ -408,8 +421,18 @@ class Service:
             if output is not None:
                 record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
                 record.num_cached_tokens += output.num_cached_tokens
+                if record_turn is not None:
+                    record_turn(output, sum(num_generated.values()))
             for metrics in all_metrics:
                 metrics.record_end(reason, seconds, output, num_generated.values())
+                if output is not None:
+                    metrics.record_tokens(
+                        tenant.name,
+                        record.key,
+                        output,
+                        sum(num_generated.values()),
+                        is_kept=self.keeps_prefixes,
+                    )
                 if first_s is not None and num_after_first:
                     metrics.time_per_output_token.observe((seconds - first_s) / num_after_first)
 
@@ -595,7 +618,7 @@ class Service:
 class RunningRequests:
     """The running requests of one body. The outputs of each are read once.
 
-    reports: the cache's, of each prompt, if the request asked for them.
+    reports: the cache's, of each prompt, if the request asked for them. session: None without one.
     The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
 
@@ -608,9 +631,11 @@ class RunningRequests:
         releases: Sequence[Callable[[], None]],
         began: float,
         reports: Sequence[dict[str, Any]] = (),
+        session: RequestSession | None = None,
     ) -> None:
         self._service = service
         self._reports = reports
+        self._session = session
         self._body = body
         self._admitted = admitted
         self._streams = streams
@@ -646,6 +671,7 @@ class RunningRequests:
             self._body,
             stream if through is None else through(stream),
             self._began,
+            None if self._session is None else partial(self._session.record, place),
         )
 
     async def answers(self, n: int) -> list[Answer]:

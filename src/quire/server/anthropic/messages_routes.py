@@ -79,7 +79,7 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
                 return await service.encode(text, add_special_tokens=False)
 
             kept = await kept_prefixes(made.texts, prompt.text, prompt.token_ids, encode)
-        when_answered = next_turn_preparation(chat, request, service, tenant, prompt.tools)
+        when_answered = next_turn_preparation(chat, service, tenant, prompt.tools)
         writer = MessagesWriter(body, service, tenant, params, output_format, kept, when_answered)
         with api_field_names(chat):
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
