@@ -174,7 +174,9 @@ class OutputConfig(StrictBody):
 
 
 class RequestMetadata(StrictBody):
-    user_id: Annotated[str | None, Accepted("not used: keys tell tenants apart")] = None
+    user_id: Annotated[
+        str | None, Accepted("names the session if the server says --session-from-user-id; else not used")
+    ] = None
 
 
 class MessagesPrompt(_Cacheable):

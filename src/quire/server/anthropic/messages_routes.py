@@ -29,6 +29,7 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
 from quire.server.schemas.common import ERRORS
+from quire.server.session_name import MAX_CHARS
 
 __all__ = ["router"]
 
@@ -60,6 +61,8 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
     tokenizer = service.tokenizer
     made = await run_in_thread_if_large(request, chat_of_messages, body, tokenizer)
     chat = made.chat
+    if chat.session_id is None and service.settings.session_from_user_id:
+        chat.session_id = _user_id(body)
     with field_names(made.places):
         prompt = await prompt_of_chat(chat, chat.messages, request, service, add_special_tokens=False)
         output_format = OutputFormat.of(tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call)
@@ -85,6 +88,18 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
             running = await service.begin(tenant, chat, requests)
     return await writer.respond(running)
+
+
+def _user_id(body: MessagesRequest) -> str | None:
+    """`metadata.user_id` as a session's name. *raises:* ApiError: too long."""
+    name = None if body.metadata is None else body.metadata.user_id
+    if name is not None and len(name) > MAX_CHARS:
+        raise ApiError(
+            400,
+            f"expected at most {MAX_CHARS} characters, got {len(name)}: this server takes it as the session's name",
+            param="metadata.user_id",
+        )
+    return name
 
 
 @router.post(f"{PATH}/count_tokens", responses=_ERRORS)
