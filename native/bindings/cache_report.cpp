@@ -105,6 +105,25 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
                  return std::tuple(dropped.num_freed, dropped.num_in_use);
              },
              "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+        .def("evict_path",
+             [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
+                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
+                 return with_prompt(self, tokens, name, key_positions, keys,
+                                    [&](const Prompt& prompt) { return self.evict_path(prompt); });
+             },
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+        .def("set_cache_priority",
+             [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
+                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t cache_priority,
+                std::int64_t start) {
+                 check_range("cache_priority", cache_priority, kDiscard, kNumPriorities - 1);
+                 check_range("start", start, 0, INT64_MAX);
+                 const PriorityChange change = with_prompt(self, tokens, name, key_positions, keys, [&](const Prompt& prompt) {
+                     return self.set_cache_priority(prompt, cache_priority, start);
+                 });
+                 return std::tuple(change.num_blocks, change.first_position);
+             },
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "cache_priority"_a, "start"_a)
         .def("set_limits",
              [](Manager& self, std::int32_t owner_id, std::int64_t floor_blocks, std::int64_t quota_blocks) {
                  check_range("owner_id", owner_id, 1, kMostOwner);

@@ -7,7 +7,8 @@
 // changes anything. UnknownSequence and BadArgument are thrown before any change, and so is std::bad_alloc.
 //
 // Files: block_manager.cpp (life of a sequence), block_manager_blocks.cpp (release, remove, allocate),
-// block_manager_hit.cpp, block_manager_reserve.cpp, block_manager_commit.cpp (commit, rewind), block_manager_report.cpp
+// block_manager_hit.cpp, block_manager_path.cpp (set_cache_priority, evict_path), block_manager_reserve.cpp,
+// block_manager_commit.cpp (commit, rewind), block_manager_report.cpp
 // (owners, events, explain, drop, the whole tree), block_manager_check.cpp.
 //
 // Cost: match and open O(blocks of the hit x log siblings); reserve O(sequences + new tokens + evicted blocks), no cost
@@ -84,6 +85,13 @@ struct Stats {
 struct Dropped {
     std::int64_t num_freed = 0;
     std::int64_t num_in_use = 0;
+};
+
+// Blocks whose cache priority `set_cache_priority` changed, and the position of the first node with one; without any, that
+// of the prompt's end.
+struct PriorityChange {
+    std::int64_t num_blocks = 0;
+    std::int64_t first_position = 0;
 };
 
 // The result of a prompt's walk through the tree.
@@ -176,6 +184,11 @@ public:
 
     // Forgets all content that begins with the prompt, and withdraws sequences that have computed such content.
     Dropped drop(const Prompt& prompt);
+    // Sets the cache priority of the prompt's content from position `start` on; quire.cache.manager.known_path has the rules.
+    PriorityChange set_cache_priority(const Prompt& prompt, std::int32_t level, std::int64_t start);
+    // Evicts the nodes at the end of the prompt's content, up to one with children or with a block in use. Returns the number
+    // of blocks that became free.
+    std::int64_t evict_path(const Prompt& prompt);
     // Later commits of the sequence are not findable, and it looks for no hits. Twice is harmless.
     void withdraw(SequenceId id) { move_end(find(id), kNone); }
     bool is_findable(SequenceId id) const { return find(id).node != kNone; }
@@ -280,6 +293,10 @@ private:
     void take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept;
     void refresh_hit(Sequence& sequence);
 
+    // block_manager_path.cpp
+    void find_path(const Prompt& prompt, bool is_raise);
+    std::int32_t highest_level_below(NodeId node) const noexcept;
+
     // block_manager_reserve.cpp
     std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                             std::int64_t num_lookahead, bool restores = false);
@@ -337,7 +354,7 @@ private:
     EventLog events_;
 
     // Scratch of one call, kept to spare allocations.
-    std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
+    std::vector<NodeId> path_;           // find_hit: the nodes of the hit; find_path: a prompt's; commit: equal nodes found
     std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block that the path lacks
     std::vector<Work> works_;
     std::vector<BlockId> sources_;  // reserve: source blocks of copies, in order

@@ -75,6 +75,23 @@ void EvictionOrder::append(Slab<BlockRecord>& block_ids, BlockId block_id) noexc
     if (is_marked_) ++owner_of(block_id).num_cached;
 }
 
+void EvictionOrder::insert(Slab<BlockRecord>& block_ids, BlockId block_id, BlockId near) noexcept {
+    BlockRecord& record = block_ids[index(block_id)];
+    BlockList& list = list_of(record, block_id);
+    const bool is_near = near != kNone && &list_of(block_ids[index(near)], near) == &list;
+    const auto next_of = [&](BlockId at) { return at == kNone ? list.front : block_ids[index(at)].next; };
+    const auto is_older = [&](BlockId at) { return age_of(block_ids[index(at)]) > age_of(record); };
+    BlockId before = is_near ? near : list.back;
+    while (before != kNone && !is_older(before)) before = block_ids[index(before)].previous;
+    while (next_of(before) != kNone && is_older(next_of(before))) before = next_of(before);
+    const BlockId after = next_of(before);
+    record.previous = before;
+    record.next = after;
+    (before == kNone ? list.front : block_ids[index(before)].next) = block_id;
+    (after == kNone ? list.back : block_ids[index(after)].previous) = block_id;
+    if (is_marked_) ++owner_of(block_id).num_cached;
+}
+
 void EvictionOrder::remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept {
     const BlockRecord& record = block_ids[index(block_id)];
     BlockList& list = list_of(record, block_id);

@@ -15,8 +15,8 @@
 //   E1  each list holds cached blocks of its owner, cache priority and uses, and the times in it rise
 //   E2  an owner's counts are those of its blocks
 //
-// Cost: O(1) to append and to remove, O(owners) to find the first and to begin a call. `start_marking`, `slot_of` and
-// `ensure_blocks` can fail.
+// Cost: O(1) to append and to remove, O(blocks between the place and the start of the search) to insert, O(owners) to find
+// the first and to begin a call. `start_marking`, `slot_of` and `ensure_blocks` can fail.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +89,15 @@ public:
     // Raises the priority of a block that is not cached.
     void raise(BlockId block_id, std::int32_t cache_priority) noexcept;
 
+    // Sets the priority of a block that is in no list.
+    void mark(BlockId block_id, std::int32_t cache_priority) noexcept {
+        marks_[index(block_id)].cache_priority = static_cast<std::uint16_t>(cache_priority);
+    }
+
     void append(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept;
+    // Puts a block that was removed into its list, by the time of its release. The search begins at the block `near`, if it
+    // is in this list, else at the end.
+    void insert(Slab<BlockRecord>& block_ids, BlockId block_id, BlockId near) noexcept;
     void remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept;
     void clear() noexcept;
 

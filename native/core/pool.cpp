@@ -89,6 +89,14 @@ void Pool::flight(BlockId block_id, std::int64_t step) noexcept {
     if (order_.is_marked()) ++order_.owner_of(block_id).num_in_flight;
 }
 
+BlockId Pool::set_cache_priority(BlockId block_id, std::int32_t cache_priority, BlockId near) noexcept {
+    const bool is_cached = state(block_id) == BlockState::cached;
+    if (is_cached) order_.remove(blocks_, block_id);
+    order_.mark(block_id, cache_priority);
+    if (is_cached) order_.insert(blocks_, block_id, near);
+    return is_cached ? block_id : near;
+}
+
 BlockId Pool::end_flight(std::int64_t step) noexcept {
     while (!flights_.empty() && flights_.front().step <= step) {
         const Flight flight = flights_.front();

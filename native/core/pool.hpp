@@ -85,6 +85,10 @@ public:
     BlockId behind(BlockId block_id) const noexcept { return blocks_[index(block_id)].next; }
     BlockId first_of(const Owner& owner_id) const noexcept { return order_.first_of(blocks_, owner_id); }
 
+    // Changes the cache priority of a block that is not free; a cached one keeps the time of its release. near: a cached
+    // block changed before, or kNone (see `EvictionOrder::insert`). Returns the block if it is cached, else `near`.
+    BlockId set_cache_priority(BlockId block_id, std::int32_t cache_priority, BlockId near) noexcept;
+
     // Takes a cached block out of the list; it has no state until the next call.
     void take_out(BlockId block_id) noexcept;
 

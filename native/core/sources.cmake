@@ -6,6 +6,7 @@ target_sources(_native PRIVATE
   native/core/block_manager_check.cpp
   native/core/block_manager_commit.cpp
   native/core/block_manager_hit.cpp
+  native/core/block_manager_path.cpp
   native/core/block_manager_report.cpp
   native/core/block_manager_reserve.cpp
   native/core/block_manager_blocks.cpp

@@ -177,6 +177,26 @@ class BlockManager:
         ],
         keys: Sequence[bytes],
     ) -> tuple[int, int]: ...
+    def evict_path(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
+    def set_cache_priority(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+        cache_priority: int,
+        start: int,
+    ) -> tuple[int, int]: ...
     def set_limits(self, owner_id: int, floor_blocks: int, quota_blocks: int) -> None: ...
     def owner_counts(self, owner_id: int) -> tuple[int, int, int]: ...
     def num_available_blocks(self, owner_id: int) -> int: ...

@@ -217,6 +217,30 @@ def test_what_saves_least_goes_first() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_of_a_lower_cache_priority_goes_first(backend: str) -> None:
+    cache, machine = make(num_slots=8, backend=backend)
+    prompts = [list(range(begin, begin + length)) for begin, length in ((0, 30), (100, 20), (200, 10))]
+    for prompt in prompts:
+        sequence = cache.open(prompt)
+        machine.compute(sequence)
+        cache.close(sequence)
+    assert cache.set_cache_priority(prompts[0], 0, start=20).first_position == 20
+    assert {(c.num_tokens, c.cache_priority) for c in cache.checkpoints if c.num_tokens > 20} == {
+        (29, 0),
+        (30, 0),
+    }
+    assert cache.set_cache_priority([*prompts[1], 1, 2], 2).first_position == 0
+    assert [c.cache_priority for c in cache.checkpoints if 10 < c.num_tokens <= 20] == [2, 2]
+    victims = []
+    while (victim := cache.victim()) is not None:
+        victims.append(victim.num_tokens)
+        cache.evict_checkpoint(victim)
+    assert set(victims[:2]) == {29, 30}
+    assert set(victims[-2:]) == {19, 20}
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_and_blocks_exchange_memory(backend: str) -> None:
     """A long prompt takes idle slots, many short ones take idle blocks, and what was kept last stays."""
     cache, machine = make(num_slots=10, num_blocks=30, backend=backend)

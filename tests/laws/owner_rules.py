@@ -58,6 +58,60 @@ class OwnerMachine(ResizingMachine):
         self.call(lambda _, cache: cache.set_limits(owner_id, floor, quota))
         self.limits[owner_id] = Limits(floor, quota)
 
+    @precondition(lambda self: self.history)
+    @rule(
+        which=WHICH,
+        cut=st.integers(0, 12),
+        tokens=TOKENS,
+        cache_priority=st.sampled_from([0, 1, 2]),
+        start=st.sampled_from([0, 0, 3, 8]),
+    )
+    def set_cache_priority(
+        self, which: int, cut: int, tokens: list[int], cache_priority: int, start: int
+    ) -> None:
+        """Only levels change: no block's content, state or owner."""
+        content = self.similar(which, cut, tokens)
+        start = min(start, len(content.tokens))
+        before = self.cache.stats()
+        trees = [self.cache.tree()] if self.is_watched else []
+        changes = self.call(
+            lambda _, cache: cache.set_cache_priority(
+                content.tokens,
+                cache_priority,
+                start=start,
+                namespace=content.namespace,
+                extra_keys=content.keys,
+            )
+        )
+        change = same([tuple(change) for change in changes])
+        assert self.cache.stats() == before
+        if not trees:
+            return
+        trees.append(self.cache.tree())
+        for field in fields(TreeView):
+            if field.name != "cache_priorities":
+                same([getattr(tree, field.name) for tree in trees])
+        old, new = (tree.cache_priorities for tree in trees)
+        assert (old != new).sum() == change[0]
+        assert (new[old != new] >= np.minimum(old, cache_priority)[old != new]).all()
+        assert (new[old != new] <= np.maximum(old, cache_priority)[old != new]).all()
+
+    @precondition(lambda self: self.history)
+    @rule(which=WHICH, cut=st.integers(0, 12), tokens=TOKENS)
+    def evict_path(self, which: int, cut: int, tokens: list[int]) -> None:
+        content = self.similar(which, cut, tokens)
+        before = self.cache.stats()
+        num_freed = same(
+            self.call(
+                lambda _, cache: cache.evict_path(
+                    content.tokens, namespace=content.namespace, extra_keys=content.keys
+                )
+            )
+        )
+        after = self.cache.stats()
+        assert after["free"] - before["free"] == num_freed == before["cached"] - after["cached"]
+        self.has_dropped |= num_freed > 0
+
     # What a reserve may do
 
     def fits(self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int) -> bool | None:
@@ -175,8 +229,7 @@ class OwnerMachine(ResizingMachine):
         if not self.is_watched:
             return
         trees = self.call(lambda _, cache: cache.tree())
-        for field in fields(TreeView):
-            same([getattr(tree, field.name) for tree in trees])
+        same_tree(trees)
         same(self.call(lambda _, cache: cache.namespaces()))
         if self.stored is not None:
             tree = trees[0]
@@ -207,6 +260,12 @@ class OwnerMachine(ResizingMachine):
         totals = (stats["held"] + stats["pinned"], stats["cached"], stats["in_flight"])
         assert tuple(map(sum, zip(*counts, strict=True))) == totals
         same([[cache.max_owner_blocks(owner_id) for owner_id in ACCOUNTS] for cache in self.caches])
+
+
+def same_tree(trees: list[TreeView]) -> TreeView:
+    for field in fields(TreeView):
+        same([getattr(tree, field.name) for tree in trees])
+    return trees[0]
 
 
 def event_key(event: CacheEvent) -> tuple[Any, ...]:

@@ -191,6 +191,8 @@ def recipes() -> dict[str, Recipe]:
         "BlockManager.open": of_manager("open", *_PROMPT, 3, 2),
         "BlockManager.explain": of_manager("explain", *_PROMPT),
         "BlockManager.drop": of_manager("drop", *_PROMPT),
+        "BlockManager.evict_path": of_manager("evict_path", *_PROMPT),
+        "BlockManager.set_cache_priority": of_manager("set_cache_priority", *_PROMPT, 2, 3),
         "BlockManager.append": of_manager("append", 0, tokens()),
         "BlockManager.num_blocks_needed": of_manager("num_blocks_needed", _IDS, _ONES, 1),
         "BlockManager.reserve": of_manager("reserve", _IDS, _ONES, 1),

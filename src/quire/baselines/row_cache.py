@@ -40,7 +40,7 @@ from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
 from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
 from quire.cache.protocol import NORMAL, CacheSequence, Int32Array, Int64Array, KVCache
-from quire.cache.results import Dropped, Match, OwnerCounts
+from quire.cache.results import Dropped, Match, OwnerCounts, PriorityChange
 from quire.cache.states.memory_split import MemorySplit
 from quire.errors import ArgumentError, InvariantError
 from quire.spec import KVSpec
@@ -110,6 +110,25 @@ class RowCache(KVCache):
     ) -> Dropped:
         arguments.prompt(token_ids, namespace, extra_keys)
         return Dropped(0, 0)
+
+    def set_cache_priority(
+        self,
+        token_ids: Any,
+        cache_priority: int,
+        *,
+        start: int = 0,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> PriorityChange:
+        tokens, *_ = arguments.prompt(token_ids, namespace, extra_keys)
+        arguments.priority_change(cache_priority, start, len(tokens))
+        return PriorityChange(0, len(tokens))
+
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        arguments.prompt(token_ids, namespace, extra_keys)
+        return 0
 
     def namespaces(self) -> list[bytes]:
         return []

@@ -15,6 +15,7 @@ from quire.cache.types import DISCARD, KEEP, MAX_OWNER, NO_LIMIT, Int32Array, In
 from quire.errors import ArgumentError, SequenceClosedError
 
 __all__ = [
+    "cache_level",
     "call_manager",
     "closed",
     "count",
@@ -26,6 +27,7 @@ __all__ = [
     "owner_and_cache_priority",
     "owner_limits",
     "owner_number",
+    "priority_change",
     "prompt",
     "share",
     "step",
@@ -115,8 +117,18 @@ def owner_limits(owner_id: Any, floor_blocks: Any, quota_blocks: Any) -> tuple[i
 
 
 def owner_and_cache_priority(owner_id: Any, cache_priority: Any) -> tuple[int, int]:
-    levels = f"a cache priority ({DISCARD} discard, 1 normal, {KEEP} keep)"
-    return owner_number(owner_id), count(cache_priority, levels, DISCARD, KEEP)
+    return owner_number(owner_id), cache_level(cache_priority)
+
+
+def cache_level(cache_priority: Any) -> int:
+    return count(
+        cache_priority, f"a cache priority ({DISCARD} discard, 1 normal, {KEEP} keep)", DISCARD, KEEP
+    )
+
+
+def priority_change(cache_priority: Any, start: Any, num_tokens: int) -> tuple[int, int]:
+    """The cache priority to set, and the position from which on, of a prompt of `num_tokens` tokens."""
+    return cache_level(cache_priority), count(start, "start", 0, num_tokens)
 
 
 def most_cached(max_cached_tokens: Any) -> int:

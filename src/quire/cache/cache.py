@@ -29,7 +29,7 @@ from quire.cache.open_sequence import BlockManager, Sequence
 from quire.cache.pins import Pins
 from quire.cache.protocol import CacheSequence, PrefixKVCache
 from quire.cache.report import report
-from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
+from quire.cache.results import Dropped, Explanation, Match, OwnerCounts, PriorityChange
 from quire.cache.states.memory_split import MemorySplit
 from quire.cache.tree_view import TreeView
 from quire.cache.types import NORMAL, Int32Array, Int64Array
@@ -183,6 +183,24 @@ class Cache(PrefixKVCache):
                 f"{len(pins[0].tokens)} tokens; remove the pin first"
             )
         return Dropped(*self._manager.drop(*prompt))
+
+    def set_cache_priority(
+        self,
+        token_ids: Any,
+        cache_priority: int,
+        *,
+        start: int = 0,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> PriorityChange:
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        change = arguments.priority_change(cache_priority, start, len(prompt[0]))
+        return PriorityChange(*self._manager.set_cache_priority(*prompt, *change))
+
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        return self._manager.evict_path(*arguments.prompt(token_ids, namespace, extra_keys))
 
     def namespaces(self) -> list[bytes]:
         return self._manager.namespaces()

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from quire.cache.events import CacheEvents
     from quire.cache.memory_use import MemoryUse
     from quire.cache.pins import Pins
-    from quire.cache.results import Dropped, Explanation, Match, OwnerCounts
+    from quire.cache.results import Dropped, Explanation, Match, OwnerCounts, PriorityChange
     from quire.cache.states.memory_split import MemorySplit
     from quire.cache.tree_view import TreeView
     from quire.spec import KVSpec
@@ -199,6 +199,38 @@ class KVCache(Protocol):
         `withdraw`, and its blocks are free when it ends. Blocks that a running step may read are free when that step
         has ended. Raises ArgumentError if some of the content is pinned; nothing has changed then.
         Cost: O(blocks forgotten + open sequences).
+        """
+        ...
+
+    def set_cache_priority(
+        self,
+        token_ids: Any,
+        cache_priority: int,
+        *,
+        start: int = 0,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> PriorityChange:
+        """Set the cache priority of the content of these tokens from position `start` on: 0 discard, 1 normal, 2 keep.
+
+        It holds for cached and for held content, up or down, until the next user raises it to a priority of his own.
+        Content that is not in memory is skipped. Content before `start` is raised to the priority if it has a lower
+        one; a block is not lowered below content that continues it. Whole blocks change: `start` counts as the
+        beginning of its node. Pins, floors and quotas come before cache priorities, as ever; the call evicts nothing
+        and is no event. With states, checkpoints from `start` on follow the same rules.
+        Raises ArgumentError unless 0 <= start <= tokens. O(blocks of the tokens + siblings + cached blocks whose
+        release is later, in the same list).
+        """
+        ...
+
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        """Evict the content at the end of these tokens now; returns the number of blocks that became free.
+
+        Node after node goes, the deepest first, until one has content behind it that is not of these tokens, or a block
+        that a sequence or a pin holds or that a step may read. It stays, and so does all before it. Whole blocks go.
+        With states, the checkpoints that end in what is gone go too. O(blocks of the tokens).
         """
         ...
 

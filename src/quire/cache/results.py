@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quire.cache.types import Int32Array
 
-__all__ = ["Dropped", "Explanation", "Match", "OwnerCounts"]
+__all__ = ["Dropped", "Explanation", "Match", "OwnerCounts", "PriorityChange"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,11 @@ class OwnerCounts(NamedTuple):
     held: int
     cached: int
     in_flight: int
+
+
+class PriorityChange(NamedTuple):
+    """Result of `Cache.set_cache_priority`: `num_blocks` have another cache priority now. The first of them begin at
+    token `first_position`; without any it is the length of the prompt."""
+
+    num_blocks: int
+    first_position: int

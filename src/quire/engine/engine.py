@@ -44,6 +44,7 @@ from quire.scheduler.request_validator import RequestValidator, ServedModel
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
+from quire.sessions.session_registry import SessionRegistry
 from quire.step import Batch, StepRefusedError
 
 __all__ = ["Engine"]
@@ -93,6 +94,10 @@ class Engine:
             tenants=self.tenants,
             pins=self.pins,
         )
+        self.max_model_len = model.max_model_len
+        self.sessions = SessionRegistry(parts.cache, self.check_requests)
+        self.session_receipts: Counter[tuple[str, str]] = Counter()
+        """Answers to calls about sessions, by action and outcome."""
         self._outputs = Outputs(model.tokenizer)
         # Called after each reservation and each step; None without monitor and tiers.
         self._on_reserved = None if self.monitor is None and self._stores is None else self.collect
@@ -122,6 +127,9 @@ class Engine:
         """Sets the callbacks of the parts."""
         self.tenants.requests = self.scheduler.requests
         self.tenants.check_requests = self.check_requests
+        self.tenants.on_removed = self.sessions.forget_tenant
+        self.scheduler.on_session_start = self.sessions.start
+        self.scheduler.on_session_end = self.sessions.end
         if self._on_reserved is not None:
             self.swap.on_reserved = self._on_reserved
         if self.monitor is not None:
@@ -220,6 +228,8 @@ class Engine:
             taken.add(request.request_id)
         self._validator.count_arrivals(len(requests))
         for request in requests:
+            if request.options.session is not None:
+                self.sessions.queue(request)
             self.scheduler.add(request)
             self.pins.touch(request.prompt_token_ids, **request.key.content)
 
@@ -316,6 +326,8 @@ class Engine:
         profile = self._profile
         if self.pins.next_expiry is not None:
             self.pins.expire()
+        if self.sessions.next_expiry is not None:
+            self.sessions.expire()
         if profile is not None:
             profile.begin()
         try:
@@ -482,11 +494,18 @@ class Engine:
             tokens.update(request.hit_tokens())
         return {"memory": 0, **tokens}
 
+    def _session_stats(self) -> dict[str, Any]:
+        receipts: dict[str, dict[str, int]] = {}
+        for (action, outcome), count in self.session_receipts.items():
+            receipts.setdefault(action, {})[outcome] = count
+        return {**self.sessions.stats(), "receipts": receipts}
+
     def stats(self) -> dict[str, Any]:
         """The counts of the cache and the engine since the start. Seconds are time in steps.
 
         num_withheld_tokens: prompt tokens for which steps had room, and that `long_prefill_tokens` left to later steps.
-        tenants: see `Scheduler.stats_by_tenant`.
+        tenants: see `Scheduler.stats_by_tenant`. sessions: see `SessionRegistry.stats`; receipts: answers to calls
+        about sessions, by action and outcome.
         evicted_blocks: full blocks whose content left memory, for any reason; without a monitor the cache's own count
         of evictions, with partial blocks.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, if prefixes are shared, else 0. A request
@@ -517,6 +536,7 @@ class Engine:
             "num_generated_tokens": self._num_generated_tokens,
             "num_withheld_tokens": scheduler.num_withheld_tokens,
             "tenants": scheduler.stats_by_tenant(),
+            "sessions": self._session_stats(),
             "num_steps": scheduler.num_steps,
             "num_preemptions": scheduler.num_preemptions,
             "num_loading": len(scheduler.loading),

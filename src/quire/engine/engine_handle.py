@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.engine.profile import Profile
     from quire.engine.prompt_pins import PromptPins
     from quire.engine.runner import Runner
+    from quire.engine.session_calls import Sessions
     from quire.offload.open_tiers import OpenTiers
     from quire.scheduler.known_texts import KnownTexts
     from quire.scheduler.tenants import Tenants
@@ -103,6 +104,11 @@ class EngineHandle:
     def pins(self) -> PromptPins:
         """Prompts that stay in memory."""
         return self._opened.pins
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions of clients: what is held, and loaded or given up on request."""
+        return self._opened.sessions
 
     @property
     def tenants(self) -> Tenants:

@@ -37,6 +37,7 @@ from quire.engine.open_storage import OpenStorage, open_storage
 from quire.engine.profile import Profile
 from quire.engine.prompt_pins import PromptPins
 from quire.engine.serving_plan import refuse_if_none_fits
+from quire.engine.session_calls import Sessions
 from quire.memory.device_memory import HOST
 from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
@@ -61,7 +62,7 @@ __all__ = ["OpenEngine", "open_engine"]
 
 @dataclass(frozen=True, eq=False)
 class OpenEngine:
-    """See the module's text. tenants, pins, monitor: for any thread; the other parts for the driver's thread alone.
+    """See the module's text. tenants, pins, sessions, monitor: for any thread; the other parts for the driver's thread.
 
     profile: None without `profile=True`. huge_page_move: None if no saved weights are moved.
     """
@@ -81,6 +82,7 @@ class OpenEngine:
     driver: Driver
     tenants: Tenants
     pins: PromptPins
+    sessions: Sessions
     monitor: EngineMonitor
     _tiers: OpenTiers | None
     _is_closed: threading.Event
@@ -189,11 +191,16 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
     is_closed = threading.Event()
     tokenizer = model.loaded.tokenizer
     pins = PromptPins(engine, cache, tokenizer, lambda *request: driver.run([request])[0])
+
+    def open_tiers_now() -> OpenTiers | None:
+        return None if is_closed.is_set() else tiers
+
+    sessions = Sessions(engine, cache, open_tiers_now, lambda *request: driver.run([request])[0])
     monitor = EngineMonitor(
         engine,
         cache,
         tokenizer,
-        lambda: None if is_closed.is_set() else tiers,
+        open_tiers_now,
         lambda: _memory_stats(budget, storage, model),
     )
     driver, closing = _start_driver(config, engine, budget, idle_trim)
@@ -216,6 +223,7 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
         driver=driver,
         tenants=in_driver(engine.tenants, driver),
         pins=in_driver(pins, driver),
+        sessions=in_driver(sessions, driver),
         monitor=in_driver(monitor, driver),
         _tiers=tiers,
         _is_closed=is_closed,

@@ -270,12 +270,18 @@ class TierLoads:
         names = [lookup.current_tier for lookup in search.lookups if not lookup.done.is_set()]
         return tuple(name for name in names if name is not None) or self._stack.tier_names
 
-    def num_worth_loading(self, sequence: OffloadedSequence, num_in_memory: int) -> int:
-        """Tokens that the sequence should have after a load; `num_in_memory` if none is worth loading."""
+    def num_worth_loading(
+        self, sequence: OffloadedSequence, num_in_memory: int, *, is_wanted: bool = False
+    ) -> int:
+        """Tokens that the sequence should have after a load; `num_in_memory` if none is worth loading.
+
+        is_wanted: every load is worth its time."""
         search = sequence.search
         if search is None or not search.done:
             return num_in_memory
         stop = search.num_tokens(num_in_memory, sequence.max_cached_tokens)
+        if is_wanted:
+            return stop
         num_bytes: Counter[str] = Counter()
         per_token = self._cache.spec.bytes_per_token
         for key, tier in search.chain_behind(num_in_memory):

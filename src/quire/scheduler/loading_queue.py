@@ -101,7 +101,9 @@ class LoadingQueue:
             if sequence.waits_for is not None:
                 cache.close(cache_sequence)
                 continue
-            stop = self._loads.num_worth_loading(sequence, found)
+            stop = self._loads.num_worth_loading(
+                sequence, found, is_wanted=sequence.request.options.only_loads
+            )
             if stop == found:
                 sequence.search = None  # computing is faster
                 cache.close(cache_sequence)

@@ -90,7 +90,7 @@ class RequestSequence:
         self.state = SequenceStatus.UNFORKED
         self.key: tuple[int, int, int] = (
             request.priority,
-            request.arrival,
+            2 * request.arrival,  # an odd number is a place between two arrivals
             index,
         )  # the smallest is served first
         self.output_ids: list[int] = []

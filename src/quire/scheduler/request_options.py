@@ -14,7 +14,17 @@ from quire.cache.protocol import DISCARD, KEEP, NORMAL
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 
-__all__ = ["CACHE_PRIORITIES", "CachePriority", "RequestKeywords", "RequestOptions", "cache_priority_number"]
+__all__ = [
+    "CACHE_PRIORITIES",
+    "MAX_SESSION_CHARS",
+    "CachePriority",
+    "RequestKeywords",
+    "RequestOptions",
+    "cache_priority_number",
+    "check_session",
+]
+
+MAX_SESSION_CHARS = 256
 
 CachePriority = Literal["keep", "normal", "discard"]
 CACHE_PRIORITIES: Mapping[str, int] = {"keep": KEEP, "normal": NORMAL, "discard": DISCARD}
@@ -25,6 +35,7 @@ class RequestKeywords(PrefixKeywords, total=False):
 
     priority: int
     cache_priority: CachePriority
+    session: str | None
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,9 @@ class RequestOptions:
     each step instead of one at the end; deltas: each output contains only new tokens and text. request_id: generated
     if None. client: name of the client, or None for its tenant; clients share the engine, see `ClientFairness`.
     default_max_tokens: max_tokens, if neither the parameters nor the model set it; None: the engine's default.
-    is_preparation: computes a prompt before a client asks for it: no request in counts and records.
+    session: the name of its session, of at most 256 characters, which counts within its tenant; None for none.
+    is_preparation: computes a prompt before a client asks for it: no request in counts and records. only_loads: takes
+    what the tiers have of its prompt into memory, computes nothing and ends.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -48,6 +61,8 @@ class RequestOptions:
     client: str | None = None
     default_max_tokens: int | None = None
     is_preparation: bool = False
+    session: str | None = None
+    only_loads: bool = False
 
     @classmethod
     def of(
@@ -60,6 +75,7 @@ class RequestOptions:
         deltas: bool = False,
         request_id: str | None = None,
         is_preparation: bool = False,
+        session: str | None = None,
         **key: Unpack[PrefixKeywords],
     ) -> RequestOptions:
         """Options from a call's keywords. params: None for the defaults. *raises:* TypeError: unknown keywords."""
@@ -73,6 +89,7 @@ class RequestOptions:
             deltas,
             request_id,
             is_preparation=is_preparation,
+            session=session,
         )
 
 
@@ -81,3 +98,12 @@ def cache_priority_number(cache_priority: Any) -> int:
     if cache_priority not in CACHE_PRIORITIES:
         raise ArgumentError(f"expected keep, normal or discard, got {cache_priority!r} - in `cache_priority`")
     return CACHE_PRIORITIES[cache_priority]
+
+
+def check_session(session: Any) -> None:
+    """*raises:* ArgumentError: no name of a session."""
+    if not isinstance(session, str) or not 0 < len(session) <= MAX_SESSION_CHARS:
+        got = f"{len(session)}" if isinstance(session, str) else repr(session)
+        raise ArgumentError(
+            f"expected a session's name of 1 to {MAX_SESSION_CHARS} characters, got {got} - in `session`"
+        )

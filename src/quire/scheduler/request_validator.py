@@ -24,7 +24,7 @@ from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import BadWords, TokenMask
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request
-from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_options import RequestOptions, check_session
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.scheduler.tenants import Tenants
 
@@ -98,6 +98,8 @@ class RequestValidator:
         the model's rules, if it continues another request.
         *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
         """
+        if options.session is not None:
+            check_session(options.session)
         tokens = self.check_tokens(prompt.token_ids, may_fill=options.params.max_tokens == 0)
         key = key or self._tenants.resolve(options.key, tokens)
         params = self._resolve_params(options.params)

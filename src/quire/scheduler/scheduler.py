@@ -131,6 +131,11 @@ class Scheduler:
             False  # the sequences of the last reserved step: all decodes of plain greedy requests
         )
         self._clients = ClientFairness()
+        self._num_only_loads = 0  # requests that only load
+        self.on_session_start: Callable[[Request], None] = lambda request: None
+        """Called when a request of a session first runs."""
+        self.on_session_end: Callable[[Request], None] = lambda request: None
+        """Called when a request of a session has ended, whether it ran or not."""
 
     # -- requests in and out ---------------------------------------------------------------------------
 
@@ -138,6 +143,7 @@ class Scheduler:
         """Queues a request made by `RequestValidator.request`: it fits if it runs alone."""
         self.requests[request.request_id] = request
         self._calls[request.call] += 1
+        self._num_only_loads += request.options.only_loads
         self._clients.add(request)
         self._wait(request.sequences[0])
 
@@ -213,7 +219,10 @@ class Scheduler:
             self._paused.discard(request.request_id)
             if self.requests.pop(request.request_id, None) is not None:
                 self._calls -= Counter({request.call: 1})  # without the calls that have ended
+                self._num_only_loads -= request.options.only_loads
                 self._clients.remove(request)
+                if request.options.session is not None:
+                    self.on_session_end(request)
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
         """`Cache.drop`. Preempted sequences with this content continue like running ones: their content of it is no
@@ -237,7 +246,7 @@ class Scheduler:
         return dropped
 
     def pop_failed(self) -> list[RequestSequence]:
-        """Removes and returns the sequences that `schedule` ended because they do not fit even alone."""
+        """Removes and returns the sequences that `schedule` ended: they do not fit even alone, or only load."""
         failed, self.failed = self.failed, []
         return failed
 
@@ -291,6 +300,8 @@ class Scheduler:
                 self._loading.start(
                     self.waiting, self.running, promised, promised_to, self.max_num_seqs, self._open
                 )
+        if self._num_only_loads:
+            self._end_only_loads()
         may_admit = True
         while self.running or self.waiting:
             steady = self._steady_decodes()
@@ -352,6 +363,15 @@ class Scheduler:
                 return None
             may_admit = not self.running
         return None
+
+    def _end_only_loads(self) -> None:
+        """Ends the requests that only load, if their load has ended or did not begin."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request.options.only_loads and (
+                sequence.state is SequenceStatus.RUNNING or sequence.is_searched
+            ):
+                self.failed.append(sequence)
+                self.finish(sequence, "length")
 
     def _reserve(
         self,
@@ -670,6 +690,8 @@ class Scheduler:
             if request.started_s is None:
                 request.started_s = self.clock()
                 request.num_cached_tokens = sequence.num_computed
+                if request.options.session is not None:
+                    self.on_session_start(request)
 
     def _return_to_waiting(self, sequence: RequestSequence) -> None:
         """RUNNING to WAITING; its committed content stays findable."""

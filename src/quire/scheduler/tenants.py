@@ -70,6 +70,8 @@ class Tenants:
         self.check_requests: Callable[[], None] = lambda: None
         """Raises CapacityError if a queued request no longer fits, after a change of limits."""
         self.users: dict[str, WeakSet[Any]] = {}
+        self.on_removed: Callable[[str], None] = lambda name: None
+        """Called with the name of each tenant that was removed."""
         """The services that use a tenant; only of tenants that a service added."""
         self.public = self._derive_key(b"public")
         self._owners[self.public] = "(public)"
@@ -186,6 +188,7 @@ class Tenants:
         self._memory_limits.set(tenant.owner_id, None)
         del self._by_name[name]
         self.users.pop(name, None)
+        self.on_removed(name)
 
     # -- places of content ---------------------------------------------------------------------------
 

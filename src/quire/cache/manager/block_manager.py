@@ -33,6 +33,7 @@ from quire.cache.manager.eviction import FREQUENCY
 from quire.cache.manager.forget import drop, withdraw
 from quire.cache.manager.groups import explain_hit, find_hit
 from quire.cache.manager.invariants import check_invariants
+from quire.cache.manager.known_path import evict_path, set_cache_priority
 from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NOBODY
 from quire.cache.manager.reserve import BlockRequest, Copy, blocks_by_owner, decide, make_plan
@@ -331,6 +332,26 @@ class PythonBlockManager:
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         return drop(self.blocks, self.sequences.values(), root, tokens, extra_keys)
+
+    def set_cache_priority(
+        self,
+        tokens: Int32Array,
+        namespace: bytes,
+        key_positions: Int64Array,
+        keys: list[bytes],
+        cache_priority: int,
+        start: int,
+    ) -> tuple[int, int]:
+        """The entries of `results.PriorityChange`. start: >= 0."""
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        return set_cache_priority(self.blocks, root, tokens, extra_keys, cache_priority, start)
+
+    def evict_path(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        root = self.blocks.tree.roots.get(namespace)
+        return evict_path(self.blocks, root, tokens, ExtraKeys(key_positions.tolist(), keys))
 
     def withdraw(self, sequence: int) -> None:
         withdraw(self.blocks.tree, self.sequences[sequence])

@@ -11,7 +11,7 @@ out content that is used again, and content without further uses stays at most t
 parameter. "lru", the least recently used block first, counts no uses.
 
 Each owner, cache priority and number of uses has a list, in the order in which its blocks were released. Until it is
-free, a block keeps the highest cache priority of its users.
+free, a block keeps the highest cache priority of its users, unless `Cache.set_cache_priority` sets another one.
 
 Every sequence that used a path releases its head after its tail, and with no lower a cache priority. A head has at
 least the uses of its tail. So a head goes last, unless its tail belongs to an owner that may not lose it now.
@@ -22,13 +22,13 @@ priorities, pins, floors and quotas come before it, and a head has at least the 
 tail goes before its head whatever the keys. The native back end has "frequency" and "lru" alone.
 
 Cost: O(1) to add and to remove, O(owners) to find the first; with a registered policy O(cached) to find it, and
-O(children) to add, for the keys below.
+O(children) to add, for the keys below. O(cached) to change cache priorities.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from quire.cache.manager.owners import NOBODY
 from quire.cache.types import DISCARD, KEEP, NORMAL
@@ -88,7 +88,8 @@ def policy_of(name: str) -> EvictionPolicy | None:
 
 
 class EvictionOrder:
-    """The cached blocks; for every block its owner, cache priority and uses, which change only while it is not cached.
+    """The cached blocks; for every block its owner, cache priority and uses. While it is cached, only
+    `change_cache_priorities` changes one of them.
 
     counts_uses: whether the policy is "frequency"; every block has 1 use otherwise."""
 
@@ -178,6 +179,18 @@ class EvictionOrder:
     def remove(self, block_id: int) -> None:
         del self._lists[self._list_of(block_id)][block_id]
         self._count -= 1
+
+    def change_cache_priorities(self, levels: Mapping[int, int]) -> None:
+        """Gives blocks other cache priorities. A cached block keeps its key and the time of its release."""
+        moved: dict[tuple[int, int, int], list[tuple[int, tuple[float, int]]]] = {}
+        for block_id, level in levels.items():
+            entry = self._lists.get(self._list_of(block_id), {}).pop(block_id, None)
+            self.cache_priority[block_id] = level
+            if entry is not None:
+                moved.setdefault(self._list_of(block_id), []).append((block_id, entry))
+        for place, entries in moved.items():
+            entries += self._lists.get(place, {}).items()
+            self._lists[place] = OrderedDict(sorted(entries, key=lambda item: item[1][1]))
 
     def clear(self) -> None:
         self._lists.clear()

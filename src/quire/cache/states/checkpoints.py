@@ -7,7 +7,8 @@ within their namespace. This file knows neither the bytes nor the users of slots
 
 The eviction order weighs bytes per token saved, and time (GreedyDual: Young 1994, "The k-server dual and loose
 competitiveness for paging"). All states of a model have equal bytes, so a checkpoint's score is the clock plus the
-tokens it saves beyond the next shorter one. The lowest score goes first, and the clock moves up to it.
+tokens it saves beyond the next shorter one. The lowest score of the lowest cache priority goes first, and the clock
+moves up to the lowest score of all.
 
 Invariants
     K1  no two checkpoints have the same namespace and content, or the same slot.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -33,7 +35,8 @@ __all__ = ["Checkpoint", "Checkpoints"]
 @dataclass(eq=False)
 class Checkpoint:
     """content: its tokens, as `manager.elements.encode` writes them. cache_priority: the highest among the sequences
-    that left it. stored_as: the priority with which the tiers store it; -1 if they do not yet."""
+    that left it or began with it since `set_cache_priority`. stored_as: the priority with which the tiers store it; -1
+    if they do not yet."""
 
     namespace: bytes
     content: bytes
@@ -105,10 +108,10 @@ class Checkpoints:
 
     def victim(self, but: Collection[int] = ()) -> Checkpoint | None:
         """The checkpoint to evict first; None if all are pinned or lie in the slots `but`. Removes nothing."""
-        free_to_go = (
-            checkpoint for checkpoint in self if not checkpoint.num_pins and checkpoint.slot not in but
-        )
-        return min(free_to_go, key=lambda checkpoint: checkpoint.score, default=None)
+        return min(self._free_to_go(but), key=lambda one: (one.cache_priority, one.score), default=None)
+
+    def _free_to_go(self, but: Collection[int] = ()) -> Iterator[Checkpoint]:
+        return (checkpoint for checkpoint in self if not checkpoint.num_pins and checkpoint.slot not in but)
 
     def worth(self, checkpoint: Checkpoint) -> float:
         """Tokens that it saves, fewer the longer it was unused."""
@@ -120,12 +123,28 @@ class Checkpoints:
 
     @property
     def num_free_to_go(self) -> int:
-        return sum(not checkpoint.num_pins for checkpoint in self)
+        return sum(1 for _ in self._free_to_go())
 
     def evict(self, checkpoint: Checkpoint) -> None:
-        """`remove`, to make room. The clock moves up to the victim's score, whichever checkpoint goes."""
-        self._clock = max(self._clock, (self.victim() or checkpoint).score)
+        """`remove`, to make room. The clock moves up to the lowest score, whichever checkpoint goes."""
+        lowest = min((one.score for one in self._free_to_go()), default=checkpoint.score)
+        self._clock = max(self._clock, lowest)
         self.remove(checkpoint)
+
+    def set_cache_priority(self, namespace: bytes, content: bytes, level: int, start: int) -> float:
+        """Sets the cache priority of the checkpoints of more than `start` tokens that the content begins with. None
+        falls below that of a checkpoint that continues it. Returns the token before the end of the shortest one that
+        changed; infinity without any."""
+        first, at = inf, self.find(namespace, content)
+        while at is not None and at.num_tokens > start:
+            longer = (
+                one.cache_priority for one in self.beginning_with(namespace, at.content) if one is not at
+            )
+            new = max(level, min(at.cache_priority, max(longer, default=level)))
+            if new != at.cache_priority:
+                at.cache_priority, first = new, at.num_tokens - 1
+            at = self.find(namespace, at.content[:-1])
+        return first
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """It can no longer be found."""

@@ -36,7 +36,7 @@ from quire.cache.cache import Cache
 from quire.cache.manager.elements import ExtraKeys, encode
 from quire.cache.open_sequence import Sequence
 from quire.cache.protocol import CacheSequence
-from quire.cache.results import Dropped, Match
+from quire.cache.results import Dropped, Match, PriorityChange
 from quire.cache.states.checkpoints import Checkpoint, Checkpoints
 from quire.cache.states.memory_split import MemorySplit
 from quire.cache.types import NORMAL, Int32Array, Int64Array
@@ -123,6 +123,35 @@ class StateCache(Cache):
         for checkpoint in self.checkpoints.beginning_with(prompt[1], content):
             self._forget(checkpoint)
         return dropped
+
+    def set_cache_priority(
+        self,
+        token_ids: Any,
+        cache_priority: int,
+        *,
+        start: int = 0,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> PriorityChange:
+        change = super().set_cache_priority(
+            token_ids, cache_priority, start=start, namespace=namespace, extra_keys=extra_keys
+        )
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        content = encode(prompt[0], _extra_keys(prompt), 0, len(prompt[0]))
+        first = self.checkpoints.set_cache_priority(namespace, content, cache_priority, start)
+        return change._replace(first_position=min(change.first_position, first, len(prompt[0])))
+
+    def evict_path(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        num_freed = super().evict_path(token_ids, namespace=namespace, extra_keys=extra_keys)
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        content = encode(prompt[0], _extra_keys(prompt), 0, len(prompt[0]))
+        last = self.checkpoints.find(namespace, content)
+        while last is not None and not last.num_pins and not self.has_kv_of(last):
+            self._forget(last)
+            last = self.checkpoints.find(namespace, last.content[:-1])
+        return num_freed
 
     def _deepest(self, prompt: _Prompt, most: int) -> Checkpoint | None:
         """The longest checkpoint that the prompt begins with, of at most `most` tokens."""
