@@ -61,9 +61,10 @@ async def completions(
         return await writer.stream(running)
     with running:
         answers = await running.answers(params.n)
+        more = {**running.report_fields, **await running.end()}
         if params.prompt_logprobs is None:
-            return writer.json_response(answers, running.report_fields)
-        return await service.threads.run(writer.json_response, answers, running.report_fields)
+            return writer.json_response(answers, more)
+        return await service.threads.run(writer.json_response, answers, more)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -277,7 +278,7 @@ class _CompletionWriter:
                             )
                             choice["logprobs"] = logprobs.model_dump()
                         yield write.choice(choice)
-        more = running.report_fields
+        more = {**running.report_fields, **await running.end()}
         if with_usage or more:
             usage = _usage(answers, self._service).model_dump()
             yield event({**self._head, "choices": [], "usage": usage, **more})

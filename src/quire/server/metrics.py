@@ -13,6 +13,7 @@
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     each tier's content and calls: `quire.tiers.tier_worker.TierCounts`
     quire:key_read_tokens_total{tenant,key}, _written_, _computed_, _generated_      tokens of requests by API key
+    quire:session_receipts_total{action,outcome}      answers to commands for the content of sessions
     quire:tenant_computed_tokens_total{tenant}        tokens computed for a tenant
     quire:tenant_passed_by_tokens_total{tenant}       tokens computed for others in steps in which it waited
     quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
@@ -118,6 +119,23 @@ _TIER_GAUGES = {
 _TENANT_COUNTERS = {
     "computed_tokens": "Tokens computed for it.",
     "passed_by_tokens": "Tokens computed for other tenants in steps in which a sequence of it waited.",
+}
+# Of sessions: `stats()["sessions"]`.
+_SESSION_COUNTERS = {
+    "num_superseded_branches": ("quire:superseded_branches", "Branches of sessions that newer turns left."),
+    "superseded_blocks": ("quire:superseded_blocks", "Blocks of those that were discarded."),
+    "superseded_tokens": ("quire:superseded_tokens", "Tokens of those that were discarded."),
+    "num_tool_waits": ("quire:tool_waits", "Answers with calls of tools in sessions."),
+    "num_tool_waits_over_share": (
+        "quire:tool_waits_over_share",
+        "Those among them that were not kept, for want of room in the share for tools.",
+    ),
+}
+_SESSION_GAUGES = {
+    "num_sessions": ("quire:sessions", "Sessions that the engine knows."),
+    "num_held": ("quire:held_sessions", "Sessions that clients hold."),
+    "num_kept_for_tools": ("quire:tool_kept_branches", "Branches of sessions that are kept for their tools."),
+    "kept_for_tools_blocks": ("quire:tool_kept_blocks", "Blocks of those."),
 }
 # Each API key's, under `quire:key_...`.
 _KEY_COUNTERS = {
@@ -270,6 +288,7 @@ class Metrics:
                 )
         yield from self._tier_families(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
         yield from self._eviction_families(stats)
+        yield from self._session_families(stats.get("sessions", {}))
         if by_tenant := stats.get("tenants"):
             for name, text in _TENANT_COUNTERS.items():
                 family = CounterMetricFamily(f"quire:tenant_{name}", text, labels=["model_name", "tenant"])
@@ -285,6 +304,23 @@ class Metrics:
             text = "Time between two uses of a prefix."
             family = HistogramMetricFamily("quire:reuse_gap_seconds", text, labels=["model_name"])
             self._add_spans(family, [], stats, "reuse_gap", stats["num_reuses"])
+            yield family
+
+    def _session_families(self, stats: Mapping[str, Any]) -> Iterator[Any]:
+        for kind, families in (
+            (CounterMetricFamily, _SESSION_COUNTERS),
+            (GaugeMetricFamily, _SESSION_GAUGES),
+        ):
+            for key, (name, text) in families.items():
+                if key in stats:
+                    yield self._family(kind, name, text, stats[key])
+        if by_action := stats.get("receipts"):
+            text = "Answers to commands for the content of sessions."
+            labels = ["model_name", "action", "outcome"]
+            family = CounterMetricFamily("quire:session_receipts", text, labels=labels)
+            for action, counts in by_action.items():
+                for outcome, count in counts.items():
+                    family.add_metric([self._label, action, outcome], count)
             yield family
 
     def _eviction_families(self, stats: Mapping[str, Any]) -> Iterator[Any]:

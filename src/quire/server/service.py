@@ -42,6 +42,7 @@ from quire.server.record_store import RecordStore
 from quire.server.request_session import RequestSession
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
+from quire.server.session_commands import SessionCommands
 from quire.server.session_turns import SessionTurns
 from quire.server.settings import ServerSettings
 from quire.server.threads import Threads
@@ -138,6 +139,7 @@ class Service:
         engine.texts.prove()
         self.draining = False
         self.next_turns = NextTurns(self, settings.prepare_next_turn)
+        self.session_commands = SessionCommands(engine)
         self.session_turns = SessionTurns()
         self.conversations = Conversations(
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
@@ -207,11 +209,17 @@ class Service:
             admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n, address)
         client = client_of(tenant, address)
         # Chat clients seldom give a length; without one, an answer may run to its natural end.
-        own = {"client": client, "default_max_tokens": self.engine.max_model_len}
+        own = {
+            "client": client,
+            "default_max_tokens": self.engine.max_model_len,
+            "session": None if session is None else session.name,
+        }
         requests = [(prompt, replace(options, **own)) for prompt, options in requests]
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
+            if session is not None:
+                await session.begin()
             reports = await self._reports(tenant, body, requests, session)
             if session is not None:
                 session.ask_why(requests, reports)
@@ -653,6 +661,11 @@ class RunningRequests:
         if not self._reports:
             return {}
         return {"cache_report": self._reports[0] if len(self._reports) == 1 else list(self._reports)}
+
+    async def end(self, *, has_calls: bool = False) -> dict[str, Any]:
+        """Ends the session's turn; called once all answers have ended. has_calls: one of them ends with calls of tools.
+        Returns the answer's fields in addition."""
+        return {} if self._session is None else await self._session.end(has_calls=has_calls)
 
     def outputs(
         self, place: int = 0, through: Callable[[RequestStream], AsyncOutputs] | None = None

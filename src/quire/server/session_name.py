@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from quire.scheduler.request_options import MAX_SESSION_CHARS
 from quire.server.api_errors import ApiError
 from quire.server.http.request_log import current_request
 from quire.server.schemas.common import SamplingBody
 
-__all__ = ["MAX_CHARS", "session_of"]
+__all__ = ["HEADER", "session_of"]
 
-MAX_CHARS = 256
 HEADER = "X-Session-Id"
 
 
@@ -23,7 +23,9 @@ def session_of(body: SamplingBody) -> str | None:
         ("prompt_cache_key", body.prompt_cache_key),
     ):
         if name:
-            if len(name) > MAX_CHARS:
-                raise ApiError(400, f"expected at most {MAX_CHARS} characters, got {len(name)}", param=param)
+            if len(name) > MAX_SESSION_CHARS:
+                raise ApiError(
+                    400, f"expected at most {MAX_SESSION_CHARS} characters, got {len(name)}", param=param
+                )
             return name
     return None

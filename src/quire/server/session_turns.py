@@ -11,7 +11,7 @@ Cost: O(1) for a turn; nothing for a request without a session. For the server's
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ class SessionTurn:
     where_it_differs: dict[str, Any] | None = None
 
     def fields(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass

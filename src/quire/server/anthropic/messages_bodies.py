@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.server.schemas.accepted import Accepted
 from quire.server.schemas.chat_bodies import TOOL_NAME
+from quire.server.schemas.session_bodies import SessionCache
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf
 
@@ -260,6 +261,7 @@ class MessagesRequest(MessagesPrompt, GeneratingBody):
         le=30 * 86400,
         description="Ours: seconds for which the whole prompt is pinned; 400 if there is no room.",
     )
+    session_cache: SessionCache = None
 
 
 class CacheCreation(BaseModel):

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from quire.scheduler.request_options import MAX_SESSION_CHARS
 from quire.server.anthropic.cache_breakpoints import KeptPrefix, kept_prefixes
 from quire.server.anthropic.messages_answer import MessagesWriter
 from quire.server.anthropic.messages_bodies import (
@@ -29,7 +30,6 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.outputs.output_format import OutputFormat
 from quire.server.outputs.requested_format import api_field_names
 from quire.server.schemas.common import ERRORS
-from quire.server.session_name import MAX_CHARS
 
 __all__ = ["router"]
 
@@ -93,10 +93,10 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
 def _user_id(body: MessagesRequest) -> str | None:
     """`metadata.user_id` as a session's name. *raises:* ApiError: too long."""
     name = None if body.metadata is None else body.metadata.user_id
-    if name is not None and len(name) > MAX_CHARS:
+    if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(
             400,
-            f"expected at most {MAX_CHARS} characters, got {len(name)}: this server takes it as the session's name",
+            f"expected at most {MAX_SESSION_CHARS} characters, got {len(name)}: it is the session's name here",
             param="metadata.user_id",
         )
     return name
