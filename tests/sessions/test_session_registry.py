@@ -84,6 +84,20 @@ def test_branches_in_turn_are_sub_agents_until_one_is_left_for_long() -> None:
     assert set(levels(engine, paths[1])[3:]) == {DISCARD}
 
 
+def test_a_branch_that_others_contain_is_given_up_without_a_block() -> None:
+    engine = FakeEngine(num_blocks=256)
+    path = turn(engine, tokens_of(1, 40), num=3)
+    turn(engine, [*path[:12], 9, 9], num=1)
+    turn(engine, path[:12], num=1)  # its one branch is the beginning of the others
+    turn(engine, path[:12], "other", num=1)
+    for number in range(TURNS_UNTIL_SUPERSEDED + 1):
+        path = turn(engine, [*path, number], num=2)
+    assert set(levels(engine, path)) == {NORMAL}
+    found = engine.engine.sessions.find(None, "s")
+    assert found is not None
+    assert not found.older
+
+
 def test_a_running_branch_is_not_superseded() -> None:
     engine = FakeEngine(max_num_seqs=4)
     prompt = tokens_of(1, 16)

@@ -139,7 +139,8 @@ class FakeEngine:
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert all(s.cache_sequence is not None and s.state.value == "loading" for s in scheduler.loading)
         assert all(s.swapped is None for s in scheduler.running + scheduler.loading)
-        assert self.cache.stats()["num_sequences"] == len(scheduler.running) + len(scheduler.loading)
+        num_open = self.cache.stats()["num_sequences"] - len(self.cache.pins)
+        assert num_open == len(scheduler.running) + len(scheduler.loading)
         swapped = [s.swapped.num_bytes for s in queued if s.swapped is not None]
         assert self.engine.swap.num_bytes == sum(swapped)
         assert sum(swapped) <= self.engine.swap.max_bytes

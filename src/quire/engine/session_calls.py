@@ -81,6 +81,7 @@ class Sessions:
         """Keeps the newest path in memory, also that of turns to come, for `seconds` or until `release`.
 
         Within the budget `pin_memory` and the tenant's quota: else, the longest beginning that fits ("clipped").
+        *raises:* ArgumentError: no time, as of every call no name of a session or an unknown tenant.
         """
         if seconds is not None and (
             isinstance(seconds, bool)

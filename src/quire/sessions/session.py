@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import ResolvedKey
-from quire.cache.types import Int32Array
+from quire.cache.protocol import Int32Array
 from quire.scheduler.request_options import RequestOptions
 
 __all__ = ["Branch", "Hold", "Outcome", "Session", "SessionInfo", "SessionReceipt", "ToolWait"]
@@ -105,7 +105,7 @@ class Branch:
 
     def goes_through(self, other: Branch, position: int) -> bool:
         """Whether it has the other's tokens up to `position`, and that one. The first look costs O(1)."""
-        if self.key.namespace != other.key.namespace or len(self.tokens) <= position:
+        if self.key.namespace != other.key.namespace or position >= min(len(self.tokens), len(other.tokens)):
             return False
         is_alike = self.tokens[position] == other.tokens[position]
         return bool(is_alike) and self.num_common(other) > position
