@@ -167,6 +167,7 @@ SERVER = {
     "drain_seconds": [0, 30, 0.5, -1, float("inf"), float("nan"), True, "30"],
     "warm": ["prompts.jsonl", "", 5, True],
     "prepare_next_turn": [0, 4096, -1, 0.5, True],
+    "session_from_user_id": [True, False, 1, "yes"],
 }
 SERVER_FLAGS = (
     "host",
@@ -177,6 +178,7 @@ SERVER_FLAGS = (
     "log_requests",
     "allowed_origins",
     "prepare_next_turn",
+    "session_from_user_id",
     "warm",
 )
 

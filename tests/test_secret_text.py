@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import ArgumentError
 from quire.secret_text import check_key, key_lines, key_of_environment, resolve_secret
-from quire.server.api_keys import ANYBODY
+from quire.server.api_keys import ANYBODY, ApiKey
 from quire.server.settings import load_config
 
 KEYS = ["key-one", "key two"]
@@ -32,7 +32,7 @@ def test_whatever_wrote_the_file(tmp_path: Path, end: str, last: bool, mark: byt
     path.write_bytes(mark + (end.join(lines) + end * last).encode(encoding))
     assert key_lines(path) == KEYS
     settings, _ = load_config(None, {"api_key_file": str(path)})
-    assert settings.keys.find("key-one") == ANYBODY
+    assert settings.keys.find("key-one") == ApiKey(ANYBODY, "1")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_in_a_servers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         path.write_bytes(text.encode(encoding))
         settings, _ = load_config(str(path), {})
         for key in ("env-key", "clear-key"):
-            tenant = settings.keys.find(key)
-            assert tenant is not None
-            assert tenant.name == "caf\u00e9"
+            found = settings.keys.find(key)
+            assert found is not None
+            assert found.tenant.name == "caf\u00e9"
         assert settings.tenant_secret == b"sixteen bytes and more"
     with pytest.raises(ArgumentError, match="U\\+00E9"):
         check_key("cl\u00e9", "a test")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from support.running_server import running
@@ -135,6 +136,15 @@ def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text
     assert "[red]x" in text
+
+
+def test_a_sessions_newest_turn_is_a_line(url: str) -> None:
+    body = {"prompt": "def parse_args(argv):\n    one, two", "max_tokens": 1, "session_id": "task-17"}
+    for _ in range(2):
+        httpx.post(f"{url}/v1/completions", json=body, headers={"X-Api-Key": "alice-key"}, timeout=60)
+    lines = top(url, "--once", key="boss-key").stdout.splitlines()
+    assert any(line.startswith("session task-17, turn 2: ") and line.endswith("1 computed") for line in lines)
+    assert "task-17" not in top(url, "--once", key="alice-key").stdout
 
 
 def test_states_are_told_without_colours() -> None:

@@ -44,9 +44,9 @@ def config(tmp_path: Path, weight: str) -> ServerSettings:
 
 @pytest.mark.parametrize(("text", "weight"), [("2", 2.0), ("0.5", 0.5), ("1000", 1000.0)])
 def test_a_weight_of_the_file(tmp_path: Path, text: str, weight: float) -> None:
-    tenant = config(tmp_path, text).keys.find("key-a")
-    assert tenant is not None
-    assert tenant.weight == weight
+    key = config(tmp_path, text).keys.find("key-a")
+    assert key is not None
+    assert key.tenant.weight == weight
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1001", "nan", '"2"', "true"])

@@ -252,6 +252,10 @@ def test_the_next_turn_computes_its_new_text(
         assert computed <= words + 2, (computed, words)  # a token may cross into the new text
         settle(service)
     assert num_turns(service, "failed") == 0
+    first, second = service.session_turns.get("default", session)
+    assert first.prepared == 0
+    assert second.prepared <= sum(second.found.values())
+    assert (second.prepared > 0) or kind not in ("thought", "thought-call")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

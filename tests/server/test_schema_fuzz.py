@@ -65,7 +65,8 @@ def run(
 
 def test_every_answer_is_in_the_schema(small_server) -> None:
     """Some valid cases; the rest takes its time to be made up."""
-    modes, paths = (GenerationMode.POSITIVE,), ("/tokenize", "/admin/pins", "/metrics")
+    modes = (GenerationMode.POSITIVE,)
+    paths = ("/tokenize", "/admin/pins", "/metrics", "/v1/sessions/{session}/cache")
     assert run(small_server[0], 60, derandomize=True, paths=paths, modes=modes) >= 20
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ArgumentError
-from quire.server.api_keys import ANYBODY
+from quire.server.api_keys import ADMIN, ANYBODY, ApiKey
 from quire.server.settings import ServerSettings, load_config
 
 GOOD = """
@@ -49,9 +49,11 @@ def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings.trusted_proxies == ("10.0.0.7",)
     assert settings.proxies.has("10.0.0.7")
     assert model == {"kv_memory": "64MiB"}
-    for key in ("clear-key", "hashed-key"):
-        tenant = settings.keys.find(key)
-        assert tenant is not None
+    for number, key in enumerate(("clear-key", "hashed-key"), 1):
+        found = settings.keys.find(key)
+        assert found is not None
+        assert found.name == str(number)
+        tenant = found.tenant
         assert (tenant.name, tenant.quota_bytes, tenant.floor_bytes, tenant.priority) == (
             "alice",
             1 << 20,
@@ -60,7 +62,7 @@ def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
     admin = settings.keys.find("secret-admin")
     assert admin is not None
-    assert admin.is_admin
+    assert admin == ApiKey(ADMIN, "1")
     assert settings.keys.find("clear-ke") is None
     assert "clear-key" not in repr(settings)
     assert "secret-admin" not in repr(settings)
@@ -73,7 +75,8 @@ def test_key_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n\n one-key \nother-key\n")
     settings, _ = load_config(None, {"api_key_file": str(path), "host": "0.0.0.0"})
-    assert settings.keys.find("one-key") == ANYBODY
+    assert settings.keys.find("one-key") == ApiKey(ANYBODY, "1")
+    assert settings.keys.find("other-key") == ApiKey(ANYBODY, "2")
     assert not settings.keys.is_empty
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.running_server import running
 from support.until import until
 
 from quire import LLM
 from quire.errors import ArgumentError
+from quire.server import metrics
 from quire.server.api_keys import ADMIN, ANYBODY, ApiTenant, KeyRing, digest_of_key
 from quire.server.app import create_app
 from quire.server.settings import ServerLimits, ServerSettings
@@ -196,6 +199,43 @@ def test_requests_without_keys_find_what_the_library_has(llm: LLM) -> None:
         assert cached(ask(url, None, prompt_of(1))) == 63
         assert cached(ask(url, None, prompt_of(1), cache_salt="s")) == 0
         assert cached(ask(url, None, prompt_of(1), cache_salt="")) == 63
+
+
+def test_tokens_are_counted_by_key_and_tenant(llm: LLM) -> None:
+    a, b = ApiTenant("a"), ApiTenant("b")
+    pairs = [("first", a), ("of b", b), ("second", a), ("boss", ADMIN)]
+    keys = KeyRing([(digest_of_key(key), tenant) for key, tenant in pairs])
+
+    def counts(key: str) -> dict[tuple[str, str], list[float]]:
+        answer = httpx.get(f"{url}/metrics", headers={"X-Api-Key": key})
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                if sample.name.startswith("quire:key_") and sample.name.endswith("_tokens_total"):
+                    place = found.setdefault((sample.labels["tenant"], sample.labels["key"]), {})
+                    place[sample.name.split("_")[1]] = sample.value
+        names = ("read", "written", "computed", "generated")
+        return {of: [place[name] for name in names] for of, place in found.items()}
+
+    with running(llm, ServerSettings(keys=keys, tenants=(ANYBODY, a, b))) as (url, _):
+        for key, seed in (("first", 1), ("second", 1), ("of b", 1), ("second", 1)):
+            body = {"prompt": prompt_of(seed), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            httpx.post(f"{url}/v1/completions", json=body, headers={"X-Api-Key": key}, timeout=60)
+        of_a = {("a", "1"): [0, 64, 64, 2], ("a", "2"): [126, 2, 2, 4]}
+        of_b = {("b", "1"): [0, 64, 64, 2]}
+        assert counts("first") == counts("second") == of_a
+        assert counts("of b") == of_b
+        assert counts("boss") == of_a | of_b
+
+
+def test_keys_beyond_a_number_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MAX_KEYS", 2)
+    page, output = metrics.Metrics("m"), SimpleNamespace(prompt_token_ids=[1, 2, 3], num_cached_tokens=1)
+    for key in ("1", "2", "3", "4", "1"):
+        page.record_tokens("a", key, output, 5, is_kept=False)  # type: ignore[arg-type]
+    (family,) = [one for one in page.registry.collect() if one.name == "quire:key_computed_tokens"]
+    found = {one.labels["key"]: one.value for one in family.samples if one.name.endswith("_total")}
+    assert found == {"1": 4, "2": 2, "other": 4}
 
 
 def test_a_tenants_metrics_are_its_own(llm: LLM) -> None:

@@ -132,6 +132,32 @@ def test_what_each_sequence_does_or_waits_for_is_told(serve: Any, llm: Any, monk
         assert not llm.engine.scheduler.waiting
 
 
+def test_the_administrator_sees_the_turns_of_sessions(keyed: tuple[str, Any]) -> None:
+    url, app = keyed
+    said = (
+        "def parse_args(argv): a beginning of the session's prompts, of more than a block, and so on"
+        + " of it" * 20
+    )
+    with Watcher(url, BOSS) as boss, Watcher(url, ALICE) as alice:
+        for text in (said, said + " and more", said.replace("more", "less")):
+            body = {"prompt": text, "max_tokens": 2, "session_id": "task-17"}
+            assert ask(url, "/v1/completions", ALICE, body)[0] == 200
+        (row,) = boss.until(lambda state: [one for one in state["sessions"] if one["num_turns"] == 3])[
+            "sessions"
+        ]
+        assert (row["tenant"], row["session"]) == ("alice-the-tenant", "task-17")
+        first, second, third = row["turns"]
+        assert (first["found"], first["cause"]) == ({"memory": 0}, "never seen")
+        assert second["found"]["memory"] + second["computed"] == second["prompt"]
+        assert third["cause"] == "differs"
+        assert third["where_it_differs"]["asked"].strip().startswith("less")
+        assert row["turns"] == [
+            turn.fields() for turn in app.state.service.session_turns.get("alice-the-tenant", "task-17")
+        ]
+        alice.next()
+        assert b"task-17" not in alice.raw
+
+
 def test_evictions_are_told_with_the_limit_and_what_was_given_up(serve: Any) -> None:
     """To the administrator; the counts by reason to everybody."""
     tenant = ApiTenant("small", quota_bytes="2MiB")

@@ -136,6 +136,38 @@ def test_the_prefix_tree_leads_to_tokens(page: Any, url: str, llm: Any) -> None:
     assert shown.startswith("A common beginning")
 
 
+def test_a_sessions_turns_are_bars_that_say_why(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    said = "<b>A task</b> with a beginning that is kept, one block of it and more of it."
+    for text in (said, said + " Then a second turn.", said.replace("more", "less")):
+        complete(url, text, session_id="task <i>17</i>")
+
+    def heights(bar: Any) -> list[float]:
+        return page.execute_script(
+            "return [...arguments[0].children].map((part) => parseFloat(part.style.height))", bar
+        )
+
+    def bars() -> list[Any]:
+        return page.find_elements(By.CSS_SELECTOR, "#sessions .turn")
+
+    first, second, third = until(lambda: len(found := bars()) == 3 and found)
+    computed, prepared, hit = heights(second)
+    assert (round(computed + hit), prepared) == (100, 0)
+    assert 0 < computed < hit
+    assert heights(first)[1:] == [0, 0]
+    assert cells_of(page, "#sessions")[0][:2] == ["task <i>17</i>", "default"]
+    page.execute_script("arguments[0].scrollIntoView()", third)
+    webdriver.ActionChains(page).move_to_element(third).perform()
+    about = by_id(page, "turn-about").text
+    assert about.startswith("task <i>17</i>: Turn 3, ")
+    assert "The cached prompt differs from here on: behind" in about
+    assert "less" in about
+    third.send_keys(Keys.HOME)
+    assert "Turn 1" in page.switch_to.active_element.get_attribute("aria-label")
+    assert "was never computed before" in by_id(page, "turn-about").text
+    assert not page.find_elements(By.CSS_SELECTOR, "#sessions-section b, #sessions th i")
+
+
 def test_the_map_by_time_unused(page: Any, url: str, llm: Any) -> None:
     llm.cache.reset()
     complete(url, "Some content that nobody asks for again, long enough for a block of it.")

@@ -16,6 +16,7 @@ from support.window_client import Generating, ask
 
 from quire import LLM
 from quire.cache.event_dispatcher import LOSS_REASONS
+from quire.engine.prompt_explanation import Reason
 from quire.scheduler.phase import Phase
 from quire.server.settings import ServerSettings
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.ci  # a browser takes seconds for each
 WORDS = """
   const done = arguments[0];
   import('/window/words.js').then((words) => done({ phases: Object.keys(words.PHASES),
-    losses: Object.keys(words.LOSSES), states: Object.keys(words.BLOCK_STATES) }));
+    losses: Object.keys(words.LOSSES), misses: Object.keys(words.MISSES), states: Object.keys(words.BLOCK_STATES) }));
 """
 # (text, contrast) of all text that is seen, with the background that lies under it.
 CONTRASTS = """
@@ -92,6 +93,7 @@ def test_every_code_of_the_engine_has_words(page: Any) -> None:
     words = page.execute_async_script(WORDS)
     assert set(words["phases"]) == set(get_args(Phase))
     assert set(words["losses"]) == set(LOSS_REASONS)
+    assert set(words["misses"]) == set(get_args(Reason))
     assert set(words["states"]) == {"free", "cached", "held", "in_flight", "pinned"}
     page.find_element(By.XPATH, "//summary[.='What the states mean']").click()
     meanings = by_id(page, "phases").text

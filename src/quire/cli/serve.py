@@ -48,6 +48,10 @@ def serve(
         int | None,
         typer.Option(metavar="N", parser=options.number(int), help=_HELP["prepare_next_turn"]),
     ] = None,
+    session_from_user_id: Annotated[
+        bool | None,
+        typer.Option("--session-from-user-id/--no-session-from-user-id", help=_HELP["session_from_user_id"]),
+    ] = None,
     warm: Annotated[str | None, typer.Option(metavar="FILE", help=_HELP["warm"])] = None,
     **engine: Any,
 ) -> None:
@@ -55,7 +59,8 @@ def serve(
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
-        "log_requests": log_requests, "prepare_next_turn": prepare_next_turn, "warm": warm,
+        "log_requests": log_requests, "prepare_next_turn": prepare_next_turn,
+        "session_from_user_id": session_from_user_id, "warm": warm,
     }  # fmt: skip
     settings, table = server_settings.load_config(config, flags)
     engine_config = EngineConfig(

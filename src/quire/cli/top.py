@@ -22,6 +22,7 @@ __all__ = ["frame", "top"]
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
 _MAX_ID_LENGTH = 36  # characters: a UUID
+_NUM_SESSIONS = 3
 _STATES = (  # name, its letter (readable without colours), its colour
     ("held", "H", "yellow"),
     ("in_flight", "F", "magenta"),
@@ -91,6 +92,7 @@ def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
         f"preempted {counts['num_preemptions']}, evicted {counts['evicted_blocks']}",
     )
     num_sequences = len(state.get("sequences", ()))
+    height = max(1, height - len(state.get("sessions", ())[:_NUM_SESSIONS]))
     map_lines = max(1, height - min(num_sequences + 3, height // 2)) if "sequences" in state else height
     parts: list[RenderableType] = [
         head,
@@ -101,6 +103,8 @@ def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
     if "state_slots" in counts:
         parts.insert(3, Text(_recurrent_states(counts)))
     parts.append(_memory(memory))
+    if state.get("sessions"):
+        parts.append(_newest_turns(state["sessions"][:_NUM_SESSIONS]))
     if "sequences" in state:
         parts.append(_sequences(state, max(1, height - map_lines - 2)))
     else:
@@ -205,6 +209,22 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
             Text(runs),
         )
     return table
+
+
+def _newest_turns(sessions: list[dict[str, Any]]) -> RenderableType:
+    """A line for each session: its newest turn."""
+    from rich.text import Text
+
+    lines = []
+    for row in sessions:
+        turn = row["turns"][-1]
+        hit = sum(turn["found"].values()) - turn["prepared"]
+        lines.append(
+            f"session {_clipped(_plain(row['session']))}, turn {row['num_turns']:,}: {hit:,} hit, "
+            f"{turn['prepared']:,} prepared, {turn['computed']:,} computed"
+            + ("" if turn["cause"] in (None, "complete") else f" ({turn['cause']})")
+        )
+    return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 
 def _plain(text: str) -> str:

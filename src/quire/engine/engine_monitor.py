@@ -58,15 +58,21 @@ class EngineMonitor:
 
     @in_caller
     def explain(
-        self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
+        self,
+        prompt: Any,
+        *,
+        as_administrator: bool | None = None,
+        with_tiers: bool = True,
+        **key: Unpack[PrefixKeywords],
     ) -> PromptExplanation:
         """How much of a prompt is cached, where, and why no more; `str` gives readable text. Changes nothing.
 
         prompt, key: as for `LLM.generate`. as_administrator: include other tenants' content; None: only if no tenant is
-        named. Waits for tiers, 5 s at most; steps of other threads go on meanwhile.
+        named. with_tiers: waits for the tiers, 5 s at most, while steps of other threads go on; without, the tiers and
+        the disk cache are not looked at.
         *raises:* PromptError, ArgumentError.
         """
-        prefix_key, tiers = PrefixKey.of(**key), self._open_tiers()
+        prefix_key, tiers = PrefixKey.of(**key), self._open_tiers() if with_tiers else None
         monitor = self._require_monitor()
         tokens = encode(prompt, self._tokenizer).token_ids
         is_administrator = prefix_key.tenant is None if as_administrator is None else as_administrator
@@ -82,7 +88,7 @@ class EngineMonitor:
             ask,
             self._in_engine,
             loads=None if tiers is None else tiers.loads,
-            on_disk=self._on_disk,
+            on_disk=self._on_disk if with_tiers else lambda question, reached: OnDisk(),
         )
 
     def _in_engine(self, function: Callable[[], Result]) -> Result:

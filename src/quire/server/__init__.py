@@ -12,8 +12,10 @@ live_page/      the live page and its events
 next_turn       a session's next prompt, computed ahead    cache_report   why a prompt was not cached, in the answer
 prompt_caching  fields of caching, of both APIs            kept_prefixes  beginnings of prompts, pinned for a time
 infill          prompts of a completion with a suffix
+session_routes  commands for the content of sessions       request_session  the session's part of a request
+session_turns   the newest turns of each session           session_name, session_commands
 warm_prompts    prompts computed at the start              recorded_body  a request's body from a file
-completions, chat, conversations, models, admin, metrics   one router each
+completions, chat, responses, conversations, models, admin, metrics   one router each
 app             the ASGI application                  app_lifespan     its engine, opened and closed
 run             `quire serve`: uvicorn, signals, draining
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,15 @@ from quire.scheduler.known_texts import owner_of
 if TYPE_CHECKING:
     from quire.scheduler.tenants import Tenants
 
-__all__ = ["ADMIN", "ANYBODY", "ApiTenant", "KeyRing", "digest_of_key", "install", "name_of_owner"]
+__all__ = ["ADMIN", "ANYBODY", "ApiKey", "ApiTenant", "KeyRing", "digest_of_key", "install", "name_of_owner"]
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key of a tenant, without the key itself. name: its number among the tenant's keys, from 1, in their order."""
+
+    tenant: ApiTenant
+    name: str
 
 
 @dataclass(frozen=True)
@@ -129,27 +138,32 @@ class KeyRing:
             raise ArgumentError(
                 "expected every API key once, got one that two tenants have or that is listed twice"
             )
-        self._keys = tuple(keys)
+        numbers: Counter[str] = Counter()
+        found = []
+        for digest, tenant in keys:
+            numbers[tenant.name] += 1
+            found.append((digest, ApiKey(tenant, str(numbers[tenant.name]))))
+        self._keys = tuple(found)
 
     @property
     def tenants(self) -> list[ApiTenant]:
         """The tenants that have keys, each once."""
-        return list(dict.fromkeys(tenant for _, tenant in self._keys))
+        return list(dict.fromkeys(key.tenant for _, key in self._keys))
 
     @property
     def is_empty(self) -> bool:
         """Whether no tenant has a key; the server then asks for none."""
-        return all(tenant.is_admin for _, tenant in self._keys)
+        return all(key.tenant.is_admin for _, key in self._keys)
 
     @property
     def has_admin(self) -> bool:
-        return any(tenant.is_admin for _, tenant in self._keys)
+        return any(key.tenant.is_admin for _, key in self._keys)
 
-    def find(self, key: str) -> ApiTenant | None:
-        """The key's tenant; None for an unknown key."""
+    def find(self, key: str) -> ApiKey | None:
+        """None for an unknown key."""
         digest = digest_of_key(key)
-        tenant = None
-        for known, owner in self._keys:  # all of them: the time tells nothing of a match
+        found = None
+        for known, one in self._keys:  # all of them: the time tells nothing of a match
             if hmac.compare_digest(known, digest):
-                tenant = owner
-        return tenant
+                found = one
+        return found

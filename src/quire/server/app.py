@@ -15,7 +15,16 @@ from fastapi import FastAPI
 from quire.config import EngineConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
-from quire.server import admin, chat, completions, conversations, models, openai_conversations, responses
+from quire.server import (
+    admin,
+    chat,
+    completions,
+    conversations,
+    models,
+    openai_conversations,
+    responses,
+    session_routes,
+)
 from quire.server.anthropic import messages_routes
 from quire.server.api_errors import install_handlers
 from quire.server.app_lifespan import AppLifespan, OpenedEngine
@@ -62,6 +71,7 @@ def create_app(engine: AsyncEngine | LLM | EngineConfig, settings: ServerSetting
     app.include_router(responses.router)
     app.include_router(openai_conversations.router)
     app.include_router(messages_routes.router)
+    app.include_router(session_routes.router)
     app.include_router(conversations.router)
     app.include_router(models.router)
     app.include_router(models.health_router)

@@ -47,6 +47,8 @@ from quire.server.session_name import session_of
 
 __all__ = ["ChatWriter", "chat_params", "new_call_id", "next_turn_preparation", "router"]
 
+_CALLED = "tool_calls"  # a reason of an answer's end
+
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
@@ -72,7 +74,7 @@ async def chat_completions(
     token_ids, tools = body.cut(prompt.token_ids), prompt.tools
     output_format = OutputFormat.of(service.tokenizer, prompt.text, tools=tools, must_call=body.must_call)
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format, tools)
-    when_answered = next_turn_preparation(body, request, service, tenant, tools)
+    when_answered = next_turn_preparation(body, service, tenant, tools)
     writer = ChatWriter(body, service, params, output_format, when_answered=when_answered)
     with api_field_names(body):
         kept = await kept_prefixes(body, prompt, service)
@@ -83,14 +85,13 @@ async def chat_completions(
 
 def next_turn_preparation(
     body: ChatRequest,
-    request: Request,
     service: Service,
     tenant: ApiTenant,
     tools: Sequence[Tool],
     thoughts_back: ThoughtsBack = "with calls",
 ) -> Callable[[AnswerMessage], None] | None:
     """Has the turn behind the answer prepared, if the request is of a session and has an answer."""
-    session = session_of(body, request)
+    session = session_of(body)
     if session is None:
         return None
     service.next_turns.withdraw(tenant.name, session)
@@ -200,6 +201,7 @@ class ChatWriter:
     ) -> None:
         self._more = more
         self._running: RunningRequests | None = None
+        self._session_fields: Mapping[str, Any] = {}
         self._when_answered = when_answered
         self._body = body
         self._service = service
@@ -219,13 +221,27 @@ class ChatWriter:
             return await self.stream(running, outputs)
         with running:
             answer = await Answer.gather(outputs, self._params.n)
+            messages = self._messages(answer)
+            has_calls = any(reason == _CALLED for _, reason in messages)
+            self._session_fields = await running.end(has_calls=has_calls)
             if answer.prompt_logprobs is None:
-                return self.json_response(answer)
-            return await self._service.threads.run(self.json_response, answer)
+                return self.json_response(answer, messages)
+            return await self._service.threads.run(self.json_response, answer, messages)
+
+    def _messages(self, answer: Answer) -> list[tuple[AnswerMessage, str | None]]:
+        """The message of each answer, and the reason of its end."""
+        found = []
+        for text, reason in zip(answer.texts, answer.finish_reasons, strict=True):
+            parser = OutputParser(self._format)
+            message = self._message(parser, text)
+            if self._when_answered is not None:
+                self._when_answered(message)
+            found.append((message, parser.finish_reason(reason)))
+        return found
 
     def _more_fields(self) -> dict[str, Any]:
         report = {} if self._running is None else self._running.report_fields
-        return {**report, **({} if self._more is None else self._more())}
+        return {**report, **self._session_fields, **({} if self._more is None else self._more())}
 
     def _usage(self, answer: Answer) -> Usage:
         return Usage.of(
@@ -240,19 +256,18 @@ class ChatWriter:
         num_top = self._params.prompt_logprobs or 0
         return prompt_rows(self._service.tokenizer, entries, num_top, num_top)
 
-    def json_response(self, answer: Answer) -> JSONResponse:
+    def json_response(
+        self, answer: Answer, messages: Sequence[tuple[AnswerMessage, str | None]]
+    ) -> JSONResponse:
+        """messages: of `_messages`."""
         choices: list[ChatChoice] = []
-        for index, text in enumerate(answer.texts):
-            parser = OutputParser(self._format)
-            message = self._message(parser, text)
-            if self._when_answered is not None:
-                self._when_answered(message)
+        for index, (message, finish_reason) in enumerate(messages):
             choices.append(
                 ChatChoice(
                     index=index,
                     message=message,
                     logprobs=self._logprobs(answer.token_ids[index], answer.logprobs[index]),
-                    finish_reason=parser.finish_reason(answer.finish_reasons[index]),
+                    finish_reason=finish_reason,
                     stop_reason=answer.stop_reasons[index],
                     token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
@@ -325,6 +340,7 @@ class ChatWriter:
         parsers = [OutputParser(self._format) for _ in range(self._params.n)]
         message = AnswerMessage()
         opened: set[int] = set()
+        has_calls = False
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -376,10 +392,13 @@ class ChatWriter:
                             yield write.choice({**choice, "token_ids": ids} if ids else choice)
                             dumped, ids = None, []
                         if reason is not None:
-                            last = _choice(index, {}, finish_reason=parsers[index].finish_reason(reason))
+                            ended = parsers[index].finish_reason(reason)
+                            has_calls |= ended == _CALLED
+                            last = _choice(index, {}, finish_reason=ended)
                             yield write.choice({**last, "stop_reason": part.stop_reason})
         if self._when_answered is not None and None not in answer.finish_reasons:
             self._when_answered(message)
+        self._session_fields = await running.end(has_calls=has_calls)
         more = self._more_fields()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": self._usage(answer).model_dump(), **more})

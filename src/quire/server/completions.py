@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Hashable
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -76,9 +76,10 @@ async def completions(
         return await writer.stream(running)
     with running:
         answers = await running.answers(params.n)
+        more = {**running.report_fields, **await running.end()}
         if params.prompt_logprobs is None:
-            return writer.json_response(answers, running)
-        return await service.threads.run(writer.json_response, answers, running)
+            return writer.json_response(answers, running, more)
+        return await service.threads.run(writer.json_response, answers, running, more)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -191,7 +192,9 @@ class _CompletionWriter:
             self._service.tokenizer, answer.prompt_logprobs, num_given, self._body.prompt_logprobs
         )
 
-    def json_response(self, answers: list[Answer], running: RunningRequests) -> JSONResponse:
+    def json_response(
+        self, answers: list[Answer], running: RunningRequests, more: Mapping[str, Any]
+    ) -> JSONResponse:
         body, choices, all_rows = self._body, [], []
         for place, answer in enumerate(answers):
             echo, echoed = self._echoes[place], self._echoed(place, answer)
@@ -224,7 +227,7 @@ class _CompletionWriter:
                 del choice["token_ids"], choice["prompt_token_ids"]
             if body.prompt_logprobs is None:
                 del choice["prompt_logprobs"]
-        return JSONResponse({**fields, **running.report_fields}, headers=_hit_header(answers))
+        return JSONResponse({**fields, **more}, headers=_hit_header(answers))
 
     def _stream_head(self, place: int, answer: Answer) -> dict[str, Any]:
         """The first event of each choice of a prompt with log probabilities, without the choice's index."""
@@ -310,7 +313,7 @@ class _CompletionWriter:
                             )
                             choice["logprobs"] = logprobs.model_dump()
                         yield write.choice(choice)
-        more = running.report_fields
+        more = {**running.report_fields, **await running.end()}
         if with_usage or more:
             usage = self._usage(answers, running).model_dump()
             yield event({**self._head, "choices": [], "usage": usage, **more})

@@ -28,15 +28,13 @@ TheService = Annotated[Service, Depends(service_of)]
 
 async def tenant_of(request: Request, service: TheService) -> ApiTenant:
     """The tenant of the request's key; `ANYBODY` where the server has no keys."""
-    keys = service.settings.keys
-    key = _key(request)
-    tenant = None if key is None else keys.find(key)
-    if tenant is None and keys.is_empty:
-        tenant = ANYBODY
+    tenant = _tenant_of_key(request, service)
     if tenant is not None:
-        current_request().tenant = tenant.name
         return tenant
-    got = "none" if key is None else "an unknown one"
+    if service.settings.keys.is_empty:
+        current_request().tenant = ANYBODY.name
+        return ANYBODY
+    got = "none" if _key(request) is None else "an unknown one"
     raise ApiError(
         401,
         f"expected an API key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, got {got}",
@@ -52,12 +50,9 @@ async def administrator(request: Request, service: TheService) -> ApiTenant:
     from this machine, through no proxy, under a name of this machine and from no other site's page (another site's
     name may point here, and its page may post here). Pages of `allowed_origins` need the admin key."""
     keys = service.settings.keys
-    key = _key(request)
-    tenant = None if key is None else keys.find(key)
-    if tenant is not None:
-        current_request().tenant = tenant.name
-        if tenant.is_admin:
-            return tenant
+    tenant = _tenant_of_key(request, service)
+    if tenant is not None and tenant.is_admin:
+        return tenant
     expected = "the admin key (or, without any keys, a request from this machine)"
     if keys.has_admin or not keys.is_empty or not service.settings.trust_loopback:
         expected = "the admin key"
@@ -72,6 +67,17 @@ async def administrator(request: Request, service: TheService) -> ApiTenant:
             current_request().tenant = ADMIN.name
             return ADMIN
     raise ApiError(403, f"expected {expected}", code="not_admin")
+
+
+def _tenant_of_key(request: Request, service: Service) -> ApiTenant | None:
+    """The tenant of the request's key, which the request's record then names; None without a known key."""
+    key = _key(request)
+    found = None if key is None else service.settings.keys.find(key)
+    if found is None:
+        return None
+    record = current_request()
+    record.tenant, record.key = found.tenant.name, found.name
+    return found.tenant
 
 
 def _key(request: Request) -> str | None:

@@ -12,6 +12,8 @@
     vllm:request_prompt_tokens, vllm:request_generation_tokens, vllm:request_max_num_generation_tokens
     quire:...                                the cache's and the engine's other counts
     quire:tier_...{tier}                     each tier's content and calls: `quire.tiers.tier_worker.TierCounts`
+    quire:key_read_tokens_total{tenant,key}, _written_, _computed_, _generated_      tokens of requests by API key
+    quire:session_receipts_total{action,outcome}      answers to commands for the content of sessions
     quire:tenant_computed_tokens_total{tenant}        tokens computed for a tenant
     quire:tenant_passed_by_tokens_total{tenant}       tokens computed for others in steps in which it waited
     quire:hit_tokens_total{tier}             tokens of prompts found, by place: memory, or a tier
@@ -120,6 +122,31 @@ _TENANT_COUNTERS = {
     "computed_tokens": "Tokens computed for it.",
     "passed_by_tokens": "Tokens computed for other tenants in steps in which a sequence of it waited.",
 }
+# Of sessions: `stats()["sessions"]`.
+_SESSION_COUNTERS = {
+    "num_superseded_branches": ("quire:superseded_branches", "Branches of sessions that newer turns left."),
+    "superseded_blocks": ("quire:superseded_blocks", "Blocks of those that were discarded."),
+    "superseded_tokens": ("quire:superseded_tokens", "Tokens of those that were discarded."),
+    "num_tool_waits": ("quire:tool_waits", "Answers with calls of tools in sessions."),
+    "num_tool_waits_over_share": (
+        "quire:tool_waits_over_share",
+        "Those among them that were not kept, for want of room in the share for tools.",
+    ),
+}
+_SESSION_GAUGES = {
+    "num_sessions": ("quire:sessions", "Sessions that the engine knows."),
+    "num_held": ("quire:held_sessions", "Sessions that clients hold."),
+    "num_kept_for_tools": ("quire:tool_kept_branches", "Branches of sessions that are kept for their tools."),
+    "kept_for_tools_blocks": ("quire:tool_kept_blocks", "Blocks of those."),
+}
+# Each API key's, under `quire:key_...`.
+_KEY_COUNTERS = {
+    "read": "Tokens of prompts found in the cache.",
+    "written": "Tokens of prompts computed, and cached for other requests.",
+    "computed": "Tokens of prompts computed.",
+    "generated": "Tokens of answers.",
+}
+_MAX_KEYS = 1024  # with counts of their own; later ones share the name "other"
 _EVICTION_SPANS = {
     "idle": "Time since the last use of blocks at their eviction.",
     "age": "Age of blocks at their eviction.",
@@ -154,6 +181,13 @@ class Metrics:
         self.prepared_tokens = Counter(
             "quire:prepared_tokens", "Tokens computed for next turns.", registry=self.registry
         )
+        self._key_tokens = {
+            name: Counter(
+                f"quire:key_{name}_tokens", text, ["model_name", "tenant", "key"], registry=self.registry
+            )
+            for name, text in _KEY_COUNTERS.items()
+        }
+        self._keys: set[tuple[str, str]] = set()
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
         )
@@ -205,6 +239,25 @@ class Metrics:
         if times.time_to_first_token_s is not None and times.total_s is not None:
             self._decode_time.observe(times.total_s - times.time_to_first_token_s)
 
+    def record_tokens(
+        self, tenant: str, key: str, output: RequestOutput, num_generated: int, *, is_kept: bool
+    ) -> None:
+        """Counts the tokens of a request by its API key. key: the name of `ApiKey`. is_kept: other requests find the
+        computed tokens."""
+        if len(self._keys) < _MAX_KEYS:
+            self._keys.add((tenant, key))
+        elif (tenant, key) not in self._keys:
+            key = "other"
+        num_computed = len(output.prompt_token_ids) - output.num_cached_tokens
+        counts = {
+            "read": output.num_cached_tokens,
+            "written": num_computed if is_kept else 0,
+            "computed": num_computed,
+            "generated": num_generated,
+        }
+        for name, count in counts.items():
+            self._key_tokens[name].labels(self._label, tenant, key).inc(count)
+
     def render(self, engine_stats: Mapping[str, Any] | None = None) -> bytes:
         """The metrics page, with the engine's counts (`LLM.stats`); None: with a tenant's counts of `record_end`."""
         self._engine_stats = self._num_tokens if engine_stats is None else engine_stats
@@ -244,6 +297,7 @@ class Metrics:
             for outcome, count in by_outcome.items():
                 family.add_metric([self._label, outcome], count)
             yield family
+        yield from self._session_families(stats.get("sessions", {}))
         if by_tenant := stats.get("tenants"):
             for name, text in _TENANT_COUNTERS.items():
                 family = CounterMetricFamily(f"quire:tenant_{name}", text, labels=["model_name", "tenant"])
@@ -259,6 +313,23 @@ class Metrics:
             text = "Time between two uses of a prefix."
             family = HistogramMetricFamily("quire:reuse_gap_seconds", text, labels=["model_name"])
             self._add_spans(family, [], stats, "reuse_gap", stats["num_reuses"])
+            yield family
+
+    def _session_families(self, stats: Mapping[str, Any]) -> Iterator[Any]:
+        for kind, families in (
+            (CounterMetricFamily, _SESSION_COUNTERS),
+            (GaugeMetricFamily, _SESSION_GAUGES),
+        ):
+            for key, (name, text) in families.items():
+                if key in stats:
+                    yield self._family(kind, name, text, stats[key])
+        if by_action := stats.get("receipts"):
+            text = "Answers to commands for the content of sessions."
+            labels = ["model_name", "action", "outcome"]
+            family = CounterMetricFamily("quire:session_receipts", text, labels=labels)
+            for action, counts in by_action.items():
+                for outcome, count in counts.items():
+                    family.add_metric([self._label, action, outcome], count)
             yield family
 
     def _eviction_families(self, stats: Mapping[str, Any]) -> Iterator[Any]:

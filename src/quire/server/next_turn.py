@@ -116,16 +116,17 @@ class NextTurns:
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def num_prepared(self, tokens: Sequence[int], num_found: int, key: Mapping[str, Any]) -> int:
-        """How many of the first `num_found` tokens of a prompt were prepared. key: as in `EndedTurn`."""
-        return max(
-            (
-                max(0, min(stop, num_found) - start)
-                for (start, stop, digest), of in self._prepared.values()
-                if of == key and stop <= len(tokens) and digest == _digest(tokens[:stop])
-            ),
-            default=0,
-        )
+    def num_prepared(
+        self, tenant: str, session: str, tokens: Sequence[int], num_found: int, key: Mapping[str, Any]
+    ) -> int:
+        """How many of the first `num_found` tokens of a prompt were prepared for it. key: as in `EndedTurn`."""
+        prepared = self._prepared.get((tenant, session))
+        if prepared is None:
+            return 0
+        (start, stop, digest), of = prepared
+        if of != key or stop > len(tokens) or digest != _digest(tokens[:stop]):
+            return 0
+        return max(0, min(stop, num_found) - start)
 
     def withdraw(self, tenant: str, session: str) -> None:
         """A newer request of the session has come."""

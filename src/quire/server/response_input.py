@@ -61,7 +61,7 @@ _SAME_NAMES = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority", "cache_priority", "keep_for",
     "chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "stream", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention", "session_cache",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",

@@ -99,6 +99,7 @@ class ResponseWriter:
                         pass
             response = self._end()
             await self._keep(response)
+            response = {**response, **await self._end_session(running)}
             headers = {"X-Quire-Cached-Tokens": str(self._num_cached)}
             return JSONResponse(response, headers=headers)
 
@@ -123,6 +124,7 @@ class ResponseWriter:
                             yield data
                 response = self._end()
                 await self._keep(response)
+                response = {**response, **await self._end_session(running)}
                 yield written({"type": f"response.{response['status']}", "response": response})
             except Exception as failure:
                 error = answer_of(failure)
@@ -131,6 +133,11 @@ class ResponseWriter:
                 failed = {"code": "server_error", "message": str(error)}
                 response = {**self._response, "status": "failed", "error": failed}
                 yield written({"type": "response.failed", "response": response})
+
+    async def _end_session(self, running: RunningRequests) -> dict[str, Any]:
+        """The fields of `RunningRequests.end`. A stored response lacks them."""
+        has_calls = any(item["type"] == "function_call" for item in self._items.items)
+        return await running.end(has_calls=has_calls)
 
     def _changes(self, output: RequestOutput, running: RunningRequests) -> list[dict[str, Any]]:
         """The events of an output."""

@@ -110,7 +110,6 @@ async def create_response(
         is_continued = body.previous_response_id is not None or conversation_id is not None
         when_answered = next_turn_preparation(
             chat,
-            request,
             service,
             tenant,
             prompt.tools,

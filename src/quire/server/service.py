@@ -24,6 +24,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -47,8 +48,11 @@ from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
 from quire.server.next_turn import NextTurns
 from quire.server.record_store import RecordStore
+from quire.server.request_session import RequestSession
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
+from quire.server.session_commands import SessionCommands
+from quire.server.session_turns import SessionTurns
 from quire.server.settings import ServerSettings
 from quire.server.threads import Threads
 
@@ -153,6 +157,8 @@ class Service:
         engine.texts.prove()
         self.draining = False
         self.next_turns = NextTurns(self, settings.prepare_next_turn)
+        self.session_commands = SessionCommands(engine)
+        self.session_turns = SessionTurns()
         self.conversations = Conversations(
             settings.limits.max_conversations, settings.limits.max_conversation_bytes
         )
@@ -224,18 +230,27 @@ class Service:
         began = time.monotonic()
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
+        session = RequestSession.of(self, tenant, body)
         with self._refusals_of(tenant):
             address, params = current_request().address, requests[0][1].params
             num_sequences = max(params.n, params.beam_width)
             admitted = self._admission.admit(tenant, len(requests), num_sequences, address)
         client = client_of(tenant, address)
         # Chat clients seldom give a length; without one, an answer may run to its natural end.
-        own = {"client": client, "default_max_tokens": self.engine.max_model_len}
+        own = {
+            "client": client,
+            "default_max_tokens": self.engine.max_model_len,
+            "session": None if session is None else session.name,
+        }
         requests = [(prompt, replace(options, **own)) for prompt, options in requests]
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
-            report = await self._reports(tenant, body, requests)
+            if session is not None:
+                await session.begin()
+            reports = await self._reports(tenant, body, requests, session)
+            if session is not None:
+                session.ask_why(requests, reports)
             releases = [admitted.release_of_one_prompt() for _ in requests]
             streams = await self.engine.begin(requests, releases, max_unread=_MAX_UNREAD)
         except asyncio.CancelledError:  # the client has gone; the request still counts in its rate limit
@@ -244,10 +259,14 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, releases, began, report, kept)
+        return RunningRequests(self, body, admitted, streams, releases, began, reports, kept, session)
 
     async def _reports(
-        self, tenant: ApiTenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+        self,
+        tenant: ApiTenant,
+        body: SamplingBody,
+        requests: Sequence[tuple[Prompt, RequestOptions]],
+        session: RequestSession | None,
     ) -> list[dict[str, Any]]:
         """The cache's reports on the prompts, if the request asks for them; none of a storage that shares nothing."""
         record = current_request()
@@ -259,9 +278,9 @@ class Service:
             explanation = await self.engine.explain(
                 prompt.token_ids, as_administrator=False, **tenant.key(body.cache_salt)
             )
-            prepared = self.next_turns.num_prepared(
-                prompt.token_ids, explanation.num_hit_tokens, tenant.key(body.cache_salt)
-            )
+            prepared = 0
+            if session is not None:
+                prepared = session.num_prepared(prompt.token_ids, explanation.num_hit_tokens)
             reports.append(report_of(explanation, decode, prepared))
         record.cache_report = header_of(reports)
         return reports
@@ -403,10 +422,12 @@ class Service:
         generated: AsyncOutputs,
         began: float,
         keep: Callable[[RequestOutput], Awaitable[None]] | None = None,
+        record_turn: Callable[[RequestOutput, int], None] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured from `began` and added to its record. Calls `release` at the end; the
         engine may call it before, so that a slow reader holds no place. Pins the prompt at the first output, if the
-        body has keep_for, and calls `keep` with that output."""
+        body has keep_for, and calls `keep` with that output. record_turn: called at the end with the last output, if
+        there is one, and the number of generated tokens."""
         record, all_metrics = current_request(), self._metrics_for(tenant)
         num_generated: defaultdict[int, int] = defaultdict(int)  # tokens, by answer
         first_s: float | None = None
@@ -440,8 +461,18 @@ class Service:
             if output is not None:
                 record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
                 record.num_cached_tokens += output.num_cached_tokens
+                if record_turn is not None:
+                    record_turn(output, sum(num_generated.values()))
             for metrics in all_metrics:
                 metrics.record_end(reason, seconds, output, num_generated.values())
+                if output is not None:
+                    metrics.record_tokens(
+                        tenant.name,
+                        record.key,
+                        output,
+                        sum(num_generated.values()),
+                        is_kept=self.keeps_prefixes,
+                    )
                 if first_s is not None and num_after_first:
                     metrics.time_per_output_token.observe((seconds - first_s) / num_after_first)
 
@@ -605,7 +636,7 @@ class Service:
 class RunningRequests:
     """The running requests of one body. The outputs of each are read once.
 
-    reports: the cache's, of each prompt, if the request asked for them. kept: see `Service.begin`.
+    reports: the cache's, of each prompt, if the request asked for them. kept, session: see `Service.begin`.
     kept_counts: by the request's place, from its first output on, if it had beginnings to pin.
     The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
@@ -620,9 +651,11 @@ class RunningRequests:
         began: float,
         reports: Sequence[dict[str, Any]] = (),
         kept: Sequence[Sequence[KeptPrefix]] = (),
+        session: RequestSession | None = None,
     ) -> None:
         self._service = service
         self._reports = reports
+        self._session = session
         self._kept = kept
         self.kept_counts: dict[int, KeptCounts] = {}
         self._body = body
@@ -651,6 +684,11 @@ class RunningRequests:
     def num_kept_tokens(self) -> int:
         """Tokens of the prompts that are pinned."""
         return sum(counts.num_pinned for counts in self.kept_counts.values())
+
+    async def end(self, *, has_calls: bool = False) -> dict[str, Any]:
+        """Ends the session's turn; called once all answers have ended. has_calls: one of them ends with calls of tools.
+        Returns the answer's fields in addition."""
+        return {} if self._session is None else await self._session.end(has_calls=has_calls)
 
     def outputs(
         self, place: int = 0, through: Callable[[RequestStream], AsyncOutputs] | None = None
@@ -681,6 +719,7 @@ class RunningRequests:
             stream if through is None else through(stream),
             self._began,
             keep if prefixes else None,
+            None if self._session is None else partial(self._session.record, place),
         )
 
     async def answers(self, n: int) -> list[Answer]:

@@ -190,6 +190,10 @@ class ServerSettings:
         4096,
         "Tokens of a session's next prompt that are computed ahead while the engine is idle; 0: none. Default: 4096.",
     )
+    session_from_user_id: bool = setting(
+        False,
+        "On /v1/messages, take metadata.user_id as the session's name if nothing else names it. Default: off.",
+    )
     warm: str | None = setting(
         None,
         "File of prompts that are computed at the start: the body of a chat or a completion a line. Default: none.",
@@ -258,6 +262,7 @@ _SERVER_FIELDS = {
     "log_requests": bool,
     "drain_seconds": (int, float),
     "prepare_next_turn": int,
+    "session_from_user_id": bool,
     "warm": str,
 }
 _LISTS = ("allowed_origins", "trusted_proxies")

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -179,8 +179,9 @@ class MessagesWriter:
             text = self._answer.texts[0]
             for _ in self._blocks.push(text, final=True):
                 pass
-        self._has_ended()
-        message = {**self._head(), **self._end(), "content": self._blocks.whole, "usage": self._usage()}
+        end = self._end()
+        more = await self._has_ended(running, end)
+        message = {**self._head(), **end, "content": self._blocks.whole, "usage": self._usage(), **more}
         return JSONResponse(message, headers=request_id_header())
 
     async def _events(self, running: RunningRequests) -> AsyncGenerator[bytes]:
@@ -197,13 +198,16 @@ class MessagesWriter:
                     part = output.outputs[0]
                     for data in self._blocks.push(part.new_text, final=part.finish_reason is not None):
                         yield data
-        self._has_ended()
-        yield _event("message_delta", delta=self._end(), usage=self._usage())
+        end = self._end()
+        more = await self._has_ended(running, end)
+        yield _event("message_delta", delta=end, usage=self._usage(), **more)
         yield _event("message_stop")
 
-    def _has_ended(self) -> None:
+    async def _has_ended(self, running: RunningRequests, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `RunningRequests.end`. end: as `_end`."""
         if self._when_answered is not None and self._blocks.whole:
             self._when_answered(self._blocks.message())
+        return await running.end(has_calls=end["stop_reason"] == "tool_use")
 
     def _take(self, output: RequestOutput, running: RunningRequests) -> None:
         self._answer.add(output)

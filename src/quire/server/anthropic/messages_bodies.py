@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from quire.server.schemas.accepted import Accepted
 from quire.server.schemas.caching import CacheableFields
 from quire.server.schemas.chat_bodies import TOOL_NAME
+from quire.server.schemas.session_bodies import SessionCache
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf
 
@@ -159,7 +160,9 @@ class OutputConfig(StrictBody):
 
 
 class RequestMetadata(StrictBody):
-    user_id: Annotated[str | None, Accepted("not used: keys tell tenants apart")] = None
+    user_id: Annotated[
+        str | None, Accepted("names the session if the server says --session-from-user-id; else not used")
+    ] = None
 
 
 class MessagesPrompt(CacheableFields):
@@ -243,6 +246,7 @@ class MessagesRequest(MessagesPrompt, GeneratingBody):
         le=30 * 86400,
         description="Ours: seconds for which the whole prompt is pinned; 400 if there is no room.",
     )
+    session_cache: SessionCache = None
 
 
 class CacheCreation(BaseModel):

@@ -138,7 +138,7 @@ def chat_of_messages(body: MessagesPrompt, tokenizer: Any) -> ChatOfMessages:
             name: getattr(body, name)
             for name in (
                 "stream", "temperature", "top_p", "top_k", "seed", "session_id", "cache_salt", "priority",
-                "cache_priority", "keep_for",
+                "cache_priority", "keep_for", "session_cache",
             )
         }  # fmt: skip
         fields["stop"] = body.stop_sequences

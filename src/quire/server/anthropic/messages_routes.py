@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from quire.scheduler.request_options import MAX_SESSION_CHARS
 from quire.server.anthropic.messages_answer import MessagesWriter
 from quire.server.anthropic.messages_bodies import (
     CountedTokens,
@@ -59,6 +60,8 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
     tokenizer = service.tokenizer
     made = await run_in_thread_if_large(request, chat_of_messages, body, tokenizer)
     chat = made.chat
+    if chat.session_id is None and service.settings.session_from_user_id:
+        chat.session_id = _user_id(body)
     with field_names(made.places):
         prompt = await prompt_of_chat(chat, chat.messages, request, service, add_special_tokens=False)
         output_format = OutputFormat.of(tokenizer, prompt.text, tools=prompt.tools, must_call=chat.must_call)
@@ -73,13 +76,25 @@ async def messages(body: MessagesRequest, request: Request, service: TheService,
         )
         kept = await kept_prefixes(chat, prompt, service)
         when_answered = next_turn_preparation(
-            chat, request, service, tenant, prompt.tools, thoughts_back="with answers"
+            chat, service, tenant, prompt.tools, thoughts_back="with answers"
         )
         writer = MessagesWriter(body, service, params, output_format, when_answered)
         with api_field_names(chat):
             requests = service.requests(tenant, chat, [prompt.token_ids], params)
             running = await service.begin(tenant, chat, requests, [kept])
     return await writer.respond(running)
+
+
+def _user_id(body: MessagesRequest) -> str | None:
+    """`metadata.user_id` as a session's name. *raises:* ApiError: too long."""
+    name = None if body.metadata is None else body.metadata.user_id
+    if name is not None and len(name) > MAX_SESSION_CHARS:
+        raise ApiError(
+            400,
+            f"expected at most {MAX_SESSION_CHARS} characters, got {len(name)}: it is the session's name here",
+            param="metadata.user_id",
+        )
+    return name
 
 
 @router.post(f"{PATH}/count_tokens", responses=_ERRORS)

@@ -28,7 +28,7 @@ __all__ = ["LOGGER", "RequestLog", "RequestRecord", "current_request"]
 
 LOGGER = "quire.requests"
 _log = logging.getLogger(LOGGER)
-_ID = re.compile(rb"[!-~]{1,128}")
+_ID = re.compile(r"[!-~]{1,128}")
 _BARE = re.compile(r"[!#-<>-\[\]-~]+")  # a value that needs no quotes
 _MAX_SHOWN = 80  # characters of an unknown path
 
@@ -40,12 +40,14 @@ class RequestRecord:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     address: str = ""  # the client's, see `client_address`
     tenant: str | None = None
+    key: str = ""  # the name of its API key, see `ApiKey`; "" without one
     status: int | None = None  # None: no answer has begun
     num_prompt_tokens: int | None = None  # None: the request generated nothing
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     asked_report: str | None = None  # the value of the header X-Cache-Report
+    asked_session: str | None = None  # the value of the header X-Session-Id
     cache_report: str | None = None  # of the answer, see `cache_report`
 
     def line(self, route: str, seconds: float) -> str:
@@ -93,11 +95,11 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        record = RequestRecord(given.decode()) if _ID.fullmatch(given) else RequestRecord()
+        given = _header(scope, b"x-request-id")
+        record = RequestRecord(given) if given is not None and _ID.fullmatch(given) else RequestRecord()
         record.address = self._proxies.client_of(scope)
-        asked = next((value for name, value in scope["headers"] if name == b"x-cache-report"), None)
-        record.asked_report = None if asked is None else asked.decode("latin-1")
+        record.asked_report = _header(scope, b"x-cache-report")
+        record.asked_session = _header(scope, b"x-session-id")
         began = time.monotonic()
 
         async def send_with_id(message: Any) -> None:
@@ -119,6 +121,11 @@ class RequestLog:
             _current.reset(token)
             if self._is_logged:
                 _log.info("%s", record.line(_route(scope), time.monotonic() - began))
+
+
+def _header(scope: Any, name: bytes) -> str | None:
+    """The first value of a header, as starlette reads it."""
+    return next((value.decode("latin-1") for given, value in scope["headers"] if given == name), None)
 
 
 def _route(scope: Any) -> str:

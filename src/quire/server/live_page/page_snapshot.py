@@ -5,7 +5,8 @@
 Parts by rights
     every client        counts, rates, the map by state, memory by tier: the content of `/metrics`, drawn
     administrator       also tenants (the map's owners), running and waiting sequences with their block tables, the
-                        prefix tree with the words of its branches, idle times of cached blocks, recent evictions
+                        prefix tree with the words of its branches, idle times of cached blocks, recent evictions,
+                        the turns of sessions
 
 No part has a key or a salt. Of the content, only those words are included, in the administrator's part; tokens are
 sent for one block at a time (`details.py`).

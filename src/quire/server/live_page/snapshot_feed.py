@@ -37,6 +37,7 @@ _SLOW_SHARE = 0.004
 _MAX_WATCHERS = 64
 _FASTEST_S, _SLOWEST_S = 0.25, 5.0
 _HISTORY = 480  # points that a new watcher gets
+_SHOWN_SESSIONS, _SHOWN_TURNS = 8, 24
 
 
 class _WatcherState:
@@ -146,7 +147,10 @@ class SnapshotFeed:
             )
 
         snapshot = await self._service.engine.between_steps(snapshot_now)
-        render_s, slow_s = await asyncio.to_thread(self._render, snapshot, is_private)
+        sessions = None
+        if is_private:
+            sessions = self._service.session_turns.rows(_SHOWN_SESSIONS, _SHOWN_TURNS)
+        render_s, slow_s = await asyncio.to_thread(self._render, snapshot, sessions)
         slow_s += snapshot.slow_cpu_s
         self.cpu_s += snapshot.cpu_s + render_s
         self.slow_cpu_s += slow_s
@@ -177,8 +181,9 @@ class SnapshotFeed:
 
         return tokens
 
-    def _render(self, snapshot: PageSnapshot, is_private: bool) -> tuple[float, float]:
-        """(processor seconds without the tree, those of the tree, which has its own share)."""
+    def _render(self, snapshot: PageSnapshot, sessions: list[dict[str, Any]] | None) -> tuple[float, float]:
+        """(processor seconds without the tree, those of the tree, which has its own share). sessions: rows of
+        `SessionTurns`; None if no administrator watches."""
         began = time.thread_time()
         public = {
             "model": self._service.model_name,
@@ -188,8 +193,8 @@ class SnapshotFeed:
         self._history.append(_point(public))
         self._parts[False].update(public, self.number + 1)
         tree_s = 0.0
-        if is_private:
-            private = self._renderer.private(snapshot)
+        if sessions is not None:
+            private = {**self._renderer.private(snapshot), "sessions": sessions}
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
                 known = self._known(snapshot)

@@ -12,6 +12,7 @@ from pydantic import (
 
 from quire.server.schemas.accepted import AcceptedFields
 from quire.server.schemas.caching import PromptCacheFields
+from quire.server.schemas.session_bodies import SessionCache
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.unserved import OneOf, UnservedFields
 
@@ -196,6 +197,8 @@ class SamplingBody(UnservedFields, AcceptedFields, PromptCacheFields, Generating
     cache_report: bool | None = Field(
         False, description="Ours: the answer says how much of its prompt was cached, and why no more."
     )
+
+    session_cache: SessionCache = None
 
     def cut(self, token_ids: list[int]) -> list[int]:
         """The prompt's tokens after `truncate_prompt_tokens`."""

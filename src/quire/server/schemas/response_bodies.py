@@ -15,6 +15,7 @@ from quire.server.schemas.caching import SECONDS, PromptCacheFields
 from quire.server.schemas.chat_bodies import TOOL_NAME
 from quire.server.schemas.common import TokenId
 from quire.server.schemas.response_items import Id, InputItem
+from quire.server.schemas.session_bodies import SessionCache
 from quire.server.schemas.strict_body import GeneratingBody, StrictBody
 from quire.server.schemas.typed_union import OfTypes
 from quire.server.schemas.unserved import OneOf
@@ -208,6 +209,7 @@ class ResponseRequest(PromptOfResponse, PromptCacheFields, GeneratingBody):
     keep_for: float | None = Field(
         None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's blocks are pinned."
     )
+    session_cache: SessionCache = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="vLLM's: arguments of the chat template, such as enable_thinking."
     )

@@ -4,6 +4,7 @@ import { drawChart } from "./charts.js";
 import { announce, bytes, fillLegend, make, number, percent, runs, seconds } from "./format.js";
 import { BlockMap, drawLegend } from "./map.js";
 import { Refused, keyDialog, stream } from "./server.js";
+import { drawSessions } from "./sessions.js";
 import { showSequence, showBlocks } from "./details.js";
 import { Try } from "./try.js";
 import { LOSSES, PHASES, PREEMPTED, errorWords, lossWords, phaseKind, phaseWords } from "./words.js";
@@ -247,6 +248,7 @@ function take(message) {
   drawEvictions();
   if (isAdmin) {
     drawSequences();
+    drawSessions(state.sessions ?? [], keepRows, noRows, () => state.at);
     if (message.tree || state.block !== "block") drawTree();
     box.follow([...(state.sequences ?? []), ...(state.waiting ?? [])], state.block);
   }
@@ -261,7 +263,7 @@ async function watch() {
       const [headers, events] = await stream("/window/events", { signal: connection.signal });
       isAdmin = headers.get("X-Quire-Admin") === "1";
       showRights();
-      for (const name of ["owners", "tenants", "sequences", "waiting", "tree", "idle", "evictions"]) delete state[name];
+      for (const name of ["owners", "tenants", "sequences", "waiting", "sessions", "tree", "idle", "evictions"]) delete state[name];
       map.owners = map.idle = null;
       for await (const event of events) {
         take(event);

@@ -63,6 +63,29 @@ export function lossWords(row) {
   return row.reason === "dropped" ? why : `${why}; ${ORDER[row.cache_priority]}`;
 }
 
+// Why no more of a prompt was found (engine/prompt_explanation.py): a clause behind "because".
+export const MISSES = {
+  complete: "nothing was missing: the last token is always computed",
+  "no state": "no state of the model was stored at the end of the cached tokens",
+  expired: "its pin had expired, and it was evicted",
+  evicted: "memory had evicted the rest",
+  forgotten: "the rest had been dropped",
+  "other namespace": "the rest is cached under another salt",
+  "other fingerprint": "the rest is cached for another model, format or build",
+  differs: "the cached prompt differs from here on",
+  longer: "the cached block is longer than the prompt",
+  "never seen": "the rest was never computed before",
+};
+
+// Of a turn, as a sentence; with the texts around a difference.
+export function missWords(turn) {
+  if (turn.cause === null) return "The reason is not known.";
+  const words = MISSES[turn.cause] ?? turn.cause, where = turn.where_it_differs;
+  const sentence = `${words[0].toUpperCase()}${words.slice(1)}`;
+  if (!where || where.asked === undefined) return `${sentence}.`;
+  return `${sentence}: behind ${JSON.stringify(where.before)} came ${JSON.stringify(where.asked)} in place of ${JSON.stringify(where.stored)}.`;
+}
+
 // How an answer ended. asked: the requested number of tokens.
 export function endWords(reason, stopReason, count, asked) {
   if (reason === "stop" && typeof stopReason === "string") return `ended at the stop string ${JSON.stringify(stopReason)}`;
