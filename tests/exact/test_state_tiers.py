@@ -159,3 +159,20 @@ def test_a_snapshot_keeps_its_state(tmp_path: Path) -> None:
         assert (one.token_ids, one.logprobs) == wanted
         llm.remove_snapshot("talk")
         assert priorities(llm) == {1}
+
+
+def test_a_demoted_session_goes_on_from_its_state() -> None:
+    """Keys, values and a state leave memory together, and come back before the request does."""
+    pytest.importorskip("quire._native")
+    model = tiny_model("falcon_h1")
+    wanted = alone(model, LONG)
+    with serve(model, host_cache="16MiB", max_batch_tokens=64) as llm:
+        llm.generate([LONG], GREEDY, session="s")
+        receipt = llm.sessions.demote("s")
+        assert (receipt.outcome, receipt.reason, receipt.tokens["memory"]) == ("accepted", None, 0)
+        assert receipt.tokens["host"] >= BOUNDARY
+        assert llm.cache.match(LONG).num_tokens == 0
+        before = llm.stats()["num_computed_tokens"]
+        assert llm.sessions.prefetch("s").tokens["memory"] >= BOUNDARY
+        assert llm.stats()["num_computed_tokens"] == before
+        check(llm, LONG, BOUNDARY, wanted)

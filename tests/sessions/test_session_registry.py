@@ -101,7 +101,7 @@ def test_a_branch_that_others_contain_is_given_up_without_a_block() -> None:
 def test_a_running_branch_is_not_superseded() -> None:
     engine = FakeEngine(max_num_seqs=4)
     prompt = tokens_of(1, 16)
-    ids = [engine.submit(prompt + [tail], SamplingParams(max_tokens=12), session="s") for tail in (1, 2, 3)]
+    ids = [engine.submit([*prompt, tail], SamplingParams(max_tokens=12), session="s") for tail in (1, 2, 3)]
     outputs = engine.run()
     for request_id, tail in zip(ids, (1, 2, 3), strict=True):
         assert set(levels(engine, [*prompt, tail, *outputs[request_id].outputs[0].token_ids][:28])) == {

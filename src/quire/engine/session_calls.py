@@ -181,7 +181,7 @@ class Sessions:
     # -- reports -----------------------------------------------------------------------------------------
 
     def get(self, session: str, *, tenant: str | None = None) -> SessionInfo:
-        """*raises:* ArgumentError: no such session of the tenant."""
+        """A session now; its tokens in memory are looked up. *raises:* ArgumentError: no such session of the tenant."""
         found = self._find(session, tenant)
         if found is None:
             raise ArgumentError(
