@@ -43,7 +43,8 @@ class SamplingParams:
         end it.
     include_stop_str_in_output: the text includes the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared.
-    seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
+    seed: the same seed gives the same tokens, whatever other requests run, and where another request continues the
+        text; None: derived once a request from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
     prompt_logprobs: the same for each token of the prompt behind the first. prompt_logprobs_start: tokens of the prompt

@@ -28,8 +28,6 @@ from quire.sampling.prompt_scores import PromptScores
 from quire.scheduler.request_options import RequestOptions, cache_priority_number
 
 if TYPE_CHECKING:
-    import torch
-
     from quire.offload.swap import Swapped
     from quire.offload.tier_load import Search, TierLoad
     from quire.sampling.detokenizer import Detokenizer
@@ -61,7 +59,6 @@ class RequestSequence:
         "detokenizer",
         "error",
         "finish_reason",
-        "generator",
         "index",
         "is_long",
         "is_withdrawn",
@@ -107,7 +104,6 @@ class RequestSequence:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
-        self.generator: torch.Generator | None = None
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
         self.matcher: Matcher | None = None
