@@ -77,3 +77,16 @@ def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
     page = figures(Metrics("tiny").render(stats))
     assert page["quire:tier_failures_total"] == {"remote": 3}
     assert "quire:tier_bytes" not in page
+
+
+def test_drafts_have_the_names_of_vllms_dashboards() -> None:
+    stats = {"num_drafts": 4, "num_draft_tokens": 9, "num_accepted_tokens": 5, "num_accepted_by_position": [3, 2]}
+    page = Metrics("tiny").render(stats)
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found[sample.name + sample.labels.get("position", "")] = sample.value
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    assert [found[f"vllm:spec_decode_{name}"] for name in names] == [4, 9, 5]
+    assert [found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{at}"] for at in (0, 1)] == [3, 2]
+    assert b"spec_decode" not in Metrics("tiny").render({"num_preemptions": 0})

@@ -77,11 +77,14 @@ def checked_results(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """The ten figures that `--stats` prints. Speeds are the engine's: all requests of a step together."""
+    """The ten figures that `--stats` prints, and those of drafts, if there are any. Speeds are the engine's: all requests of a step together."""
 
     def speed(name: str) -> str:
         return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"
 
+    drafts: dict[str, str] = {}
+    if "num_drafts" in stats:
+        drafts["drafts accepted"] = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
     with_content = stats["held"] + stats["in_flight"] + stats["pinned"] + stats["cached"]
     return {
         "prompt tokens": str(stats["num_prompt_tokens"]),
@@ -94,6 +97,7 @@ def figures(stats: dict[str, Any]) -> dict[str, str]:
         "blocks with content": f"{with_content} of {stats['num_blocks']}",
         "blocks evicted": str(stats["evicted_blocks"]),
         "preemptions": str(stats["num_preemptions"]),
+        **drafts,
     }
 
 

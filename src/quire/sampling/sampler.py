@@ -30,10 +30,12 @@ from quire.sampling.token_mask import TokenMask
 from quire.sampling.top_p import keep_top_p
 from quire.torch_threads import one_torch_thread
 
-__all__ = ["sample_tokens"]
+__all__ = ["DrawingSequence", "SamplingRequest", "sample_tokens"]
 
 
-class _SamplingRequest(Protocol):
+class SamplingRequest(Protocol):
+    """The part of a request (`quire.scheduler.request.Request`) that the sampler needs."""
+
     @property
     def request_id(self) -> str: ...
     @property
@@ -60,7 +62,7 @@ class DrawingSequence(Protocol):
     error: BaseException | None
 
     @property
-    def request(self) -> _SamplingRequest: ...
+    def request(self) -> SamplingRequest: ...
     def token_ids(self) -> np.ndarray: ...
 
 

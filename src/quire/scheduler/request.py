@@ -162,9 +162,8 @@ class RequestSequence:
             scores[: prompt.num_tokens] = prompt.values
         if self.logprobs is not None:
             first = len(request.prompt_token_ids)
-            scores[first : first + len(self.logprobs)] = [
-                next(iter(entry.values())) for entry in self.logprobs
-            ]
+            known = self.logprobs[: self.num_tokens - first]  # a failed step may have drawn more
+            scores[first : first + len(known)] = [next(iter(entry.values())) for entry in known]
         return scores
 
     def unforked_siblings(self) -> list[RequestSequence]:
