@@ -73,7 +73,7 @@ OPTION_OF_STORAGE = {"paged": "block_size", "virtual": "piece_size"}
 COMPARED_OPTIONS = {"contiguous": "reservation", "growing": "growth"}
 
 # Proposers of drafts of Quire's own, and those added by `quire.sampling.proposers.proposer.register`.
-PROPOSERS = ("ngram",)
+PROPOSERS = ("ngram", "suffix")
 REGISTERED_PROPOSERS: Registry[bool] = Registry("a proposer", "speculation", {})
 _DRAFTS = 8  # of a step and sequence, if the option has no number
 _MAX_DRAFTS = 32
@@ -402,8 +402,8 @@ class EngineConfig:
         "off",
         "P",
         "Drafts of tokens that one step checks together; no token of an answer changes. ngram: from the text's own "
-        "words, ngram:4: at most 4 a step (docs/speculation.md); auto: the best one that the model allows. Default: "
-        "off.",
+        "words; suffix: also from earlier answers of the namespace; suffix:4: at most 4 a step; auto: suffix if the "
+        "model allows drafts (docs/speculation.md). Default: off.",
     )
     prefix_caching: bool = option(
         True, None, "Share the keys and values of equal beginnings among requests. Default: on."

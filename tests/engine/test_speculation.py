@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support.drafts import SteadySpeculation, TruthProposer
 from support.fake_engine import FakeEngine
 from support.fake_model import VOCAB, expected_tokens, full_spec, window_spec
 
 from quire.sampling.params import SamplingParams
+from quire.scheduler.speculation import Speculation
+from quire.scheduler.step_costs import StepCosts
 from quire.step import StepRefusedError
 
 PROMPTS = [[(5 * i + j * j) % 90 for j in range(9 + 3 * i)] for i in range(5)]
@@ -177,3 +180,57 @@ def test_a_full_pool_takes_the_drafts_back() -> None:
     request_id = engine.submit(prompt, SamplingParams(max_tokens=5))
     assert engine.run()[request_id].outputs[0].token_ids == answer
     assert engine.scheduler.num_preemptions == 0
+
+
+class Costs(StepCosts):
+    """A step of n rows takes 1 + n * row_s seconds."""
+
+    def __init__(self, row_s: float) -> None:
+        super().__init__()
+        self.row_s = row_s
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        pass
+
+    def seconds(self, num_rows: np.ndarray) -> np.ndarray:
+        return 1 + self.row_s * num_rows
+
+
+@pytest.mark.parametrize(("row_s", "share", "least", "most"), [
+    (0.0, 1.0, 0.9, 1.0),
+    (0.1, 1.0, 0.8, 1.0),
+    (0.1, 0.0, 0.0, 0.2),
+    (9.0, 1.0, 0.0, 0.0),
+])  # fmt: skip
+def test_the_number_of_drafts_follows_their_share_and_the_cost_of_rows(
+    row_s: float, share: float, least: float, most: float
+) -> None:
+    """In parts of the drafts that there could be, 5 for each step of a sequence without drafts."""
+    expected = [expected_tokens(full_spec(), prompt, 200) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    drafts = Speculation(TruthProposer(texts, share, VOCAB), 5)
+    drafts.costs = Costs(row_s)
+    engine = FakeEngine(400, speculation=drafts)
+    for prompt in PROMPTS:
+        engine.submit(prompt, SamplingParams(max_tokens=200))
+    engine.run()
+    possible = 5 * (drafts.num_drafts if share else 5 * 200)
+    assert least <= drafts.num_draft_tokens / max(1, possible) <= most
+
+
+def test_the_cost_of_a_step_is_a_line_through_the_measured_ones() -> None:
+    costs = StepCosts()
+    assert costs.seconds(np.arange(1, 3)) is None
+    for _ in range(100):
+        costs.add(1, 1.0)
+        costs.add(4, 1.3)
+        costs.add(8, 2.1)
+    costs.add(4, 50.0)  # an interruption
+    found = costs.seconds(np.array([1, 2, 4, 6, 8, 16]))
+    assert found is not None
+    np.testing.assert_allclose(found, [1.0, 1.1, 1.3, 1.7, 2.1, 3.7], atol=0.06)
+    for _ in range(400):
+        costs.add(4, 2.0)
+    found = costs.seconds(np.array([4]))
+    assert found is not None
+    np.testing.assert_allclose(found, [2.0], atol=0.01)

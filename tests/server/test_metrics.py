@@ -80,7 +80,12 @@ def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
 
 
 def test_drafts_have_the_names_of_vllms_dashboards() -> None:
-    stats = {"num_drafts": 4, "num_draft_tokens": 9, "num_accepted_tokens": 5, "num_accepted_by_position": [3, 2]}
+    stats = {
+        "num_drafts": 4,
+        "num_draft_tokens": 9,
+        "num_accepted_tokens": 5,
+        "num_accepted_by_position": [3, 2],
+    }
     page = Metrics("tiny").render(stats)
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page.decode()):

@@ -38,6 +38,9 @@ class TruthProposer:
         self.num_opened += 1
         return _TruthDrafter(self, token_ids)
 
+    def forget(self, namespace: bytes) -> None:
+        pass
+
     def drafts(self, tokens: list[int], num_tokens: int) -> list[int]:
         count = len(tokens)
         text = next((text for text in self._texts if text[:count] == tokens), [])

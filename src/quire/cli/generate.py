@@ -77,7 +77,8 @@ def checked_results(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """The ten figures that `--stats` prints, and those of drafts, if there are any. Speeds are the engine's: all requests of a step together."""
+    """The ten figures that `--stats` prints, and one of drafts. Speeds are the engine's: all requests of a step
+    together."""
 
     def speed(name: str) -> str:
         return f"{stats[name]:.1f} tokens/s" if stats[name] else "-"

@@ -227,6 +227,8 @@ class Scheduler:
         *raises:* ArgumentError: some of it is pinned; nothing has changed.
         """
         dropped = self._cache.drop(tokens, **key.content)
+        if self.speculation is not None:
+            self.speculation.forget(key.namespace)
         for sequence in (*self.waiting, *self.paused_waiting):
             request = sequence.request
             if request.started_s is None or request.key.namespace != key.namespace:

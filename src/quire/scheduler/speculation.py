@@ -27,12 +27,12 @@ from quire.scheduler.step_costs import StepCosts
 
 __all__ = ["Speculation"]
 
-_LEAST_GAIN = 1.03
+_LEAST_GAIN = 1.05
 _NUM_TRIED = 3
 _MAX_SEQUENCES = 64  # of a step with drafts
 _MAX_DRAFTS = 64  # of a step
-_PRIOR = 1.0, 1.5  # accepted and tried drafts that a sequence begins with
-_KEPT_TRIED, _KEPT_IDLE = 0.9, 0.98  # of the share's weight, after a step with drafts and without
+_PRIOR = 0.75, 1.5  # accepted and tried drafts that a sequence begins with
+_KEPT_TRIED, _KEPT_IDLE = 0.96, 0.99  # of the share's weight: after a step with drafts, and each step
 
 
 class _SequenceDrafts:
@@ -142,11 +142,15 @@ class Speculation:
             of_sequence.drafter.extend(sequence.output_ids[of_sequence.num_known :])
             of_sequence.drafter.close()
 
+    def forget(self, namespace: bytes) -> None:
+        """Content of the namespace was dropped."""
+        self._proposer.forget(namespace)
+
     def _of(self, sequence: RequestSequence) -> _SequenceDrafts:
         found = self._by_sequence.get(sequence)
         if found is None:
             key = sequence.request.key
-            namespace = None if key.extra_keys or key.num_published else key.namespace
+            namespace = None if key.extra_keys else key.namespace
             drafter = self._proposer.open(sequence.token_ids().tolist(), namespace)
             found = self._by_sequence[sequence] = _SequenceDrafts(drafter, len(sequence.output_ids))
         return found

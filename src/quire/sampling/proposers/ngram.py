@@ -83,3 +83,6 @@ class NgramProposer:
     def open(self, token_ids: Sequence[int], namespace: bytes | None) -> NgramDrafter:
         """See `Proposer.open`."""
         return NgramDrafter(token_ids)
+
+    def forget(self, namespace: bytes) -> None:
+        """See `Proposer.forget`."""

@@ -18,6 +18,7 @@ from typing import Protocol
 from quire.config import REGISTERED_PROPOSERS
 from quire.registry import Registry
 from quire.sampling.proposers.ngram import NgramProposer
+from quire.sampling.proposers.suffix import SuffixProposer
 
 __all__ = ["Drafter", "Proposer", "make_proposer", "register", "unregister"]
 
@@ -49,8 +50,14 @@ class Proposer(Protocol):
         """
         ...
 
+    def forget(self, namespace: bytes) -> None:
+        """Content of the namespace was dropped: no text that has ended gives drafts from now on."""
+        ...
 
-_PROPOSERS: Registry[Callable[[], Proposer]] = Registry("a proposer", "speculation", {"ngram": NgramProposer})
+
+_PROPOSERS: Registry[Callable[[], Proposer]] = Registry(
+    "a proposer", "speculation", {"ngram": NgramProposer, "suffix": SuffixProposer}
+)
 
 
 def make_proposer(name: str) -> Proposer:
