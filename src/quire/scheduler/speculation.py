@@ -4,7 +4,9 @@ Drafts are further rows of a decode (`sampling.proposers.proposer`). Their numbe
 of a sequence's drafts that were accepted lately, and the seconds of a step by its rows (`step_costs`). The j-th draft
 of a sequence is worth p^j tokens. The step gets the most valuable drafts, as many as give the most tokens a second, and
 none if that is less than `_LEAST_GAIN` times the rate without. Where the cost is unknown, it gets `_NUM_TRIED` drafts a
-sequence. A sequence without drafts forgets its share step by step, so that it is tried again.
+sequence. A sequence without drafts forgets its share, so that it is tried again. After a step whose drafts would not
+pay, the next `_REST` steps of as many sequences have none; after one without proposals, the next `_SHORT_REST`. In
+these, speculation costs nothing.
 
 A step that computes a prompt has no drafts: its rows are not cheap, and the prompt's requests wait for it.
 
@@ -31,8 +33,9 @@ _LEAST_GAIN = 1.05
 _NUM_TRIED = 3
 _MAX_SEQUENCES = 64  # of a step with drafts
 _MAX_DRAFTS = 64  # of a step
+_REST, _SHORT_REST = 15, 2
 _PRIOR = 0.75, 1.5  # accepted and tried drafts that a sequence begins with
-_KEPT_TRIED, _KEPT_IDLE = 0.96, 0.99  # of the share's weight: after a step with drafts, and each step
+_KEPT_TRIED, _KEPT_IDLE = 0.96, 0.98  # of the share's weight: after a step with drafts, and at each look
 
 
 class _SequenceDrafts:
@@ -70,6 +73,7 @@ class Speculation:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_accepted_by_position = [0] * max_drafts
         self._by_sequence: dict[RequestSequence, _SequenceDrafts] = {}
+        self._rest = (0, 0)  # steps without drafts that are left, and the number of sequences that they have
 
     def choose(
         self, chosen: Sequence[tuple[RequestSequence, int]], num_tokens: int
@@ -78,6 +82,10 @@ class Speculation:
         room = min(_MAX_DRAFTS, num_tokens - len(chosen))
         if room < 1 or len(chosen) > _MAX_SEQUENCES or any(n != 1 for _, n in chosen):
             return {}
+        steps, num_sequences = self._rest
+        if steps and num_sequences == len(chosen):
+            self._rest = (steps - 1, num_sequences)
+            return {}
         limits = [
             (s, min(self.max_drafts, s.request.max_tokens - len(s.output_ids) - 1))
             for s, _ in chosen
@@ -85,10 +93,13 @@ class Speculation:
         ]
         limits = [(sequence, limit) for sequence, limit in limits if limit > 0]
         drafts: dict[RequestSequence, list[int]] = {}
-        for sequence, count in self._divide(limits, len(chosen), room):
+        divided = self._divide(limits, len(chosen), room)
+        for sequence, count in divided:
             proposed = list(self._drafter(sequence).propose(count))[:count]
             if proposed:
                 drafts[sequence] = proposed
+        if limits and not drafts:
+            self._rest = (_SHORT_REST if divided else _REST, len(chosen))
         return drafts
 
     def _divide(
