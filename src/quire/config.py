@@ -47,6 +47,8 @@ from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weigh
 __all__ = [
     "COMPARED_OPTIONS",
     "OPTION_OF_STORAGE",
+    "PROPOSERS",
+    "REGISTERED_PROPOSERS",
     "REGISTERED_STORAGES",
     "STORAGES",
     "EngineConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "Option",
     "check_secret",
     "check_weight",
+    "parse_speculation",
     "secret_bytes",
     "shows_options",
     "spelled_out",
@@ -68,6 +71,12 @@ OPTION_OF_STORAGE = {"paged": "block_size", "virtual": "piece_size"}
 
 # Options of `quire compare` (`quire.simulate.compared_storage`); an engine's storage has their defaults.
 COMPARED_OPTIONS = {"contiguous": "reservation", "growing": "growth"}
+
+# Proposers of drafts of Quire's own, and those added by `quire.sampling.proposers.proposer.register`.
+PROPOSERS = ("ngram", "suffix")
+REGISTERED_PROPOSERS: Registry[bool] = Registry("a proposer", "speculation", {})
+_DRAFTS = 8  # of a step and sequence, if the option has no number
+_MAX_DRAFTS = 32
 
 # Storages added by `quire.engine.open_storage.register`: whether sequences can share their blocks.
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
@@ -188,6 +197,28 @@ def _auto_off_or_folder(value: Any) -> Any:
 def _url(name: str, value: Any) -> None:
     if isinstance(value, str):
         resolve_secret(value, f"`{name}`")
+
+
+def parse_speculation(text: Any) -> tuple[str, int] | None:
+    """(proposer, drafts of a step and sequence) of `speculation`; None for off, and "auto" is a proposer here.
+
+    *raises:* ArgumentError: no such proposer, or number.
+    """
+    names = ("off", "auto", *PROPOSERS, *REGISTERED_PROPOSERS)
+    name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name in ("model", "mtp"):
+        raise ArgumentError(
+            f"expected a proposer that this version has, got {text!r}: drafts of a second model or of a checkpoint's "
+            f"own heads are not built yet; use {' or '.join(PROPOSERS)} - in `speculation`"
+        )
+    takes_number = name not in ("off", "auto")
+    is_number = number.isdecimal() and 1 <= int(number) <= _MAX_DRAFTS
+    if name not in names or (colon and not (takes_number and is_number)):
+        raise ArgumentError(
+            f"expected {', '.join(names)}, or a proposer with its most drafts a step, 1 to {_MAX_DRAFTS}, such as "
+            f"{PROPOSERS[0]}:8, got {text!r} - in `speculation`"
+        )
+    return None if name == "off" else (name, int(number) if colon else _DRAFTS)
 
 
 def check_weight(weight: Any, where: str) -> None:
@@ -367,6 +398,13 @@ class EngineConfig:
     max_model_len: Annotated[int | None, _integer(2, 2**31 - 1)] = option(
         None, "N", "The longest sequence in tokens, prompt and answer together. Default: the model's own."
     )
+    speculation: Annotated[str, _checked(lambda _, value: parse_speculation(value))] = option(
+        "off",
+        "P",
+        "Drafts of tokens that one step checks together; no token of an answer changes. ngram: from the text's own "
+        "words; suffix: also from earlier answers of the namespace; suffix:4: at most 4 a step; auto: suffix if the "
+        "model allows drafts (docs/speculation.md). Default: off.",
+    )
     prefix_caching: bool = option(
         True, None, "Share the keys and values of equal beginnings among requests. Default: on."
     )
@@ -538,6 +576,10 @@ class EngineConfig:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written that way")
         if self.fast and self.device == "cpu":
             self._refuse("fast", "device, such as cuda, whose libraries compute")
+        if self.speculation != "off" and self.fast:
+            self._refuse(
+                "speculation", "fast=False: with fast=True a row's bits depend on the number of rows"
+            )
         if self.head is not None and self.weights is None:
             self._refuse("head", "weights, of which it modifies a part")
         if self.swap_memory != "auto" and self.preemption == "recompute":

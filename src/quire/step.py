@@ -21,7 +21,7 @@ Cost: none; the types only hold arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -203,7 +203,8 @@ class Batch(Generic[Chosen]):
     computes its newest token and draws the next one, it is the list `sequences` itself. draw_rows: int64
     [len(sampled)], the index among the first `num_draw_rows` of the R rows from which each draws. The others are
     `scored`: (sequence, its positions that score the next token of its prompt), in order. completed: the sequences that
-    end with this step and draw nothing.
+    end with this step and draw nothing. drafts: the draft tokens of decodes that have some, as further rows of theirs:
+    the row of logits behind the j-th draft is j rows after the sequence's own.
     plan: the cache's, its sequences in the order of `sequences`.
     closed_ids: int64, cache sequences that were closed since the step before.
     """
@@ -221,6 +222,7 @@ class Batch(Generic[Chosen]):
     num_draw_rows: int = 0
     scored: Sequence[tuple[Chosen, range]] = ()
     completed: Sequence[Chosen] = ()
+    drafts: Mapping[Chosen, Sequence[int]] = field(default_factory=dict)
 
     @property
     def copying(self) -> list[Chosen]:
@@ -238,8 +240,8 @@ class Batch(Generic[Chosen]):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether some sequence computes more than its newest token."""
-        return len(self.input_ids) > len(self.sequences)
+        """Whether some sequence computes more than its newest token and its drafts."""
+        return len(self.input_ids) > len(self.sequences) + sum(map(len, self.drafts.values()))
 
 
 # For the model

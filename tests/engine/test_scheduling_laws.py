@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_length import at_length
 from support.beam_twin import beam_answers
+from support.drafts import SteadySpeculation, TruthProposer
 from support.fake_engine import STATE_BLOCKS, FakeEngine
-from support.fake_model import expected_logits, expected_tokens, full_spec, window_spec
+from support.fake_model import VOCAB, expected_logits, expected_tokens, full_spec, window_spec
 from support.faulty_tier import FaultyTier
 
 from quire.cache.block_counts import num_blocks_for
@@ -69,14 +70,20 @@ def run(
     faults: int = 0,
     pauses: Sequence[tuple[int, int]] = (),
     num_states: int = 0,
+    right_drafts: float | None = None,
 ) -> tuple[FakeEngine, dict[int, list[list[int]]], list[tuple[int, ...]]]:
     """pauses: (step, index) of requests that nobody reads until all others have ended, the last one first then.
-    num_states: state slots, where not 0 two that must be there, and others whose memory the longest may need."""
+    num_states: state slots, where not 0 two that must be there, and others whose memory the longest may need.
+    right_drafts: the share of drafts that are right, None for none."""
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
     least = num_blocks_for(spec, longest, block_size)
-    if tier_bytes is not None:
+    if tier_bytes is not None or right_drafts is not None:
         num_states = 0
+    speculation = None
+    if right_drafts is not None:
+        texts = [[*r.prompt, *expected_tokens(spec, list(r.prompt), r.max_tokens)] for r in requests]
+        speculation = SteadySpeculation(TruthProposer(texts, right_drafts, VOCAB), 3)
     engine = FakeEngine(
         num_blocks=max(1, least + num_blocks - STATE_BLOCKS * max(0, num_states - 2)),
         num_state_slots=num_states,
@@ -88,6 +95,7 @@ def run(
         preemption=preemption,
         tiers=() if tier_bytes is None or not caching else [FaultyTier(HostTier(tier_bytes), faults)],
         policy=policy,
+        speculation=speculation,
     )
     ids: dict[str, int] = {}
     to_abort: list[tuple[int, str]] = []
@@ -152,6 +160,7 @@ CASES = {
     "policy": st.sampled_from(POLICIES),
     "faults": st.sampled_from([0, 0, 2, 3, 7]),
     "num_states": st.sampled_from([0, 0, 2, 3, 9]),
+    "right_drafts": st.sampled_from([None, None, 0.0, 0.6, 1.0]),
     "pauses": st.lists(st.tuples(st.integers(0, 16), st.integers(0, 6)), max_size=5),
 }
 
@@ -170,10 +179,11 @@ def check_case(
     faults: int,
     pauses: Sequence[tuple[int, int]] = (),
     num_states: int = 0,
+    right_drafts: float | None = None,
 ) -> None:
     case = (
         requests, num_blocks, block_size, window, budget, max_seqs, caching, preemption, tier_bytes, policy, faults,
-        pauses, num_states
+        pauses, num_states, right_drafts
     )  # fmt: skip
     engine, tokens, history = run(*case)
     for index, request in enumerate(requests):

@@ -94,3 +94,21 @@ def test_verified_hits_are_told_by_outcome() -> None:
     assert f'quire:verified_tokens_total{{model_name="tiny"}} {2.0 * 99}' in page
     assert figures_of_command(stats)["hits verified"] == "2 equal"
     assert "quire:verified_hits_total{outcome}" in DOCS.read_text()
+
+
+def test_drafts_have_the_names_of_vllms_dashboards() -> None:
+    stats = {
+        "num_drafts": 4,
+        "num_draft_tokens": 9,
+        "num_accepted_tokens": 5,
+        "num_accepted_by_position": [3, 2],
+    }
+    page = Metrics("tiny").render(stats)
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found[sample.name + sample.labels.get("position", "")] = sample.value
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    assert [found[f"vllm:spec_decode_{name}"] for name in names] == [4, 9, 5]
+    assert [found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{at}"] for at in (0, 1)] == [3, 2]
+    assert b"spec_decode" not in Metrics("tiny").render({"num_preemptions": 0})

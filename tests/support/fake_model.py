@@ -90,9 +90,17 @@ def check_batch(batch: Batch[RequestSequence]) -> None:
         first += count
         assert sequence.state is SequenceStatus.RUNNING
         assert batch.positions[rows].tolist() == list(range(start, stop))
-        assert batch.input_ids[rows].tolist() == sequence.token_ids()[start:stop].tolist()
+        drafts = list(batch.drafts.get(sequence, ()))
+        known = [*sequence.token_ids().tolist(), *drafts]
+        assert batch.input_ids[rows].tolist() == known[start:stop]
         assert batch.plan.context_lengths[at] == stop
-        if stop == sequence.num_tokens:
+        if drafts:
+            assert stop == len(known)
+            assert count == 1 + len(drafts)
+            sampled.append((sequence, first - count))
+            drafted_rows = batch.logit_rows[batch.draw_rows[batch.sampled.index(sequence)] :][:count]
+            assert drafted_rows.tolist() == list(range(first - count, first))
+        elif stop == sequence.num_tokens:
             siblings = sequence.unforked_siblings() if sequence.request.beams is None else []
             sampled += [(one, first - 1) for one in (sequence, *siblings)]
     assert first == len(batch.input_ids) == len(batch.positions)

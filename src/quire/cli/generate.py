@@ -78,7 +78,7 @@ def checked_results(results: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def figures(stats: dict[str, Any]) -> dict[str, str]:
-    """The ten figures that `--stats` prints, and one more with `verify_hits`.
+    """The ten figures that `--stats` prints, and those of drafts and of `verify_hits` if the engine has them.
 
     Speeds are the engine's: all requests of a step together.
     """
@@ -89,6 +89,9 @@ def figures(stats: dict[str, Any]) -> dict[str, str]:
     verified = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in stats.get("verified_hits", {}).items() if count
     )
+    drafts: dict[str, str] = {}
+    if "num_drafts" in stats:
+        drafts["drafts accepted"] = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
     with_content = stats["held"] + stats["in_flight"] + stats["pinned"] + stats["cached"]
     return {
         "prompt tokens": str(stats["num_prompt_tokens"]),
@@ -101,6 +104,7 @@ def figures(stats: dict[str, Any]) -> dict[str, str]:
         "blocks with content": f"{with_content} of {stats['num_blocks']}",
         "blocks evicted": str(stats["evicted_blocks"]),
         "preemptions": str(stats["num_preemptions"]),
+        **drafts,
         **({"hits verified": verified} if verified else {}),
     }
 

@@ -33,6 +33,7 @@ from quire.engine.outputs import Outputs
 from quire.errors import ArgumentError, DeviceLostError, QuireError
 from quire.offload.swap import Swap
 from quire.sampling.detokenizer import Detokenizer
+from quire.sampling.drafted import sample_drafted
 from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample_tokens
@@ -75,7 +76,7 @@ class Engine:
         """Checks hits of ended requests while the engine is idle; None without `verify_hits`."""
         self._runner, self._cache = parts.runner, parts.cache
         self._launches_ahead = parts.launch_ahead is not None
-        self._kept_scores = parts.kept_scores
+        self._kept_scores, self._speculation = parts.kept_scores, parts.speculation
         self._choose = partial(most_likely, native=parts.native)
         if parts.launch_ahead is not None:
             self._choose = parts.launch_ahead.most_likely
@@ -124,6 +125,7 @@ class Engine:
             memory_limits=self.memory_limits,
             launches_ahead=self._launches_ahead,
             kept_scores=self._kept_scores,
+            speculation=self._speculation,
         )
 
     def _connect(self) -> None:
@@ -342,13 +344,17 @@ class Engine:
             if profile is not None:
                 profile.lap("schedule")
             if scheduled is not None:
+                num_generated = self._num_generated_tokens
                 touched += self._compute(scheduled)
                 seconds = self._clock() - started
                 if scheduled.is_prompt:
                     self._speeds.add_computation(len(scheduled.input_ids), seconds)
                     self._prefill.add(len(scheduled.input_ids), seconds)
                 else:
-                    self._decode.add(len(scheduled.sampled), seconds)
+                    num_drawn = self._num_generated_tokens - num_generated
+                    self._decode.add(num_drawn, seconds)
+                    if self._speculation is not None and num_drawn:
+                        self._speculation.costs.add(len(scheduled.input_ids), seconds)
             elif self._loads is not None and self.scheduler.waits_for_tiers:
                 self._loads.changed.wait(_WAIT_S)
             outputs = self._outputs_of(touched) if touched else []
@@ -374,7 +380,14 @@ class Engine:
             if scheduled.scored:
                 score_prompts(logits[scheduled.num_draw_rows :], scheduled.scored)
                 logits = logits[: scheduled.num_draw_rows]
-            if scheduled.sampled:
+            over_drafts: dict[RequestSequence, list[int]] = {}
+            if scheduled.drafts:
+                tokens, over_drafts = sample_drafted(
+                    logits, scheduled.sampled, scheduled.draw_rows, scheduled.drafts, self._choose
+                )
+                for sequence, run in over_drafts.items():
+                    self._cut_at_stop(sequence, run)
+            elif scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows, self._choose)
             if profile is not None:
                 profile.lap("sampling")
@@ -390,21 +403,41 @@ class Engine:
             for sequence in ended:
                 self.scheduler.finish(sequence, "error", error)
             return ended
-        self.scheduler.update(scheduled, tokens)
+        self.scheduler.update(scheduled, tokens, over_drafts)
         if self._on_reserved is not None:
             self._on_reserved()
         if profile is not None:
             profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
+        self._num_generated_tokens += sum(max(0, len(run) - 1) for run in over_drafts.values())
         touched: list[RequestSequence] = []
         touched += scheduled.completed
         touched += [sequence for sequence, _ in scheduled.scored if sequence.error is not None]
         for sequence in scheduled.sampled:
-            if sequence.detokenizer is not None and sequence.request.beams is None:
+            is_whole = sequence.request.beams is None and sequence.error is None
+            if sequence.detokenizer is not None and is_whole:
                 self._detokenize(sequence, sequence.detokenizer)
             if sequence.request.stream or sequence.state is SequenceStatus.FINISHED:
                 touched.append(sequence)
         return touched
+
+    def _cut_at_stop(self, sequence: RequestSequence, run: list[int]) -> None:
+        """Ends the tokens that a sequence drew in one step at its stop string, if one is complete before the last."""
+        detokenizer, num_before = sequence.detokenizer, len(sequence.output_ids)
+        if detokenizer is None:
+            return
+        for count, token in enumerate(run if sequence.error is not None else run[:-1], 1):
+            error: Exception | None = None
+            try:
+                detokenizer.push([token])
+            except Exception as caught:
+                error = caught
+            if error is not None or detokenizer.stopped:
+                del run[count:]
+                sequence.error = error
+                if sequence.logprobs is not None:
+                    del sequence.logprobs[num_before + count :]
+                return
 
     def _detokenize(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
         """Turns a sequence's newest token into text and ends the sequence at a stop string."""
@@ -512,7 +545,8 @@ class Engine:
 
         num_withheld_tokens: prompt tokens for which steps had room, and that `long_prefill_tokens` left to later steps.
         tenants: see `Scheduler.stats_by_tenant`. sessions: see `SessionRegistry.stats`; receipts: answers to calls
-        about sessions, by action and outcome.
+        about sessions, by action and outcome. num_drafts, ...: of `Speculation`, if the engine
+        speculates.
         evicted_blocks: full blocks whose content left memory, for any reason; without a monitor the cache's own count
         of evictions, with partial blocks.
         query_tokens, hit_tokens: tokens of prompts looked up, and found, if prefixes are shared, else 0. A request
@@ -548,6 +582,7 @@ class Engine:
             "sessions": self._session_stats(),
             "num_steps": scheduler.num_steps,
             "num_preemptions": scheduler.num_preemptions,
+            **({} if self._speculation is None else self._speculation.stats()),
             "num_loading": len(scheduler.loading),
             "num_swapped": self.swap.num_swapped,
             "swapped_bytes": self.swap.num_bytes,

@@ -16,6 +16,7 @@ from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
 from quire.offload.tier_load import TierLoads
 from quire.scheduler.request import Request, RequestSequence
+from quire.scheduler.speculation import Speculation
 from quire.step import Batch
 
 __all__ = ["EngineParts", "StepLimits", "StepRunner", "VerifiesHits"]
@@ -54,7 +55,7 @@ class EngineParts:
     monitor: records the cache's events and ended requests (`monitor.py`); None if prefixes are not shared.
     profile: records the times of every step. native: the extension, None without it. is_lost: whether the device fails
     every call from now on; asked after an error of a step. launch_ahead: the runner's; None without it. kept_scores:
-    None if no scores are kept.
+    None if no scores are kept. speculation: chooses drafts; None without.
     """
 
     runner: StepRunner
@@ -69,3 +70,4 @@ class EngineParts:
     is_lost: Callable[[], bool] = lambda: False
     launch_ahead: LaunchAhead | None = None
     kept_scores: KeptScores | None = None
+    speculation: Speculation | None = None

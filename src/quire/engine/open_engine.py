@@ -13,6 +13,7 @@ Cost: loading and preparing the model, and address space for the cache.
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from quire.backends import extension, is_host_backend
 from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import KVCache, shares_prefixes
-from quire.config import EngineConfig
+from quire.config import PROPOSERS, EngineConfig, parse_speculation
 from quire.engine.driver import Driver
 from quire.engine.driver_proxy import in_driver
 from quire.engine.engine import Engine
@@ -44,8 +45,10 @@ from quire.offload.kept_scores import KeptScores
 from quire.offload.offloaded_sequence import InEngine
 from quire.offload.open_tiers import OpenTiers, open_swap, open_tiers
 from quire.offload.throughputs import Throughputs
+from quire.sampling.proposers.proposer import make_proposer
 from quire.scheduler.known_texts import KnownTexts
 from quire.scheduler.request_validator import ServedModel
+from quire.scheduler.speculation import Speculation
 from quire.scheduler.tenants import Tenants
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Transcript, TranscriptReader
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
     from quire.weights.huge_pages import HugePageMove
 
 __all__ = ["OpenEngine", "open_engine"]
+
+_log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,6 +332,7 @@ def _open_step_loop(
             is_lost=model.prepared.device.is_lost,
             launch_ahead=launch_ahead,
             kept_scores=_kept_scores(config, tiers, monitor),
+            speculation=_speculation(config, model),
         ),
         ServedModel(
             loaded.vocab_size,
@@ -380,6 +386,30 @@ def _kept_scores(
     if monitor is None or not config.keep_scores:
         return None
     return KeptScores(monitor.mirror, monitor.collect, None if tiers is None else tiers.scores)
+
+
+def _speculation(config: EngineConfig, model: OpenModel) -> Speculation | None:
+    """*raises:* ArgumentError: the model's rows cannot be checked together, and a proposer was asked for."""
+    parsed = parse_speculation(config.speculation)
+    if parsed is None:
+        return None
+    name, max_drafts = parsed
+    reason = None
+    if model.prepared.by_own_forward:
+        reason = "one that runs by its own forward, whose bits depend on the number of rows"
+    elif model.spec.states:
+        reason = "one with state layers, whose states do not go back to an earlier token"
+    if name == "auto":
+        name = PROPOSERS[-1]
+        if reason is not None:
+            _log.info("speculation=auto is off: the model is %s", reason)
+            return None
+    if reason is not None:
+        raise ArgumentError(
+            f"expected a model whose rows can be checked together, got {reason}; use speculation off or auto - in "
+            "`speculation`"
+        )
+    return Speculation(make_proposer(name), max_drafts)
 
 
 def _connect_tiers(tiers: OpenTiers, engine: Engine, model: OpenModel) -> None:

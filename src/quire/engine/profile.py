@@ -120,7 +120,7 @@ class Profile:
         if self._recorded:
             records = np.concatenate([records, np.array(self._recorded, np.int64)])
         profiled = _Step(
-            kind="decode" if step.is_decode else "prefill",
+            kind="decode" if step.is_decode or step.drafts else "prefill",
             num_tokens=len(step.input_ids),
             num_sequences=len(step.sequences),
             start_ns=self._start_ns,

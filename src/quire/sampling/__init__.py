@@ -4,6 +4,8 @@ Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
     beam_search   the rules of a beam search
+    drafted       the tokens of sequences with drafts
+    proposers.proposer   guesses of the tokens that come next
     scores, prompt_scores    log probabilities of a prompt's tokens
     greedy        the most likely token of each row
     grammar       tokens that a grammar allows

@@ -51,7 +51,8 @@ class SamplingParams:
     length_penalty: of a beam search: an answer's score is its log probability divided by its length to this power.
     early_stopping: of a beam search: whether it ends when as many answers have ended as it has beams. False: not while
         a beam of its present length can do better; "never": not while one of the largest length can.
-    seed: the same seed gives the same tokens, whatever other requests run; None: derived from the engine's seed.
+    seed: the same seed gives the same tokens, whatever other requests run, and where another request continues the
+        text; None: derived once a request from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
     prompt_logprobs: the same for each token of the prompt behind the first. prompt_logprobs_start: tokens of the prompt

@@ -1,8 +1,8 @@
 """Samples tokens from logits: one argmax for greedy rows, transformers' processors and warpers for the others.
 
-Each sequence draws from its own generator, one number per token, and every operation works row by row: a request's
-tokens depend on its seed and its logits, never on the rest of the batch. A row without a finite logit fails only
-its own sequence (`error`).
+The random number of a token is a function of (seed, index, position) (`noise`), and every operation works row by row: a
+request's tokens depend on its seed and its logits, never on the rest of the batch. A row without a finite logit fails
+only its own sequence (`error`).
 
 Order, as in transformers: the masks of grammar and request, logit bias, the model's biases, repetition, presence and
 frequency penalty, the model's other rules, temperature, top_k, top_p, min_p; then one uniform number and the inverse of
@@ -25,18 +25,23 @@ from quire.sampling.beam_search import Candidates
 from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
 from quire.sampling.model_rules import RequestRules
+from quire.sampling.noise import uniform_numbers
 from quire.sampling.params import SamplingParams
 from quire.sampling.scores import logprobs_of
 from quire.sampling.token_mask import TokenMask
 from quire.sampling.top_p import keep_top_p
 from quire.torch_threads import one_torch_thread
 
-__all__ = ["new_generator", "sample_tokens"]
+__all__ = ["DrawingSequence", "SamplingRequest", "sample_tokens"]
 
 
-class _SamplingRequest(Protocol):
+class SamplingRequest(Protocol):
+    """The part of a request (`quire.scheduler.request.Request`) that the sampler needs."""
+
     @property
     def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> np.ndarray: ...
     @property
     def params(self) -> SamplingParams: ...
     @property
@@ -56,21 +61,14 @@ class DrawingSequence(Protocol):
 
     index: int
     output_ids: list[int]
-    generator: torch.Generator | None
     logprobs: list[dict[int, float]] | None
     matcher: Matcher | None
     error: BaseException | None
     candidates: Candidates | None
 
     @property
-    def request(self) -> _SamplingRequest: ...
+    def request(self) -> SamplingRequest: ...
     def token_ids(self) -> np.ndarray: ...
-
-
-def new_generator(seed: int, index: int) -> torch.Generator:
-    """The generator of sequence `index` of a request with this seed; different indices are independent."""
-    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state) & (2**63 - 1))
 
 
 def sample_tokens(
@@ -84,8 +82,8 @@ def sample_tokens(
     logits: [num_rows, vocab] of the model's dtype, on any device, not changed; all that follows is computed in float32
     on this machine. rows: int [len(sequences)], the row of each sequence (the n sequences of a new request share one).
     choose: another `most_likely`. If all requests are plain, only it reads the logits. Returns int64 [len(sequences)].
-    *changes:* the sequences' generators and `logprobs`; `candidates` of beams, whose tokens are meaningless; `error` of
-    a sequence that cannot be sampled: its token is then meaningless.
+    *changes:* the sequences' `logprobs` and matchers; `candidates` of beams, whose tokens are meaningless; `error` of a
+    sequence that cannot be sampled: its token is then meaningless.
     """
     chosen, best = choose(logits)
     tokens = chosen[rows]
@@ -252,11 +250,12 @@ def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
     """Draws one token per row of scores [n, vocab] by the inverse of the cumulative distribution."""
     cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    uniform = torch.empty(len(sequences), 1, dtype=torch.float64)
-    for index, sequence in enumerate(sequences):
-        if sequence.generator is None:
-            sequence.generator = new_generator(sequence.request.seed, sequence.index)
-        uniform[index] = torch.rand(1, generator=sequence.generator, dtype=torch.float64)
+    numbers = uniform_numbers(
+        [sequence.request.seed for sequence in sequences],
+        [sequence.index for sequence in sequences],
+        [len(sequence.request.prompt_token_ids) + len(sequence.output_ids) for sequence in sequences],
+    )
+    uniform = torch.from_numpy(numbers)[:, None]
     for index in torch.nonzero(~(total[:, 0] > 0.5)).flatten().tolist():  # NaN included
         _fail(sequences[index], "bias and penalties leave no token possible")
     tokens = torch.searchsorted(cumulative, uniform * total, right=True)

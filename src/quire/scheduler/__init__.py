@@ -3,6 +3,7 @@
 Others may use
     scheduler                            chooses the batch of each step
     batches                              builds a batch
+    speculation                          chooses the drafts of a step
     request, request_options             a request and its options
     request_validator, prompts           the checks of a request, the forms of a prompt
     known_texts                          the tokens of long texts

@@ -5,6 +5,8 @@ Cost: O(sequences), and a copy of the tokens of prompt chunks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from quire.scheduler.request import RequestSequence
@@ -19,8 +21,12 @@ def make_batch(
     num_new_tokens: Int64Array,
     plan: StepPlan,
     closed_ids: Int64Array,
+    drafts: Mapping[RequestSequence, Sequence[int]],
 ) -> Batch[RequestSequence]:
-    """The batch of a step. chosen: each sequence and its number of tokens, in the order of the plan."""
+    """The batch of a step. chosen: each sequence and its number of rows, in the order of the plan.
+
+    drafts: of decodes; a decode with k drafts has k + 1 rows.
+    """
     sequences: list[RequestSequence] = []
     starts: list[int] = []
     logit_rows: list[int] = []
@@ -35,6 +41,11 @@ def make_batch(
         sequences.append(sequence)
         starts.append(start)
         last += n
+        if sequence in drafts:
+            sampled.append(sequence)
+            draw_rows.append(len(logit_rows))
+            logit_rows += range(last + 1 - n, last + 1)
+            continue
         if sequence.request.scores is not None and (positions := sequence.scored_rows(n)):
             is_decode = False
             scored.append((sequence, positions))
@@ -66,7 +77,9 @@ def make_batch(
         positions = np.arange(last + 1, dtype=np.int64) + np.repeat(positions - first, num_new_tokens)
         input_ids = np.empty(last + 1, np.int64)
         for (sequence, n), row, start in zip(chosen, first.tolist(), starts, strict=True):
-            if n == 1:
+            if sequence in drafts:
+                input_ids[row : row + n] = [sequence.last_token, *drafts[sequence]]
+            elif n == 1:
                 input_ids[row] = _token_at(sequence, start)
             else:
                 input_ids[row : row + n] = sequence.token_ids()[start : start + n]
@@ -77,13 +90,14 @@ def make_batch(
         input_ids=input_ids,
         positions=positions,
         logit_rows=np.array(logit_rows + scored_rows, np.int64),
-        sampled=sequences if is_decode else sampled,
+        sampled=sequences if is_decode and not drafts else sampled,
         draw_rows=np.array(draw_rows, np.int64),
         plan=plan,
         closed_ids=closed_ids,
         num_draw_rows=len(logit_rows),
         scored=scored,
         completed=completed,
+        drafts=drafts,
     )
 
 

@@ -30,8 +30,6 @@ from quire.scheduler.beam_group import BeamGroup
 from quire.scheduler.request_options import RequestOptions, cache_priority_number
 
 if TYPE_CHECKING:
-    import torch
-
     from quire.offload.swap import Swapped
     from quire.offload.tier_load import LoadedSpan, Search, TierLoad
     from quire.sampling.beam_search import Candidates
@@ -65,7 +63,6 @@ class RequestSequence:
         "detokenizer",
         "error",
         "finish_reason",
-        "generator",
         "index",
         "is_long",
         "is_withdrawn",
@@ -112,7 +109,6 @@ class RequestSequence:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
-        self.generator: torch.Generator | None = None
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
         self.matcher: Matcher | None = None
@@ -176,9 +172,8 @@ class RequestSequence:
             scores[: prompt.num_tokens] = prompt.values
         if self.logprobs is not None:
             first = len(request.prompt_token_ids)
-            scores[first : first + len(self.logprobs)] = [
-                next(iter(entry.values())) for entry in self.logprobs
-            ]
+            known = self.logprobs[: self.num_tokens - first]  # a failed step may have drawn more
+            scores[first : first + len(known)] = [next(iter(entry.values())) for entry in known]
         return scores
 
     def unforked_siblings(self) -> list[RequestSequence]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -53,6 +53,7 @@ from quire.scheduler.oom_backoff import OomBackoff
 from quire.scheduler.phase import Phase, phase_of
 from quire.scheduler.prompt_chunks import PromptChunks, num_left
 from quire.scheduler.request import Request, RequestSequence, SequenceStatus
+from quire.scheduler.speculation import Speculation
 from quire.scheduler.tenant_quotas import MemoryLimits
 from quire.step import Batch, Int64Array, StepPlan
 
@@ -72,7 +73,7 @@ class Scheduler:
     are computed again. loads: loads prefixes from tiers; None without tiers. on_reserved: called after blocks are
     reserved and before they are written. launches_ahead: the runner may launch the step after a batch of plain greedy
     decodes; such a batch is given a lookahead slot for each sequence, if blocks suffice. kept_scores: keeps the scores
-    of prompts and outputs beside their keys; None without.
+    of prompts and outputs beside their keys; None without. speculation: chooses drafts of decodes; None without.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Scheduler:
         memory_limits: MemoryLimits | None = None,
         launches_ahead: bool = False,
         kept_scores: KeptScores | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._cache = cache
         self._memory_limits = memory_limits or MemoryLimits(cache)
@@ -100,6 +102,7 @@ class Scheduler:
         self._on_reserved = on_reserved
         self._launches_ahead = launches_ahead
         self._kept_scores = kept_scores
+        self.speculation = speculation
         self._admission = Admission(
             cache, self._memory_limits, self._swap, watermark=watermark, open_sequence=self._open
         )
@@ -207,6 +210,8 @@ class Scheduler:
         self._leave(sequence, state)
         if state is SequenceStatus.RUNNING:
             self._oom_backoff.record_end()
+        if self.speculation is not None:
+            self.speculation.close(sequence)
         request = sequence.request
         if request.finished:
             request.finished_s = self.clock()
@@ -243,6 +248,8 @@ class Scheduler:
         *raises:* ArgumentError: some of it is pinned; nothing has changed.
         """
         dropped = self._cache.drop(tokens, **key.content)
+        if self.speculation is not None:
+            self.speculation.forget(key.namespace)
         for sequence in (*self.waiting, *self.paused_waiting):
             request = sequence.request
             if request.started_s is None or request.key.namespace != key.namespace:
@@ -339,13 +346,27 @@ class Scheduler:
             if admitted:
                 chosen += admitted
                 steady = None
+            drafts: Mapping[RequestSequence, list[int]] = {}
+            if self.speculation is not None and chosen and not admitted:
+                drafts = self.speculation.choose(chosen, self.max_batch_tokens)
+                steady = None if drafts else steady
             while chosen:
                 if steady is not None:
                     ids, num_new = steady.sequence_ids, steady.num_new_tokens
                 else:
                     ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
                     num_new = np.array([n for _, n in chosen], np.int64)
-                plan = self._reserve(chosen, ids, num_new, is_steady=steady is not None)
+                plan = None
+                if drafts:
+                    with_drafts = [(s, n + len(drafts.get(s, []))) for s, n in chosen]
+                    counts = np.array([n for _, n in with_drafts], np.int64)
+                    plan = self._reserve_drafts(ids, counts, drafts)
+                    if plan is None:
+                        drafts = {}
+                    else:
+                        chosen, num_new = with_drafts, counts
+                if plan is None:
+                    plan = self._reserve(chosen, ids, num_new, is_steady=steady is not None)
                 if plan is not None:
                     if self._on_reserved is not None:
                         self._on_reserved()
@@ -364,7 +385,7 @@ class Scheduler:
                     closed, self._closed = np.array(self._closed, np.int64), []
                     if steady is not None:
                         return next_decodes(steady, self._drawn, plan, closed)
-                    return make_batch(chosen, ids, num_new, plan, closed)
+                    return make_batch(chosen, ids, num_new, plan, closed, drafts)
                 if not admitted or len(chosen) == 1:
                     break
                 self._return_to_waiting(admitted.pop()[0])
@@ -412,8 +433,31 @@ class Scheduler:
                     return plan
         return self._cache.reserve_unchecked(ids, num_new)
 
-    def update(self, step: Batch[RequestSequence], tokens: Sequence[int] | np.ndarray) -> None:
-        """Applies a computed step, with the token that each of `step.sampled` drew.
+    def _reserve_drafts(
+        self, ids: Int64Array, num_new: Int64Array, drafts: Mapping[RequestSequence, list[int]]
+    ) -> StepPlan | None:
+        """The plan of a step with drafts, which their sequences know from then on; None: no room, nothing changed."""
+        for sequence, tokens in drafts.items():
+            sequence.cache_sequence.append(tokens)
+        plan = self._cache.reserve_unchecked(ids, num_new)
+        if plan is None:
+            self._forget_drafts(drafts)
+        return plan
+
+    def _forget_drafts(self, drafts: Iterable[RequestSequence]) -> None:
+        """Takes the drafts out of sequences that still run."""
+        for sequence in drafts:
+            if sequence.state is SequenceStatus.RUNNING:
+                self._cache.rewind(sequence.cache_sequence, sequence.num_tokens)
+
+    def update(
+        self,
+        step: Batch[RequestSequence],
+        tokens: Sequence[int] | np.ndarray,
+        drawn_over_drafts: Mapping[RequestSequence, list[int]] | None = None,
+    ) -> None:
+        """Applies a computed step, with the token that each of `step.sampled` drew, and all tokens of those with drafts
+        (`sampling.drafted`).
 
         Commits the computed tokens, forks the sequences of new requests, appends the drawn tokens and ends sequences at
         their stop token or length. A sequence with `error` set ends with it.
@@ -423,6 +467,7 @@ class Scheduler:
             self._oom_backoff.record_computed()
         self._decodes = None
         drawn = np.asarray(tokens, np.int64)
+        over_drafts = drawn_over_drafts or {}
         # One call for a batch of decodes (the usual case), unless a sequence has ended since the step began.
         together = step.is_decode and (
             not self._closed or all(s.state is SequenceStatus.RUNNING for s in step.sequences)
@@ -431,9 +476,13 @@ class Scheduler:
             cache.advance_unchecked(step.sequence_ids, step.positions + 1, drawn.astype(np.int32))
         else:
             for sequence, n in zip(step.sequences, step.num_new_tokens.tolist(), strict=True):
-                if sequence.state is SequenceStatus.RUNNING:
-                    sequence.num_computed += n
-                    cache.commit(sequence.cache_sequence, sequence.num_computed)
+                if sequence.state is not SequenceStatus.RUNNING:
+                    continue
+                if (run := over_drafts.get(sequence)) is not None:
+                    self._commit_accepted(sequence, n - 1, run)
+                    continue
+                sequence.num_computed += n
+                cache.commit(sequence.cache_sequence, sequence.num_computed)
             for sequence in step.sampled:
                 if sequence.state is SequenceStatus.UNFORKED:
                     self.fork(sequence.request.sequences[0], sequence)
@@ -454,6 +503,9 @@ class Scheduler:
                 sequence.num_computed += 1
             elif sequence.state is SequenceStatus.FINISHED:
                 continue
+            run = over_drafts.get(sequence)
+            if run is not None and sequence.error is not None:
+                self._append_output(sequence, run)
             if sequence.error is not None:
                 for ended in (sequence, *sequence.dependents()):
                     num_ended += 1
@@ -467,6 +519,11 @@ class Scheduler:
                     self.token_gaps.add(now - since, count)
                 since, count = sequence.token_s, 0
             count += 1
+            if run is not None:  # its tokens come together
+                self._append_output(sequence, run[:-1])
+                if len(run) > 1:
+                    self.token_gaps.add(0.0, len(run) - 1)
+                token = run[-1]
             request, output_ids = sequence.request, sequence.output_ids
             sequence.token_s = now
             output_ids.append(token)
@@ -492,6 +549,26 @@ class Scheduler:
                 request.first_token_s = request.first_token_s or now
                 request.beams.advance(self)
 
+    def _commit_accepted(self, sequence: RequestSequence, num_drafts: int, drawn: list[int]) -> None:
+        """Commits the rows of a step that computed the sequence's own text, and takes the other drafts out.
+
+        drawn: its tokens; their number is that of these rows, and with `error` one less.
+        """
+        num_rows = len(drawn) + (sequence.error is not None)
+        sequence.num_computed += min(num_rows, num_drafts + 1)
+        self._cache.commit(sequence.cache_sequence, sequence.num_computed)
+        if num_rows <= num_drafts:
+            self._cache.rewind(sequence.cache_sequence, sequence.num_computed)
+        if self.speculation is not None:
+            self.speculation.record(sequence, num_drafts, min(num_drafts, num_rows - 1))
+
+    def _append_output(self, sequence: RequestSequence, tokens: list[int]) -> None:
+        """Adds drawn tokens that the cache knows as drafts already."""
+        if tokens:
+            sequence.output_ids += tokens
+            sequence.num_tokens += len(tokens)
+            sequence.last_token = tokens[-1]
+
     def _skip_scored(self, sequence: RequestSequence) -> None:
         """Has a sequence opened again behind tokens whose scores are known, if their K and V are cached."""
         scores, at = sequence.request.scores, sequence.num_computed
@@ -506,6 +583,7 @@ class Scheduler:
         The sequences with copies in the step wait again; without any, the last running one does. A sequence that runs
         alone is tried once more, then it ends.
         """
+        self._forget_drafts(step.drafts)
         self.num_steps -= 1
         self.num_computed_tokens -= int(step.num_new_tokens.sum())
         self._clients.forget_step(step.sequences, step.num_new_tokens.tolist())

@@ -5,6 +5,8 @@
     vllm:prompt_tokens_total, vllm:generation_tokens_total
     vllm:prefix_cache_queries_total, _hits_total      tokens of prompts, and those found in the cache
     vllm:num_preemptions_total
+    vllm:spec_decode_num_drafts_total, _num_draft_tokens_total, _num_accepted_tokens_total
+    vllm:spec_decode_num_accepted_tokens_per_pos_total{position}
     vllm:request_success_total{finished_reason}
     vllm:time_to_first_token_seconds, vllm:e2e_request_latency_seconds, vllm:request_time_per_output_token_seconds
     vllm:inter_token_latency_seconds         of every token except a sequence's first; the engine's
@@ -75,6 +77,12 @@ _COUNTERS = {
         "Characters of long prompts whose tokens were known from an earlier text.",
     ),
     "num_verified_tokens": ("quire:verified_tokens", "Tokens of hits computed again and compared."),
+    "num_drafts": ("vllm:spec_decode_num_drafts", "Sequences that had draft tokens, counted each step."),
+    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Draft tokens."),
+    "num_accepted_tokens": (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Draft tokens that equalled the drawn token.",
+    ),
     "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
     "num_restored_tokens": (
         "quire:restored_tokens",
@@ -288,6 +296,15 @@ class Metrics:
                 yield self._family(
                     CounterMetricFamily, name, "Tokens looked up, and found.", stats.get(key, 0)
                 )
+        if "num_accepted_by_position" in stats:
+            family = CounterMetricFamily(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens by their place among the drafts of their step.",
+                labels=["model_name", "position"],
+            )
+            for position, count in enumerate(stats["num_accepted_by_position"]):
+                family.add_metric([self._label, str(position)], count)
+            yield family
         yield from self._tier_families(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
         yield from self._eviction_families(stats)
         if by_outcome := stats.get("verified_hits"):

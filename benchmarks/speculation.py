@@ -1,0 +1,207 @@
+"""Tokens a second with drafts against without, in turns on one engine. JSON lines.
+
+    python benchmarks/speculation.py [--quick] [--weights int4] [--dtype bfloat16] [--batches 1,8] [--tokens 128]
+        [--repetitions 3] [--real FOLDER] [--only synthetic|text]
+
+`synthetic`: random weights in the shape of Qwen3-0.6B (see engine.py), greedy. The proposer knows the true tokens and
+spoils each draft with the probability 1 - acceptance. `text`: the included model, or `--real FOLDER`, with
+speculation=ngram: a file to edit, questions over a document, free prose, and an adversarial text: tokens drawn at
+random from six, so that three words recur all the time and tell nothing of the next.
+    speed              the rate with drafts divided by that without, medians of the repetitions
+    processor_speed    the same by the processor's time, which other programs on the machine change less
+    accepted           of the drafts
+    tokens_per_step    of a sequence
+    is_equal           whether both gave the same tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from engine import make_model, prompts_of
+from machine import emit, emit_machine
+
+from quire import LLM, SamplingParams
+from quire.sampling.proposers.proposer import register
+
+ACCEPTANCES = (0.0, 0.5, 0.7, 0.9)
+FILE = '''def load_config(path):
+    """Read a configuration file and return a dictionary of its values."""
+    values = {}
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, value = line.split("=", 1)
+            values[key.strip()] = value.strip()
+    return values
+
+
+def save_config(path, values):
+    """Write a dictionary of values to a configuration file."""
+    with open(path, "w") as file:
+        for key, value in values.items():
+            file.write(f"{key} = {value}\\n")
+'''
+TEXTS = {
+    "edit a file": f"# The file:\n{FILE}\n# The same file, with one comment more:\n{FILE[:40]}",
+    "questions over a document": f"{FILE}\n# Question: what does load_config do with a line?\n# Answer: ",
+    "free prose": '"""The history of the library, its authors and',
+}
+
+
+class KnownTexts:
+    """The true tokens, spoiled. texts: prompts with their answers."""
+
+    texts: Sequence[Sequence[int]] = ()
+    acceptance = 1.0
+    vocab_size = 2
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def open(self, token_ids: Sequence[int], namespace: bytes | None) -> KnownText:
+        return KnownText(self._rng, list(token_ids))
+
+    def forget(self, namespace: bytes) -> None:
+        pass
+
+
+class KnownText:
+    def __init__(self, rng: np.random.Generator, tokens: list[int]) -> None:
+        self._rng, self._num_tokens = rng, len(tokens)
+        self._text = next((t for t in KnownTexts.texts if list(t[: len(tokens)]) == tokens), ())
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._num_tokens += len(token_ids)
+
+    def propose(self, num_tokens: int) -> Sequence[int]:
+        true = np.array(self._text[self._num_tokens : self._num_tokens + num_tokens], np.int64)
+        is_wrong = self._rng.random(len(true)) >= KnownTexts.acceptance
+        return np.where(is_wrong, (true + 1) % KnownTexts.vocab_size, true).tolist()
+
+    def close(self) -> None:
+        pass
+
+
+def run(
+    llm: LLM, prompts: list[Any], params: SamplingParams, speculation: Any
+) -> tuple[float, float, list[list[int]]]:
+    """Seconds of the decode steps, the processor's seconds of all, and the tokens. speculation: the engine's, or None
+    for the turn without."""
+    llm.engine.scheduler.speculation = llm.engine._speculation = speculation
+    before, processor = llm.engine._decode.seconds, time.process_time()
+    outputs = llm.generate(prompts, params)
+    processor = time.process_time() - processor
+    return llm.engine._decode.seconds - before, processor, [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def measure(llm: LLM, prompts: list[Any], params: SamplingParams, repetitions: int, **facts: Any) -> None:
+    speculation: Any = llm.engine.scheduler.speculation
+    assert speculation is not None
+    *_, expected = run(llm, prompts, params, None)  # the prompts are cached from then on
+    KnownTexts.texts = [
+        [*output.prompt_token_ids, *output.outputs[0].token_ids] for output in llm.generate(prompts, params)
+    ]
+    run(llm, prompts, params, speculation)  # measures the cost of rows
+    before = dict(speculation.stats())
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    processor: dict[bool, list[float]] = {False: [], True: []}
+    is_equal, num_steps = True, 0
+    for _ in range(repetitions):
+        for with_drafts in (False, True):
+            steps = llm.engine.scheduler.num_steps
+            taken, used, tokens = run(llm, prompts, params, speculation if with_drafts else None)
+            seconds[with_drafts].append(taken)
+            processor[with_drafts].append(used)
+            is_equal &= tokens == expected
+            num_steps += with_drafts * (llm.engine.scheduler.num_steps - steps)
+    num_tokens = sum(map(len, expected))
+    counts = {
+        name: value - before[name] for name, value in speculation.stats().items() if isinstance(value, int)
+    }
+    without, with_drafts = statistics.median(seconds[False]), statistics.median(seconds[True])
+    emit(
+        benchmark="speculation",
+        **facts,
+        batch=len(prompts),
+        tokens_per_s_off=round(num_tokens / without, 1),
+        tokens_per_s=round(num_tokens / with_drafts, 1),
+        speed=round(without / with_drafts, 3),
+        processor_speed=round(statistics.median(processor[False]) / statistics.median(processor[True]), 3),
+        drafts=counts["num_draft_tokens"],
+        accepted=round(counts["num_accepted_tokens"] / max(1, counts["num_draft_tokens"]), 3),
+        tokens_per_step=round(num_tokens * repetitions / max(1, num_steps) / len(prompts), 2),
+        is_equal=is_equal,
+        cost_of_rows=cost_of_rows(speculation, len(prompts)),
+    )
+
+
+def cost_of_rows(speculation: Any, num_rows: int) -> list[float]:
+    """The measured seconds of steps of 1, 2, 4 and 8 times as many rows, divided by the first."""
+    seconds = speculation.costs.seconds(np.array([num_rows, 2 * num_rows, 4 * num_rows, 8 * num_rows]))
+    return [] if seconds is None else [round(float(s / seconds[0]), 2) for s in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model and short answers: under 30 s")
+    parser.add_argument("--weights", default=None)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--tokens", type=int, default=None)
+    parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--real", metavar="FOLDER", default=None, help="the model of the texts")
+    parser.add_argument("--only", choices=["synthetic", "text"], default=None)
+    arguments = parser.parse_args()
+    emit_machine()
+    num_tokens = arguments.tokens or (48 if arguments.quick else 128)
+    repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    if arguments.only != "text":
+        register("known", KnownTexts)
+        model = make_model(quick=arguments.quick, dtype=arguments.dtype)
+        KnownTexts.vocab_size = model.config.vocab_size
+        options = {"kv_memory": "512MiB", "max_model_len": 512, "packed_weights": "off"}
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+            source: Any = (model, None)
+            if arguments.weights is not None:  # rounded while they load
+                model.save_pretrained(folder)
+                source, options["weights"] = folder, arguments.weights
+            llm = opened.enter_context(LLM(source, speculation="known", **options))
+            for batch in batches:
+                for KnownTexts.acceptance in ACCEPTANCES:
+                    prompts = prompts_of(batch, 64, batch)
+                    facts = {
+                        "case": "synthetic",
+                        "acceptance": KnownTexts.acceptance,
+                        "weights": arguments.weights,
+                    }
+                    measure(llm, prompts, greedy, repetitions, **facts)
+    if arguments.only != "synthetic":
+        with LLM(arguments.real, speculation="ngram", kv_memory="512MiB", weights=arguments.weights) as llm:
+            for batch in batches:
+                for name, text in TEXTS.items():
+                    prompts = [f"# {number}\n{text}" for number in range(batch)]
+                    measure(llm, prompts, greedy, repetitions, case=name, weights=arguments.weights)
+                drawn = SamplingParams(
+                    max_tokens=num_tokens,
+                    temperature=100.0,
+                    seed=1,
+                    allowed_token_ids=[300, 301, 302, 303, 304, 305],
+                )
+                prompts = [f"# {number}\n" for number in range(batch)]
+                measure(llm, prompts, drawn, repetitions, case="adversarial", weights=arguments.weights)
+
+
+if __name__ == "__main__":
+    main()
