@@ -71,6 +71,7 @@ def test_a_prompt_that_cannot_be_computed_is_told(tmp_path: Path, caplog: pytest
         ({"prompt": "x", "tenant": "bob"}, "a tenant of the settings"),
         ({"prompt": "x", "temperature": 9}, "`temperature`"),
         ({**CHAT, "unknown": 1}, "`unknown`"),
+        ({**CHAT, "session_cache": {"action": "hold"}}, "no session_cache"),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_number(line: Any, told: str, tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def _prompt_of(line: str, place: str, tenants: dict[str, ApiTenant]) -> WarmProm
     name = fields.pop("tenant", ANYBODY.name) if isinstance(fields, dict) else ANYBODY.name
     if name not in tenants:
         raise ArgumentError(f"expected a tenant of the settings, got {name!r} - in {place}")
-    return WarmPrompt(place, tenants[name], body_of(fields, place))
+    body = body_of(fields, place)
+    if body.session_cache is not None:
+        raise ArgumentError(f"expected no session_cache: these prompts are of no session - in {place}")
+    return WarmPrompt(place, tenants[name], body)
 
 
 async def compute_all(service: Service, prompts: Sequence[WarmPrompt]) -> None:
