@@ -1,4 +1,4 @@
-"""A trace of coding agents on the included model, with sessions and with none: what turns wait, and that no bit changes.
+"""A trace of coding agents on the included model, with and without sessions: what turns wait, and that no bit changes.
 
 python tests/support/session_soak.py FOLDER TRACES [--seconds 3600] [--share 0.5] [--seed N]
 
