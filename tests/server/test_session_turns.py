@@ -13,10 +13,10 @@ from support.until import until
 
 from quire.engine.driver_proxy import in_caller
 from quire.engine.engine_monitor import EngineMonitor
-from quire.server import session_turns
 from quire.server.api_keys import ApiTenant, KeyRing, digest_of_key
 from quire.server.service import Service
-from quire.server.session_turns import SessionTurn, SessionTurns
+from quire.server.sessions import session_turns
+from quire.server.sessions.session_turns import SessionTurn, SessionTurns
 from quire.server.settings import ServerSettings
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."

@@ -80,15 +80,27 @@ class DenseMemory:
 
     def reorder(self, needs: Sequence[Need], order: Sequence[int], equal_until: Sequence[int]) -> None:
         moved = [row for row, source in enumerate(order) if row != source]
-        for need in needs:
-            tokens = _dense(need).tokens(need.first, need.stop)
-            firsts = {row: max(0, equal_until[row] - need.first) for row in moved}
-            # All are read before the first is written.
-            sources = {
-                row: read(self.device, tokens[order[row], first:]).clone() for row, first in firsts.items()
-            }
-            for row, source in sources.items():
-                write(self.device, tokens[row, firsts[row] :], source)
+        layers = [
+            (
+                _dense(need).tokens(need.first, need.stop),
+                [max(0, equal_until[row] - need.first) for row in moved],
+            )
+            for need in needs
+        ]
+        most = max(
+            (sum(t[row, first:].numel() for row, first in zip(moved, f, strict=True)) for t, f in layers),
+            default=0,
+        )
+        copied = _copy_buffer(most)
+        for tokens, firsts in layers:
+            start, sources = 0, list[torch.Tensor]()
+            for row, first in zip(moved, firsts, strict=True):  # all are read before the first is written
+                source = tokens[order[row], first:]
+                sources.append(copied[start : start + source.numel()].view(source.shape))
+                sources[-1].copy_(read(self.device, source))
+                start += source.numel()
+            for row, first, source in zip(moved, firsts, sources, strict=True):
+                write(self.device, tokens[row, first:], source)
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[LayerRows]:
         selected: list[tuple[DenseRows, int, int]] = []
@@ -179,6 +191,17 @@ class DenseRows:
         """Positions [first, stop) of all rows, uint8 [num_rows, stop - first, token_bytes]."""
         whole = self.buffer.view(self.num_rows + 1, self.capacity, self.token_bytes)
         return whole[: self.num_rows, first - self.origin : stop - self.origin]
+
+
+def _copy_buffer(num_bytes: int) -> torch.Tensor:
+    """*raises:* CapacityError: no memory."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"cannot take {format_size(num_bytes)} from the operating system to reorder the rows of a QuireCache: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _dense(need: Need) -> DenseRows:

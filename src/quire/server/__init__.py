@@ -9,11 +9,10 @@ api_admission   how many requests may be open         threads          work outs
 messages        a chat's messages as a prompt         logprobs         log probabilities in OpenAI's shapes
 anthropic/      Anthropic's Messages API
 live_page/      the live page and its events
-next_turn       a session's next prompt, computed ahead    cache_report   why a prompt was not cached, in the answer
+sessions/       names of sessions, commands for them, next turns prepared
+cache_report    why a prompt was not cached, in the answer
 prompt_caching  fields of caching, of both APIs            kept_prefixes  beginnings of prompts, pinned for a time
 infill          prompts of a completion with a suffix
-session_routes  commands for the content of sessions       request_session  the session's part of a request
-session_turns   the newest turns of each session           session_name, session_commands
 warm_prompts    prompts computed at the start              recorded_body  a request's body from a file
 completions, chat, responses, conversations, models, admin, metrics   one router each
 app             the ASGI application                  app_lifespan     its engine, opened and closed

@@ -23,7 +23,6 @@ from quire.server import (
     models,
     openai_conversations,
     responses,
-    session_routes,
 )
 from quire.server.anthropic import messages_routes
 from quire.server.api_errors import install_handlers
@@ -35,6 +34,7 @@ from quire.server.http.http_versions import HeadAsGet
 from quire.server.http.origin_check import OriginCheck, with_cors
 from quire.server.http.request_log import RequestLog
 from quire.server.live_page import routes
+from quire.server.sessions import session_routes
 from quire.server.settings import ServerSettings
 
 __all__ = ["create_app"]

@@ -23,7 +23,6 @@ from quire.server.http.bodies import BodyRoute, run_in_thread_if_large
 from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs, prompt_rows
 from quire.server.messages import template_options
-from quire.server.next_turn import EndedTurn, ThoughtsBack
 from quire.server.outputs.answer_grammar import answer_grammar
 from quire.server.outputs.call_events import CallDelta, CutCall
 from quire.server.outputs.output_format import OutputFormat, OutputParser
@@ -43,7 +42,8 @@ from quire.server.schemas.chat_bodies import (
 )
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, RunningRequests, Service, id_of_answer
-from quire.server.session_name import session_of
+from quire.server.sessions.next_turn import EndedTurn, ThoughtsBack
+from quire.server.sessions.session_name import session_of
 
 __all__ = ["ChatWriter", "chat_params", "new_call_id", "next_turn_preparation", "router"]
 

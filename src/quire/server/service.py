@@ -46,13 +46,13 @@ from quire.server.json_size import is_deeper, is_longer
 from quire.server.kept_prefixes import KeptCounts, KeptPrefix, KeptPrefixes
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
-from quire.server.next_turn import NextTurns
 from quire.server.record_store import RecordStore
-from quire.server.request_session import RequestSession
 from quire.server.schemas.chat_bodies import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
-from quire.server.session_commands import SessionCommands
-from quire.server.session_turns import SessionTurns
+from quire.server.sessions.next_turn import NextTurns
+from quire.server.sessions.request_session import RequestSession
+from quire.server.sessions.session_commands import SessionCommands
+from quire.server.sessions.session_turns import SessionTurns
 from quire.server.settings import ServerSettings
 from quire.server.threads import Threads
 

@@ -20,10 +20,10 @@ from typing import Any
 from quire.errors import ArgumentError, QuireError
 from quire.server.api_errors import ApiError
 from quire.server.api_keys import ANYBODY, ApiTenant
-from quire.server.next_turn import compute_ahead, options_ahead
 from quire.server.prompt_caching import kept_of_prompt, with_own_fields
 from quire.server.recorded_body import Body, body_of, tokens_of
 from quire.server.service import Service
+from quire.server.sessions.next_turn import compute_ahead, options_ahead
 
 __all__ = ["WarmPrompt", "compute_all", "read_warm_prompts"]
 

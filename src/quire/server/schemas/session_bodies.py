@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from quire.server.schemas.strict_body import StrictBody
-from quire.server.session_turns import SessionTurn
+from quire.server.sessions.session_turns import SessionTurn
 
 __all__ = [
     "Receipt",

@@ -25,12 +25,12 @@ from quire.server.api_errors import ApiError
 from quire.server.api_keys import ApiTenant
 from quire.server.cache_report import report_of
 from quire.server.http.request_log import current_request
-from quire.server.next_turn import NextTurns
 from quire.server.schemas.common import SamplingBody
 from quire.server.schemas.session_bodies import Receipt, SessionCommand
-from quire.server.session_commands import SessionCommands
-from quire.server.session_name import HEADER, session_of
-from quire.server.session_turns import SessionTurn, SessionTurns
+from quire.server.sessions.next_turn import NextTurns
+from quire.server.sessions.session_commands import SessionCommands
+from quire.server.sessions.session_name import HEADER, session_of
+from quire.server.sessions.session_turns import SessionTurn, SessionTurns
 
 __all__ = ["RequestSession"]
 

@@ -22,7 +22,7 @@ from quire.server.schemas.session_bodies import (
     SessionList,
     SessionTurnList,
 )
-from quire.server.session_commands import card_of
+from quire.server.sessions.session_commands import card_of
 
 __all__ = ["router"]
 
