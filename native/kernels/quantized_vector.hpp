@@ -23,6 +23,7 @@ struct QuantizedFew {
     static constexpr int kVectors = 16 / S::kWidth;
     static constexpr int kSteps = 16 / Products::kInputs;    // of a block, two operands each
     static constexpr std::int64_t kAfterBytes = 2048;        // of what the thread reads next, asked for with the last panel
+    static constexpr bool kTotalsAreOwn = S::kRegisters == 16;  // sums in variables, not in acc (AVX2: 10 to 29 % less time)
 
     // Of rows from `row` on. sums_of_x: [block.rows][groups], where the form has minimums. acc: [block.rows][16], zeros.
     template <int rows, bool halves>
@@ -31,33 +32,41 @@ struct QuantizedFew {
         const std::int64_t stride = block.activation_stride / 4;
         const auto* x = reinterpret_cast<const float*>(block.activations) + row * stride;
         acc += row * 16, sums_of_x += row * form.num_groups;
-        const std::int64_t each = halves ? 1 : form.group / 32;
+        const std::int64_t each = form.group / 32;
         const std::int64_t num_groups = form.num_groups;
         const bool has_minimums = form.has_minimums();
         const float *scales = numbers.scales, *minimums = numbers.minimums;
-        Vec even[rows], odd[rows], part[rows * kVectors];
-        unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { part[i] = S::zero(); });
+        Vec even[rows], odd[rows], part[rows * kVectors], totals[rows * kVectors];
+        unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { part[i] = totals[i] = S::zero(); });
         std::int64_t group = 0, within = 0;  // of the block; of halves the block is two groups
         const auto begin = [&] __attribute__((always_inline)) { unrolled<rows>([&](auto r) __attribute__((always_inline)) { even[r] = odd[r] = S::zero(); }); };
         // Adds what vector v has of a block to its group, whose sum is scaled at its end.
         const auto end = [&](auto v, std::int64_t at) __attribute__((always_inline)) {
-            const bool first = within == 0;
+            const bool first = halves || within == 0, last = halves || within + 1 == each;
             unrolled<rows>([&](auto r) __attribute__((always_inline)) {
                 constexpr int i = r * kVectors + v;
                 const Vec sum = S::add(even[r], odd[r]);
                 part[i] = first ? sum : S::add(part[i], sum);
             });
-            if (within + 1 < each) return;
+            if (!last) return;
             const std::int64_t column = at * 16 + v * S::kWidth;
             const Vec scale = S::load(scales + column);
-            const auto total = [&](auto r) __attribute__((always_inline)) { return S::add(S::load(acc + r * 16 + v * S::kWidth), S::mul(scale, part[r * kVectors + v])); };
+            const auto total = [&](auto r) __attribute__((always_inline)) {
+                constexpr int i = r * kVectors + v;
+                return S::add(kTotalsAreOwn ? totals[i] : S::load(acc + i * S::kWidth), S::mul(scale, part[i]));
+            };
+            const auto put = [&](auto r, Vec sum) __attribute__((always_inline)) {
+                constexpr int i = r * kVectors + v;
+                if constexpr (kTotalsAreOwn) totals[i] = sum;
+                else S::store(acc + i * S::kWidth, sum);
+            };
             if (has_minimums) {
                 const Vec minimum = S::load(minimums + column);
                 unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                    S::store(acc + r * 16 + v * S::kWidth, S::sub(total(r), S::mul(minimum, S::broadcast(sums_of_x[r * num_groups + at]))));
+                    put(r, S::sub(total(r), S::mul(minimum, S::broadcast(sums_of_x[r * num_groups + at]))));
                 });
             } else {
-                unrolled<rows>([&](auto r) __attribute__((always_inline)) { S::store(acc + r * 16 + v * S::kWidth, total(r)); });
+                unrolled<rows>([&](auto r) __attribute__((always_inline)) { put(r, total(r)); });
             }
         };
         Products::each_of(form, panel + form.codes_offset, numbers.zeros, 0, form.depth / 32, [&](std::int64_t b, auto v, auto j, Operand low, Operand high) __attribute__((always_inline)) {
@@ -73,9 +82,12 @@ struct QuantizedFew {
             });
             if constexpr (j == kSteps - 1) {
                 end(v, halves ? 2 * b + 1 : group);
-                if (v == kVectors - 1 && ++within == each) within = 0, ++group;
+                if constexpr (!halves && v == kVectors - 1) {
+                    if (++within == each) within = 0, ++group;
+                }
             }
         });
+        if constexpr (kTotalsAreOwn) unrolled<rows * kVectors>([&](auto i) __attribute__((always_inline)) { S::store(acc + i * S::kWidth, totals[i]); });
     }
 
     template <int most, class Finish>

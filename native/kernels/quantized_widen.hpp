@@ -457,11 +457,13 @@ struct WidenAvx2 {
                     ...);
             }(std::make_integer_sequence<int, 16>{});
         };
+        // Codes in planes and more numbers of groups: 6144 bytes ahead take 4 to 10 % more time (6 bits, groups of 16, 1 and 4 rows).
+        constexpr std::int64_t ahead = bits % 4 == 0 ? kBlocksAhead * bits * 64 : 2048;
         const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
             GroupOfBlock group(form, first);
             for (std::int64_t b = 0; b < count; ++b, group.next()) {
                 const unsigned char* block = codes + (first + b) * bits * 64;
-                for (int i = 0; i < bits; ++i) Avx2::prefetch(block + (kBlocksAhead * bits + i) * 64);
+                for (int i = 0; i < bits; ++i) Avx2::prefetch(block + ahead + i * 64);
                 const float* from = zeros + group() * 16;
                 half_of(b, block, from, std::integral_constant<int, 0>{}, make);
                 half_of(b, block + 32, from + 8, std::integral_constant<int, 1>{}, make);
