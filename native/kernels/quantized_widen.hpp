@@ -49,8 +49,8 @@ inline float taken_off(const QuantizedForm& form, float zero) { return form.valu
 
 // One code after the other: for processors of which nothing is known.
 struct WidenPlain {
-    // Blocks [first, first + count) of a panel. zeros: [groups][16] as `taken_off` gives them.
-    static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+    // Blocks [first, first + count) of a panel. zeros: [groups][16] as `taken_off` gives them. Inlined into its caller, it takes 15 % longer for 4 bits.
+    [[gnu::noinline]] static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
         for (std::int64_t b = 0; b < count; ++b) {
             const unsigned char* block = codes + (first + b) * form.block_bytes();
             for (std::int64_t k = 0; k < 32; ++k) {
