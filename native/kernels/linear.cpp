@@ -60,10 +60,10 @@ const LinearKernel& quantized_kernel_of(Isa isa, Element element, bool exact) {
     }
 }
 
-// That of up to kVectorRows rows, where it is another; its bits are the same.
+// That of up to kFewRows rows, where it is another; its bits are the same.
 const LinearKernel* few_kernel_of(Isa isa, Element element, bool exact) {
 #if defined(__x86_64__)
-    if ((isa == Isa::amx_bf16 || isa == Isa::avx512_bf16) && element == Element::bf16 && exact) return &quantized_kernel_avx512(element);
+    if (isa == Isa::amx_bf16 && element == Element::bf16 && exact) return &quantized_kernel_avx512(element);
 #endif
     return nullptr;
 }

@@ -135,7 +135,7 @@ class PackedWeight {
     Element element_;
     Isa isa_;
     const LinearKernel* kernel_;
-    const LinearKernel* few_kernel_ = nullptr;  // of up to kVectorRows rows, where it is another one
+    const LinearKernel* few_kernel_ = nullptr;  // of up to kFewRows rows, where it is another one
     std::int64_t num_outputs_;
     std::int64_t num_inputs_;
     std::int64_t depth_;         // num_inputs padded to the kernel's depth

@@ -185,7 +185,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             }
         }
     }
-    const LinearKernel& kernel = like.few_kernel_ != nullptr && rows <= kVectorRows ? *like.few_kernel_ : *like.kernel_;
+    const LinearKernel& kernel = like.few_kernel_ != nullptr && rows <= kFewRows ? *like.few_kernel_ : *like.kernel_;
     const std::int64_t bytes = element_bytes(like.element_), num_inputs = like.num_inputs_, depth = like.depth_;
     const std::int64_t x_bytes = (x_stride == 0 ? num_inputs : x_stride) * bytes;
     const std::int64_t threads = ThreadPool::instance().num_threads();

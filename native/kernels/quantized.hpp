@@ -82,8 +82,8 @@ struct QuantizedForm {
     std::size_t scratch_floats(std::int64_t rows, std::int64_t panels) const;
 };
 
-// Rows that vector instructions multiply by codes as they widen them, whatever more of them are multiplied with.
-constexpr std::int64_t kVectorRows = 4;
+// Rows that vector instructions multiply by codes as they widen them, where a matrix unit multiplies more.
+constexpr std::int64_t kFewRows = 4;
 // Inputs that are widened at a time: for few rows so many that the memory is asked for codes while products are computed (128: 15 % less time
 // than 256 for 1 to 32 rows of a weight from memory, AMX); for many rows so many that sums are seldom set down, and a panel's stay in the first cache.
 constexpr std::int64_t kWidenedForFew = 128, kWidenedForMany = 256, kWidenedForTiles = 512;

@@ -68,43 +68,6 @@ struct QuantizedAmx {
         if constexpr (lower && right) unit.template store<3>(upper_left + lower_tile + kTile, 64);
     }
 
-    // Where the outputs of a piece's panels go, to be rounded.
-    template <bool right>
-    struct Output {
-        const LinearBlock& block;
-        unsigned char* to;
-        int columns;  // of the last panel
-        bool streams;
-        Vec left_bias = S::zero(), right_bias = S::zero();
-
-        Output(const LinearBlock& of, Int panel) : block(of), to(of.out + panel * 32) {
-            const Int left = of.out_columns - (panel + right) * 16;
-            columns = left < 16 ? static_cast<int>(left) : 16;
-            streams = of.streams && right && columns == 16 && reinterpret_cast<std::uintptr_t>(to) % kLineBytes == 0;
-            if (of.bias == nullptr) return;
-            const auto* bias = reinterpret_cast<const bf16*>(of.bias) + panel * 16;
-            if constexpr (right) left_bias = S::load(bias), bias += 16;
-            (right ? right_bias : left_bias) = S::load_part(bias, columns);
-        }
-        void put(Int row, Vec left_total, Vec right_total) const {
-            auto* at = reinterpret_cast<bf16*>(to + row * block.out_stride);
-            if (block.bias != nullptr) {
-                left_total = S::add(left_total, left_bias);
-                if constexpr (right) right_total = S::add(right_total, right_bias);
-            }
-#if defined(__AVX512BF16__)
-            constexpr int kSubnormal = 0x20;  // which vcvtne2ps2bf16 takes for zero, and S::store does not
-            if (right && columns == 16 && (_mm512_fpclass_ps_mask(left_total, kSubnormal) | _mm512_fpclass_ps_mask(right_total, kSubnormal)) == 0) {
-                const auto line = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(right_total, left_total));
-                streams ? _mm512_stream_si512(reinterpret_cast<__m512i*>(at), line) : _mm512_storeu_si512(at, line);
-                return;
-            }
-#endif
-            if constexpr (right) S::store(at, left_total), at += 16;
-            S::store_part(at, right ? right_total : left_total, columns);
-        }
-    };
-
     // Sums of consecutive groups of a square that were set down, and wait to be scaled and added: eight rows at a time, while products run. The
     // last group's are rounded into the output.
     struct Waiting {
@@ -165,7 +128,7 @@ struct QuantizedAmx {
             const std::integral_constant<int, panels - 1> right_panel;
             const bool first = group == 0;
             if (group + groups == form.num_groups) {
-                const Output<right> output(*square.block, square.panel);
+                const PanelOutput<S, right> output(*square.block, square.panel);
                 for (Int r = 0; r < rows; ++r) {
                     const Vec left = total_of(first ? S::zero() : S::load(acc + r * 16), left_panel, r);
                     output.put(square.row + first_row + r, left, right ? total_of(first ? S::zero() : S::load(acc + kTile + r * 16), right_panel, r) : left);

@@ -5,7 +5,7 @@
 // are multiplied in float32.
 #pragma once
 
-#include "kernels/quantized_tiles.hpp"
+#include "kernels/quantized_vector.hpp"
 
 namespace quire {
 namespace {
@@ -19,26 +19,36 @@ struct ChainProducts {
 
     static Operand load(const float* from) { return S::load_pairs(reinterpret_cast<const bf16*>(from)); }
     static Operand broadcast(const float* from) { return S::broadcast_pair(reinterpret_cast<const bf16*>(from)); }
+    static Vec add_broadcast(const float* from, const Operand& b, Vec sum) { return S::dot_pair(sum, reinterpret_cast<const bf16*>(from), b); }
     static Vec add(const Operand& a, const Operand& b, Vec sum) { return S::dot(sum, a, b); }
     static void widen(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
-        const auto block = Widen::chains(form);
-        const std::int64_t bytes = form.block_bytes();
-        for (std::int64_t b = first; b < first + count; ++b, to += 256) {
-            for (std::int64_t i = 0; i < bytes; i += kLineBytes) S::prefetch(codes + b * bytes + kAheadOfCodes + i);
-            block(form, codes + b * bytes, zeros + b * 32 / form.group * 16, reinterpret_cast<bf16*>(to));
-        }
+        Widen::chains(form, codes, zeros, first, count, reinterpret_cast<bf16*>(to));
+    }
+    template <class Visit>
+    [[gnu::always_inline]] static void each_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
+        Widen::each_chain(form, codes, zeros, first, count, visit);
     }
 };
 
+// As finish_panels, of two panels in whole lines.
+template <class Round>
+void finish_chains(const LinearBlock& block, const float* sums, std::int64_t panel, std::int64_t panels, std::int64_t row, std::int64_t rows) {
+    if (panels == 1) return finish_panels<Round, bf16>(block, sums, panel, 1, row, rows);
+    const PanelOutput<Round, true> output(block, panel);
+    for (std::int64_t r = row; r < row + rows; ++r) output.put(r, Round::load(sums + r * 16), Round::load(sums + (block.rows + r) * 16));
+}
+
 template <class S, class Round, class Widen>
 void multiply_chains(const LinearBlock& block) {
-    QuantizedTiles<S, ChainProducts<S, Widen>>::multiply(block, finish_panel<Round, bf16>);
+    constexpr int in_registers = std::is_same_v<Widen, WidenPlain> ? 0 : kChainRows;
+    multiply_rows<S, ChainProducts<S, Widen>, in_registers, kChainParts>(block, finish_chains<Round>);
+    if (block.streams) S::end_streams();
 }
 
 // S: products; Round: how the output is rounded (that of S takes subnormal numbers for zero).
 template <class S, class Round, class Widen>
 constexpr LinearKernel chain_quantized_kernel() {
-    LinearKernel kernel = quantized_kernel(QuantizedTiles<S, ChainProducts<S, Widen>>::kRows, 2);
+    LinearKernel kernel = quantized_kernel(QuantizedTiles<S, ChainProducts<S, Widen>>::kTaskRows, 2);
     kernel.stage = stage_pairs<true>;
     kernel.stage_sums = stage_sums_of_pairs<Round, true>;
     kernel.multiply = multiply_chains<S, Round, Widen>;

@@ -228,6 +228,11 @@ struct Avx512Bf16 : Avx512 {
         __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Line*>(b)), "v"(a));
         return sum;
     }
+    // The same with one pair for all lanes, broadcast by the operation itself.
+    static Vec dot_pair(Vec sum, const bf16* pair, Pairs b) {
+        __asm__("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Pair*>(pair)), "v"(b));
+        return sum;
+    }
     // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
     // the others.
     static void interleave(Pairs a, Pairs b, Pairs& low, Pairs& high) {
@@ -262,6 +267,7 @@ struct Avx512Bf16 : Avx512 {
 
   private:
     using Line = char[64];  // what an operation reads itself, at any address
+    using Pair = char[4];
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
 };
 

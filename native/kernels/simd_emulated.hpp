@@ -200,6 +200,7 @@ struct Emulated512Bf16 : Emulated512 {
         dot_lanes(a.element, b.element, sum.lane);
         return sum;
     }
+    QUIRE_EMULATED Vec dot_pair(Vec sum, const bf16* pair, const Pairs& b) { return dot(sum, broadcast_pair(pair), b); }
     QUIRE_EMULATED Vec dot_from(Vec sum, const Pairs& a, const bf16* b) { return dot(sum, a, load_pairs(b)); }
     QUIRE_EMULATED void transpose(Pairs (&rows)[16]) {
         Pairs columns[16];

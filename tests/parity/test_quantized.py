@@ -69,7 +69,7 @@ def check(weight: QuantizedWeight, dtype: torch.dtype, isas: list[str], rows: tu
 def test_every_format_in_every_variant(kind: str) -> None:
     width = 256 if "super-blocks" in kind else KINDS[kind][1] or 150
     weight = random_weight(kind, 37, 2 * width)
-    check(weight, torch.bfloat16, REAL, (1, 2, 3, 4, 5, 17, 35))
+    check(weight, torch.bfloat16, REAL, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 35))
     check(weight, torch.bfloat16, EMULATED, (3,))
 
 
