@@ -276,16 +276,18 @@ def conversation(folder: Path) -> Trace:
     return Trace("conversation", 512, requests, (1000, 5000, 10_000, 20_000, 30_000, 50_000, 100_000))
 
 
-def agents(folder: Path) -> Trace:
-    def flat(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for request in requests:
-            yield from flat(request["requests"]) if request["type"] == "subagent" else [request]
+def agent_requests(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A session's requests, with those of its sub-agents in their place."""
+    for request in requests:
+        yield from agent_requests(request["requests"]) if request["type"] == "subagent" else [request]
 
+
+def agents(folder: Path) -> Trace:
     ids: dict[tuple[int, int], int] = {}
     events: list[tuple[float, Request]] = []
     with gzip.open(folder / "agentic_claude_code_0001-0120.jsonl.gz", "rt") as file:
         for number, line in enumerate(file):
-            for request in flat(json.loads(line)["requests"]):
+            for request in agent_requests(json.loads(line)["requests"]):
                 block_ids = [
                     ids.setdefault((number, block), len(ids)) for block in request["hash_ids"][15::16]
                 ]

@@ -11,9 +11,9 @@ trace has them. Blocks of the trace are blocks of the cache here, of one token e
     frequency   the default
     sessions    the default, with sessions
 
-JSON lines: the capacity over the blocks that all open sessions' newest paths have at most (`of_peak`), the hit rate of
-the second half of the requests in tokens, and over turns behind a session's first the median, mean and 99th percentile
-of computed tokens, which the time to a first token follows.
+JSON lines. `of_peak`: the capacity over the most blocks that the newest paths of all open sessions have at once.
+`hit_rate`: of the second half of the requests, in tokens. `computed_...`: tokens that a turn behind a session's first
+computes, median, mean and 99th percentile; the time to a first token follows them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import argparse
 import gzip
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from eviction import agent_requests
 from machine import emit, emit_machine
 
 from quire import Cache, KVSpec
@@ -70,15 +70,11 @@ class Trace(NamedTuple):
 
 
 def agents(folder: Path, every_s: float) -> Trace:
-    def flat(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for request in requests:
-            yield from flat(request["requests"]) if request["type"] == "subagent" else [request]
-
     ids: dict[tuple[int, int], int] = {}
     turns: list[Turn] = []
     with gzip.open(folder / "agentic_claude_code_0001-0120.jsonl.gz", "rt") as file:
         for number, line in enumerate(file):
-            for request in flat(json.loads(line)["requests"]):
+            for request in agent_requests(json.loads(line)["requests"]):
                 blocks = request["hash_ids"][_GROUP - 1 :: _GROUP]
                 block_ids = [ids.setdefault((number, block), len(ids)) for block in blocks]
                 at_s = every_s * number + request["t"]
@@ -111,7 +107,7 @@ def made_up() -> Trace:
 
 @dataclass
 class Sequence:
-    """What the registry needs of a request's sequence."""
+    """The part of a request's sequence that the registry reads."""
 
     tokens: np.ndarray
     key: tuple[int, int, int] = (0, 0, 0)
@@ -122,7 +118,7 @@ class Sequence:
 
 @dataclass
 class Request:
-    """What the registry needs of a request."""
+    """The part of a request that the registry reads."""
 
     request_id: str
     prompt_token_ids: np.ndarray

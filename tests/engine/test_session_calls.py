@@ -265,7 +265,7 @@ def test_an_unknown_session_is_refused_and_a_bad_argument_raises(llm: LLM) -> No
         with pytest.raises(ArgumentError, match="expected a session's name"):
             call("")
         with pytest.raises(ArgumentError, match="expected a tenant"):
-            call("s", tenant="nobody")
+            call("s", tenant="unknown")
     for seconds in (0, -1, float("inf"), float("nan"), True, "1"):
         with pytest.raises(ArgumentError, match="in `seconds`"):
             llm.sessions.hold("s", seconds)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a client says about its sessions: by the endpoint and in requests of every door, within its tenant."""
+"""A client's commands for its sessions, by the endpoint and in requests of every door, within its tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine does for sessions by itself: superseded branches, paths kept for tools, order, bounds."""
+"""The engine's own work for sessions: superseded branches, paths kept for tools, order, bounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the router knows of a replica: `RecentWork`, seconds of work sent there lately, and `RoutedBlocks`, the blocks
-that it is taken to have: those of its newest digest, and of prompts sent there since.
+"""The router's knowledge of a replica. `RecentWork`: seconds of work sent there lately. `RoutedBlocks`: the blocks that
+it is taken to have, those of its newest digest and of prompts sent there since.
 
 A digest is as old as its period; what was routed meanwhile is not in it yet. So each routed prompt counts as cached in
 memory for `history_s` seconds, longer than a digest's period, and then only if the digest has it.

@@ -212,7 +212,7 @@ class HitVerifier:
         self._num_tokens += num_tokens
         if difference is not None:
             if computed.num_taken and not check.is_repeated:
-                # What was taken may have been damaged after its proof: the place is sought from the beginning.
+                # Proved content may be damaged after its proof: the search begins at position 0 again.
                 self.release()
                 check.num_proved, check.is_repeated = 0, True
                 return None

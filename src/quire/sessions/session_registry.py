@@ -5,10 +5,10 @@
                  are evicted before all others. A branch that is left earlier may be a sub-agent's or its parent's, to
                  which the session comes back: it is discarded after `TURNS_UNTIL_SUPERSEDED` requests of the session
                  that do not use it. Blocks on another session's newest path stay.
-    tools        From an answer with calls to the request that continues it, its branch has the cache priority KEEP, for
-                 at most twice the median of the session's last 16 such times (`FIRST_TOOL_S` before the first, at most
-                 `MAX_TOOL_S`), and while all such branches take at most `TOOL_SHARE` of the blocks, and of their
-                 owner's.
+    tools        From an answer with calls to the request that continues it, its branch has the cache priority KEEP.
+                 The time limit is twice the median of the session's last 16 such times, at most `MAX_TOOL_S`, and
+                 `FIRST_TOOL_S` before the first. All such branches together take at most `TOOL_SHARE` of the blocks,
+                 and of their owner's.
     order        A request of a session that has run a request before queues as if it had come `HEAD_START` requests
                  earlier. So fewer than that overtake a request that begins a session, and came after it.
 

@@ -24,7 +24,7 @@ _MAX_COMMANDS = 8
 
 
 class SessionCommand(StrictBody):
-    """What a client says about the content of its session."""
+    """A client's command for the content of its session."""
 
     action: Action = Field(
         description="hold: keeps the session's newest path in memory, in turns to come too. release: ends that. "
