@@ -46,6 +46,7 @@ from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weigh
 
 __all__ = [
     "COMPARED_OPTIONS",
+    "MAX_STEP_DRAFTS",
     "OPTION_OF_STORAGE",
     "PROPOSERS",
     "REGISTERED_PROPOSERS",
@@ -77,6 +78,7 @@ PROPOSERS = ("ngram", "suffix")
 REGISTERED_PROPOSERS: Registry[bool] = Registry("a proposer", "speculation", {})
 _DRAFTS = 8  # of a step and sequence, if the option has no number
 _MAX_DRAFTS = 32
+MAX_STEP_DRAFTS = 64  # of all sequences of a step
 
 # Storages added by `quire.engine.open_storage.register`: whether sequences can share their blocks.
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})

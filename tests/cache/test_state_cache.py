@@ -392,8 +392,45 @@ def test_memory_that_the_system_refuses_to_move_stays_what_it_was(backend: str) 
     cache.check()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_commit_before_a_draft_takes_the_slot_of_that_state(backend: str) -> None:
+    cache, machine = make(num_slots=7, num_draft_slots=3, backend=backend)
+    machine.compute(one := cache.open([1, 2, 3]))
+    one.append([4])
+    own = cache.readable_slot(one)
+    cache.append_drafts(one, [5, 6, 7])
+    plan = cache.reserve([one], [4])
+    assert plan is not None
+    machine.run(plan, [one])
+    with pytest.raises(ArgumentError, match="expected a commit of 4, 5, 6, 7 tokens"):
+        cache._committed(one.id, 8)
+    cache.commit(one, 5)
+    assert cache.rewind(one, 5) == 5
+    slot = cache.readable_slot(one)
+    assert (machine.slots[slot or 0], slot != own) == ((1, 2, 3, 4, 5), True)
+    cache.check()
+    cache.close(one)
+    assert cache.match([1, 2, 3, 4, 5, 9]).num_tokens == 5
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_drafts_than_slots_set_aside_are_refused_and_evict_nothing(backend: str) -> None:
+    cache, machine = make(num_slots=4, num_draft_slots=2, backend=backend)
+    machine.compute(one := cache.open([1, 2, 3]))
+    one.append([4])
+    before = cache.stats()
+    cache.append_drafts(one, [5, 6, 7])
+    assert cache.reserve([one], [4]) is None
+    assert cache.rewind(one, 4) == 3
+    assert cache.stats() == before
+    machine.compute(one)
+    with pytest.raises(ArgumentError, match="num_state_slots"):
+        make(num_slots=3, num_draft_slots=2)
+
+
 class StateCacheLaws(RuleBasedStateMachine):
-    """Whatever is done, in whatever order: S1 to S3, and the states of the machine beside it."""
+    """Whatever is done, in whatever order: S1 to S4, and the states of the machine beside it."""
 
     backend = "python"
 
@@ -403,10 +440,18 @@ class StateCacheLaws(RuleBasedStateMachine):
         every=st.sampled_from([0, 3]),
         num_blocks=st.integers(12, 40),
         exchanges=st.booleans(),
+        num_drafts=st.integers(0, 4),
     )
-    def begin(self, num_slots: int, spec: KVSpec, every: int, num_blocks: int, exchanges: bool) -> None:
+    def begin(
+        self, num_slots: int, spec: KVSpec, every: int, num_blocks: int, exchanges: bool, num_drafts: int
+    ) -> None:
         self.cache, self.machine = make(
-            num_slots, spec, num_blocks=num_blocks, checkpoint_every=every, backend=self.backend
+            num_slots + num_drafts,
+            spec,
+            num_blocks=num_blocks,
+            checkpoint_every=every,
+            num_draft_slots=num_drafts,
+            backend=self.backend,
         )
         if exchanges:
             self.machine.exchanges()
@@ -439,6 +484,41 @@ class StateCacheLaws(RuleBasedStateMachine):
                 self.cache.commit(sequence, stop)
         elif outcome == "refused":
             self.machine.run(plan, sequences, until=-1)
+        else:
+            self.machine.run(plan, sequences, until=data.draw(st.integers(0, sum(counts))))
+            for sequence in sequences:
+                self.cache.close(sequence)
+                self.open.remove(sequence)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), outcome=st.sampled_from(["runs", "runs", "refused", "fails"]))
+    def drafts(self, data: st.DataObject, outcome: str) -> None:
+        """A step of all known tokens, with drafts of some sequences, of which the first ones are accepted."""
+        chosen = data.draw(st.lists(st.sampled_from(self.open), min_size=1, max_size=3, unique_by=id))
+        sequences = [one for one in chosen if one.num_tokens > one.num_computed_tokens]
+        known = [one.num_tokens for one in sequences]
+        computed = [one.num_computed_tokens for one in sequences]
+        all_drafts = [data.draw(st.lists(st.integers(0, 2), max_size=3)) for _ in sequences]
+        for sequence, tokens in zip(sequences, all_drafts, strict=True):
+            self.cache.append_drafts(sequence, tokens)
+        counts = [one.num_tokens - done for one, done in zip(sequences, computed, strict=True)]
+        plan = self.cache.reserve(sequences, counts)
+        if plan is None or outcome == "refused":
+            if plan is not None:
+                self.machine.run(plan, sequences, until=-1)
+            for sequence, tokens, num_tokens, done in zip(
+                sequences, all_drafts, known, computed, strict=True
+            ):
+                if tokens:
+                    assert self.cache.rewind(sequence, num_tokens) == done
+                    assert sequence.num_tokens == num_tokens
+        elif outcome == "runs":
+            assert sum(map(len, all_drafts)) <= self.cache.num_draft_slots
+            self.machine.run(plan, sequences)
+            for sequence, num_tokens, tokens in zip(sequences, known, all_drafts, strict=True):
+                stop = num_tokens + data.draw(st.integers(0, len(tokens)))
+                self.cache.commit(sequence, stop)
+                assert self.cache.rewind(sequence, stop) == stop
         else:
             self.machine.run(plan, sequences, until=data.draw(st.integers(0, sum(counts))))
             for sequence in sequences:

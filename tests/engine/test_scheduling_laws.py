@@ -18,6 +18,7 @@ from support.fake_model import VOCAB, expected_logits, expected_tokens, full_spe
 from support.faulty_tier import FaultyTier
 
 from quire.cache.block_counts import num_blocks_for
+from quire.config import MAX_STEP_DRAFTS
 from quire.offload.store import POLICIES, Policy
 from quire.offload.swap import MODES, Mode
 from quire.sampling.params import SamplingParams
@@ -78,15 +79,18 @@ def run(
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
     least = num_blocks_for(spec, longest, block_size)
-    if tier_bytes is not None or right_drafts is not None:
+    if tier_bytes is not None:
         num_states = 0
     speculation = None
+    num_draft_slots = 0 if right_drafts is None or not num_states else 1 + num_states
     if right_drafts is not None:
         texts = [[*r.prompt, *expected_tokens(spec, list(r.prompt), r.max_tokens)] for r in requests]
-        speculation = SteadySpeculation(TruthProposer(texts, right_drafts, VOCAB), 3)
+        proposer = TruthProposer(texts, right_drafts, VOCAB)
+        speculation = SteadySpeculation(proposer, 3, num_draft_slots or MAX_STEP_DRAFTS)
     engine = FakeEngine(
         num_blocks=max(1, least + num_blocks - STATE_BLOCKS * max(0, num_states - 2)),
         num_state_slots=num_states,
+        num_draft_slots=num_draft_slots,
         block_size=block_size,
         spec=spec,
         prefix_caching=caching,

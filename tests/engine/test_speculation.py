@@ -139,9 +139,13 @@ def test_an_error_of_a_draw_ends_the_sequence_behind_the_tokens_before_it() -> N
     assert "NaN" in str(output.error)
 
 
-def test_a_failed_step_and_an_abort_leave_nothing() -> None:
+STATES = [{}, {"num_state_slots": 6, "num_draft_slots": 25}]
+
+
+@pytest.mark.parametrize("states", STATES, ids=["kv", "states"])
+def test_a_failed_step_and_an_abort_leave_nothing(states: dict[str, int]) -> None:
     texts = [prompt + expected_tokens(full_spec(), prompt, 20) for prompt in PROMPTS]
-    engine = FakeEngine(speculation=speculation(texts, 0.5))
+    engine = FakeEngine(speculation=speculation(texts, 0.5), **states)
     ids = [engine.submit(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
     engine.step()
     engine.step()
@@ -154,10 +158,11 @@ def test_a_failed_step_and_an_abort_leave_nothing() -> None:
     engine.check_empty()
 
 
-def test_a_step_without_memory_is_undone_with_its_drafts() -> None:
+@pytest.mark.parametrize("states", STATES, ids=["kv", "states"])
+def test_a_step_without_memory_is_undone_with_its_drafts(states: dict[str, int]) -> None:
     expected = [expected_tokens(full_spec(), prompt, 20) for prompt in PROMPTS]
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    engine = FakeEngine(speculation=speculation(texts, 0.7))
+    engine = FakeEngine(speculation=speculation(texts, 0.7), **states)
     ids = [engine.submit(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
     num_refused = 0
     while engine.engine.has_work:
@@ -167,6 +172,7 @@ def test_a_step_without_memory_is_undone_with_its_drafts() -> None:
         engine.step()
         for sequence in engine.scheduler.running:
             assert sequence.cache_sequence.num_tokens == sequence.num_tokens
+            assert sequence.cache_sequence.num_computed_tokens == sequence.num_computed
     engine.check_empty()
     assert [engine.outputs[i].outputs[0].token_ids for i in ids] == expected
 

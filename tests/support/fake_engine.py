@@ -51,10 +51,12 @@ class FakeEngine:
         policy: Policy = "eviction",
         segment_blocks: int = 2,
         num_state_slots: int = 0,
+        num_draft_slots: int = 0,
         **options: Any,
     ) -> None:
         """tiers: used within the calls, no thread; segments of `segment_blocks` blocks. num_state_slots: where there
-        are some, each has the memory of `STATE_BLOCKS` blocks and may become those, or they one of it."""
+        are some, each has the memory of `STATE_BLOCKS` blocks and may become those, or they one of it; num_draft_slots
+        are added to them."""
         self.spec = spec or full_spec()
         made: dict[str, Any] = {
             "num_blocks": num_blocks,
@@ -64,7 +66,12 @@ class FakeEngine:
         }
         self.cache = Cache(self.spec, **made)
         if num_state_slots:
-            self.cache = StateCache(self.spec, num_state_slots=num_state_slots, **made)
+            self.cache = StateCache(
+                self.spec,
+                num_state_slots=num_state_slots + num_draft_slots,
+                num_draft_slots=num_draft_slots,
+                **made,
+            )
         self.runner = FakeRunner(self.spec, num_blocks, block_size)
         self.now = 0.0
         speeds = Throughputs()

@@ -147,6 +147,7 @@ class FakeStates:
             step.sequences, states.slots.tolist(), step.num_new_tokens.tolist(), strict=True
         ):
             tokens, start = tuple(sequence.token_ids().tolist()), sequence.num_computed
+            tokens += tuple(step.drafts.get(sequence, ()))
             assert self.tokens[slot] == tokens[:start]
             for stop in range(start + 1, start + num_new + 1):
                 if row in kept:

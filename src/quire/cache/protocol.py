@@ -146,7 +146,7 @@ class CacheSequence(Protocol):
         ...
 
     def append(self, token_ids: Any) -> None:
-        """Adds known tokens: the prompt's continuation, sampled ones, or a draft's. O(new tokens)."""
+        """Adds known tokens: the prompt's continuation, or sampled ones. O(new tokens)."""
         ...
 
     def block_table(self, group: int = 0) -> Int32Array:
@@ -317,6 +317,15 @@ class KVCache(Protocol):
         """`reserve` for the scheduler, which makes these arrays itself: contiguous int64 [n] each. The call does not
         check their form; it still checks them against the cache's state."""
         ...
+
+    def append_drafts(self, sequence: CacheSequence, token_ids: Any) -> None:
+        """`append`, of draft tokens, before the reservation of all known tokens.
+
+        After the step `commit` may end before any of the drafts; then `rewind` to there takes the others out. If the
+        step was not reserved or not computed, `rewind` to before the drafts takes back all of them. With states the
+        step is refused if its drafts are more than the slots set aside for them.
+        """
+        sequence.append(token_ids)
 
     def num_blocks_needed(
         self,

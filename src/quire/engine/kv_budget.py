@@ -84,9 +84,11 @@ class KVBudget:
     @property
     def fit(self) -> KVFit:
         """The capacity, by the arithmetic of a plan."""
-        num_slots = 0 if self._states is None else self._cache.num_state_slots
         exchange_bytes = 0 if self._exchange is None else self._exchange.num_bytes
-        return KVFit(self._layout, self.num_blocks, num_slots, exchange_bytes)
+        if self._states is None:
+            return KVFit(self._layout, self.num_blocks, 0, exchange_bytes)
+        num_slots, num_draft_slots = self._cache.num_state_slots, self._cache.num_draft_slots
+        return KVFit(self._layout, self.num_blocks, num_slots, exchange_bytes, num_draft_slots)
 
     @property
     def max_num_tokens(self) -> int:
@@ -104,7 +106,8 @@ class KVBudget:
             blocks += f" of {self.block_size} tokens"
         if self._states is not None:
             num_slots, size = self._cache.num_state_slots, format_size(self._states.bytes_per_slot)
-            blocks += f" and {num_slots} states of {size}"
+            drafts = f" ({self._cache.num_draft_slots} for drafts)" * bool(self._cache.num_draft_slots)
+            blocks += f" and {num_slots} states of {size}{drafts}"
             blocks += ", which exchange memory" if self._exchange is not None else ""
         spec = self._cache.spec
         kept = f" in {spec.kv_dtype_by_layers}" if spec.kv_dtype != spec.dtype else ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from quire.backends import is_host_backend
 from quire.baselines.buffers import Buffers, LayerBuffer, parse_growth
 from quire.cache.block_counts import blocks_with_prefix, num_blocks_for
-from quire.config import EngineConfig
+from quire.config import MAX_STEP_DRAFTS, EngineConfig, parse_speculation
 from quire.devices import device_of
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.free_memory import free_memory_bytes
@@ -40,6 +40,9 @@ __all__ = [
     "layout_of_blocks",
     "state_budget",
 ]
+
+
+_SHARE_OF_DRAFTS = 8  # the slots for drafts take at most one part in so many of the budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +75,15 @@ class KVFit:
     """Blocks and state slots, and their capacity.
 
     num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: bytes of blocks and
-    slots together, if they exchange memory at run time; 0: their numbers are fixed.
+    slots together, if they exchange memory at run time; 0: their numbers are fixed. num_draft_slots: of the slots those
+    set aside for drafts.
     """
 
     layout: KVLayout
     num_blocks: int
     num_state_slots: int = 0
     exchange_bytes: int = 0
+    num_draft_slots: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -105,10 +110,12 @@ class KVFit:
         slot_bytes = self.layout.spec.bytes_per_state
         if not slot_bytes:
             return num_by_blocks
-        # A slot for each, and one for the shared prefix; at least two.
+        # A slot for each, and one for the shared prefix; at least two, and those for drafts.
         if not self.exchange_bytes:
-            return max(0, min(num_by_blocks, self.num_state_slots - bool(num_shared)))
+            num_slots = self.num_state_slots - self.num_draft_slots
+            return max(0, min(num_by_blocks, num_slots - bool(num_shared)))
         size, left = self.layout.block_bytes, self.exchange_bytes - once * self.layout.block_bytes
+        left -= self.num_draft_slots * slot_bytes
         limit = (left - bool(num_shared) * slot_bytes) // (each * size + slot_bytes)
         if limit < 2 and not num_shared:
             limit = int(left >= 2 * slot_bytes + each * size)
@@ -126,9 +133,10 @@ class KVFit:
         return low
 
 
-def kv_memory_for(layout: KVLayout, num_blocks: int, num_state_slots: int) -> int:
-    """The least `kv_memory` for so many blocks and state slots at once; there are always two slots."""
-    num_slots = max(2, num_state_slots) if layout.spec.states else 0
+def kv_memory_for(layout: KVLayout, num_blocks: int, num_state_slots: int, num_draft_slots: int = 0) -> int:
+    """The least `kv_memory` for so many blocks, state slots and slots for drafts at once; there are always two state
+    slots."""
+    num_slots = max(2, num_state_slots) + num_draft_slots if layout.spec.states else 0
     return num_blocks * layout.block_bytes + num_slots * layout.spec.bytes_per_state
 
 
@@ -245,10 +253,11 @@ def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_
 
     *raises:* ArgumentError, CapacityError: not enough for the first tokens, or a `kv_memory` of more than is free.
     """
-    num_state_slots = exchange_bytes = 0
+    num_state_slots = exchange_bytes = num_draft_slots = 0
     if layout.spec.states:
         exchange_bytes = state_budget(config, layout, max_model_len, free_bytes)
-        num_state_slots = _num_state_slots(config, layout, exchange_bytes)
+        num_draft_slots = _num_draft_slots(config, layout, exchange_bytes)
+        num_state_slots = num_draft_slots + _num_state_slots(config, layout, exchange_bytes, num_draft_slots)
     num_blocks = blocks_within(
         config,
         layout,
@@ -256,7 +265,7 @@ def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_
         free_bytes=free_bytes,
         state_bytes=num_state_slots * layout.spec.bytes_per_state,
     )
-    return KVFit(layout, num_blocks, num_state_slots, exchange_bytes)
+    return KVFit(layout, num_blocks, num_state_slots, exchange_bytes, num_draft_slots)
 
 
 def blocks_within(
@@ -303,27 +312,40 @@ def _wanted_slots(config: EngineConfig) -> int:
 def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, free_bytes: int) -> int:
     """`kv_memory` of a model with state layers in bytes, for blocks and states together."""
     most_kv_bytes = config.max_num_seqs * layout.num_blocks_for(max_model_len) * layout.block_bytes
-    most_state_bytes = _wanted_slots(config) * layout.spec.bytes_per_state
+    most_state_bytes = (_wanted_slots(config) + _most_drafts(config)) * layout.spec.bytes_per_state
     return kv_memory_bytes(
         config.kv_memory, most_useful_bytes=most_kv_bytes + most_state_bytes, free_bytes=free_bytes
     )
 
 
-def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
-    """State slots at the start: two for each sequence that may run (one to compute in, one checkpoint), at most half of
-    the budget, at least two. Later they exchange memory with blocks (`quire.cache.states.memory_split`).
+def _most_drafts(config: EngineConfig) -> int:
+    """The most drafts of a step; 0 without speculation."""
+    parsed = parse_speculation(config.speculation)
+    return 0 if parsed is None else min(MAX_STEP_DRAFTS, parsed[1] * config.max_num_seqs)
 
-    *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
+
+def _num_draft_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
+    """State slots for drafts: one for each draft of a step, at most an eighth of the budget, at least one."""
+    return min(_most_drafts(config), max(1, budget // _SHARE_OF_DRAFTS // layout.spec.bytes_per_state))
+
+
+def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int, num_draft_slots: int) -> int:
+    """State slots at the start without those for drafts: two for each sequence that may run (one to compute in, one
+    checkpoint), at most half of the budget, at least two. Later they exchange memory with blocks
+    (`quire.cache.states.memory_split`).
+
+    *raises:* ArgumentError: the budget does not hold two slots, those for drafts, and the first tokens.
     """
     each, num_first = layout.spec.bytes_per_state, layout.num_blocks_for(1)
-    least = kv_memory_for(layout, num_first, 2)
+    least = kv_memory_for(layout, num_first, 2, num_draft_slots)
     if budget < least:
         first = f" and {num_first} {_first_tokens(layout, num_first)}" if layout.block_bytes else ""
+        drafts = f", {num_draft_slots} for drafts" * bool(num_draft_slots)
         raise ArgumentError(
-            f"expected a kv_memory of at least {least} bytes (two states of {each} bytes{first}), got "
+            f"expected a kv_memory of at least {least} bytes (two states of {each} bytes{drafts}{first}), got "
             f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
         )
-    half = budget // 2 if layout.block_bytes else budget
+    half = budget // 2 if layout.block_bytes else budget - num_draft_slots * each
     return min(_wanted_slots(config), max(2, half // each))
 
 

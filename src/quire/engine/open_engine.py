@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from quire.backends import extension, is_host_backend
 from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import KVCache, shares_prefixes
+from quire.cache.states.state_cache import StateCache
 from quire.config import PROPOSERS, EngineConfig, parse_speculation
 from quire.engine.driver import Driver
 from quire.engine.driver_proxy import in_driver
@@ -167,6 +168,7 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     """
     with ExitStack() as resources:
         model = open_model(config, resources)
+        config = _with_possible_drafts(config, model)
         opened = open_storage(config, model.spec, model.max_model_len)
         resources.callback(opened.storage.close)
         return _start(config, model, opened, resources)
@@ -332,7 +334,7 @@ def _open_step_loop(
             is_lost=model.prepared.device.is_lost,
             launch_ahead=launch_ahead,
             kept_scores=_kept_scores(config, tiers, monitor),
-            speculation=_speculation(config, model),
+            speculation=_speculation(config, opened.cache),
         ),
         ServedModel(
             loaded.vocab_size,
@@ -388,28 +390,32 @@ def _kept_scores(
     return KeptScores(monitor.mirror, monitor.collect, None if tiers is None else tiers.scores)
 
 
-def _speculation(config: EngineConfig, model: OpenModel) -> Speculation | None:
-    """*raises:* ArgumentError: the model's rows cannot be checked together, and a proposer was asked for."""
-    parsed = parse_speculation(config.speculation)
-    if parsed is None:
-        return None
-    name, max_drafts = parsed
-    reason = None
-    if model.prepared.by_own_forward:
-        reason = "one that runs by its own forward, whose bits depend on the number of rows"
-    elif model.spec.states:
-        reason = "one with state layers, whose states do not go back to an earlier token"
-    if name == "auto":
-        name = PROPOSERS[-1]
-        if reason is not None:
-            _log.info("speculation=auto is off: the model is %s", reason)
-            return None
-    if reason is not None:
+def _with_possible_drafts(config: EngineConfig, model: OpenModel) -> EngineConfig:
+    """The config with `speculation` off if it is auto and the model allows no drafts.
+
+    *raises:* ArgumentError: the model's rows cannot be checked together, and a proposer was asked for.
+    """
+    if config.speculation == "off" or not model.prepared.by_own_forward:
+        return config
+    reason = "one that runs by its own forward, whose bits depend on the number of rows"
+    if config.speculation != "auto":
         raise ArgumentError(
             f"expected a model whose rows can be checked together, got {reason}; use speculation off or auto - in "
             "`speculation`"
         )
-    return Speculation(make_proposer(name), max_drafts)
+    _log.info("speculation=auto is off: the model is %s", reason)
+    return replace(config, speculation="off")
+
+
+def _speculation(config: EngineConfig, cache: KVCache) -> Speculation | None:
+    parsed = parse_speculation(config.speculation)
+    if parsed is None:
+        return None
+    name, max_drafts = parsed
+    proposer = make_proposer(PROPOSERS[-1] if name == "auto" else name)
+    if isinstance(cache, StateCache):
+        return Speculation(proposer, max_drafts, cache.num_draft_slots)
+    return Speculation(proposer, max_drafts)
 
 
 def _connect_tiers(tiers: OpenTiers, engine: Engine, model: OpenModel) -> None:

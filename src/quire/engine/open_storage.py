@@ -212,6 +212,7 @@ def _with_cache(config: EngineConfig, storage: PagedStorage | VirtualStorage, fi
                 storage.spec,
                 num_state_slots=storage.states.num_slots,
                 checkpoint_every=config.checkpoint_every,
+                num_draft_slots=fit.num_draft_slots,
                 **options,
             )
             if storage.device.is_elastic and storage.device.is_host:

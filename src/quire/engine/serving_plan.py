@@ -287,7 +287,7 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
     layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
-    needed = kv_memory_for(layout, layout.num_blocks(max_model_len), 1)
+    needed = kv_memory_for(layout, layout.num_blocks(max_model_len), 1, fit.num_draft_slots)
     return (
         f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
         f"{format_size(needed)}, got one of {format_size(fit.num_bytes)} ({fit.num_blocks} "
@@ -322,6 +322,7 @@ def _plan_of(
 ) -> Plan:
     from quire.engine.open_storage import storage_of
     from quire.model.prepare import resolve_length
+    from quire.model.support import runs_by_own_forward
 
     spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
     if context is not None:
@@ -336,6 +337,8 @@ def _plan_of(
         if context is None:
             raise
         raise ArgumentError(_with_context(str(error))) from error
+    if config.speculation == "auto" and runs_by_own_forward(unloaded.model_type):
+        config = replace(config, speculation="off")  # as at a start
     storage = storage_of(config, spec) if place.is_present else "paged"
     layout = kv_layout(storage, config, spec, max_model_len)
     weights = _weight_rows(config, unloaded, place)
@@ -373,7 +376,8 @@ def _plan_of(
     fits = fit is not None and max_concurrency >= wanted
     needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
     num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
-    needed_bytes = kv_memory_for(layout, needed_blocks, num_slots)
+    num_draft_slots = 0 if fit is None else fit.num_draft_slots
+    needed_bytes = kv_memory_for(layout, needed_blocks, num_slots, num_draft_slots)
     spare_bytes = 0 if fit is None else max(0, fit.num_bytes - needed_bytes)
     of_prompts = _prompt_rows(config, layout, asked, wanted, spare_bytes)
     spare_bytes -= sum(row.num_bytes for row in of_prompts)
@@ -408,7 +412,7 @@ def _plan_of(
             *_kv_rows(layout, asked, wanted, shared_prefix),
             *of_prompts,
             *(_score_rows(config, layout, asked, wanted, shared_prefix) if place.is_host else ()),
-            *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
+            *_state_rows(config, spec, num_slots, num_draft_slots, asked, wanted, spare_bytes),
             *_scratch_rows(config, unloaded, asked, wanted, place),
             *_process_rows(process, place),
         ),
@@ -586,12 +590,21 @@ def _prompt_rows(
 
 
 def _state_rows(
-    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_bytes: int
+    config: EngineConfig,
+    spec: KVSpec,
+    num_slots: int,
+    num_draft_slots: int,
+    context: int,
+    concurrency: int,
+    spare_bytes: int,
 ) -> list[PlanRow]:
     if not spec.states:
         return []
     each = spec.bytes_per_state
     rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    if num_draft_slots:
+        note = f"{num_draft_slots} of {format_size(each)}, behind the drafts of a step"
+        rows.append(PlanRow("states", "draft slots", num_draft_slots * each, note))
     every = context // config.checkpoint_every if config.checkpoint_every else 0
     # There are always two slots.
     spare_slots = max(0, 2 - num_slots) + spare_bytes // each

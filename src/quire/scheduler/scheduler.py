@@ -438,7 +438,7 @@ class Scheduler:
     ) -> StepPlan | None:
         """The plan of a step with drafts, which their sequences know from then on; None: no room, nothing changed."""
         for sequence, tokens in drafts.items():
-            sequence.cache_sequence.append(tokens)
+            self._cache.append_drafts(sequence.cache_sequence, tokens)
         plan = self._cache.reserve_unchecked(ids, num_new)
         if plan is None:
             self._forget_drafts(drafts)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.config import MAX_STEP_DRAFTS
 from quire.sampling.proposers.proposer import Drafter, Proposer
 from quire.scheduler.request import RequestSequence
 from quire.scheduler.step_costs import StepCosts
@@ -32,7 +33,6 @@ __all__ = ["Speculation"]
 _LEAST_GAIN = 1.05
 _NUM_TRIED = 3
 _MAX_SEQUENCES = 64  # of a step with drafts
-_MAX_DRAFTS = 64  # of a step
 _REST, _SHORT_REST = 15, 2
 _PRIOR = 0.75, 1.5  # accepted and tried drafts that a sequence begins with
 _KEPT_TRIED, _KEPT_IDLE = 0.96, 0.98  # of the share's weight: after a step with drafts, and at each look
@@ -60,15 +60,17 @@ class _SequenceDrafts:
 
 
 class Speculation:
-    """The drafts of one engine. max_drafts: of a sequence and step.
+    """The drafts of one engine. max_drafts: of a sequence and step. max_step_drafts: of a step; of a model with state
+    layers as many as there are slots for the states behind drafts.
 
     num_drafts: sequences that had drafts, counted each step. num_draft_tokens, num_accepted_tokens: drafts, and those
     that equalled the drawn token. num_accepted_by_position: the latter by their place among the drafts of their step.
     """
 
-    def __init__(self, proposer: Proposer, max_drafts: int) -> None:
+    def __init__(self, proposer: Proposer, max_drafts: int, max_step_drafts: int = MAX_STEP_DRAFTS) -> None:
         self._proposer = proposer
         self.max_drafts = max_drafts
+        self._max_step_drafts = max_step_drafts
         self.costs = StepCosts()
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_accepted_by_position = [0] * max_drafts
@@ -79,7 +81,7 @@ class Speculation:
         self, chosen: Sequence[tuple[RequestSequence, int]], num_tokens: int
     ) -> dict[RequestSequence, list[int]]:
         """The drafts of a step. chosen: its sequences and their numbers of tokens. num_tokens: the step's largest."""
-        room = min(_MAX_DRAFTS, num_tokens - len(chosen))
+        room = min(self._max_step_drafts, num_tokens - len(chosen))
         if room < 1 or len(chosen) > _MAX_SEQUENCES or any(n != 1 for _, n in chosen):
             return {}
         steps, num_sequences = self._rest

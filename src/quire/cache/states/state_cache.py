@@ -6,16 +6,20 @@ prompt's last token, where K and V went on and states did not (a branch), at eac
 at a sequence's end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to
 1820 and a state of 1792 tokens are a hit of 1792.
 
-A slot is free, a sequence's, a checkpoint's, or being written to become one. If no slot is free, the checkpoint that
-saves least goes; without checkpoints `reserve` finds no room, as when blocks are short. With an `exchange`, blocks
-become slots and slots blocks before that.
+A slot is free, a sequence's, a checkpoint's, being written to become one, or set aside for drafts. If no slot is free,
+the checkpoint that saves least goes; without checkpoints `reserve` finds no room, as when blocks are short. With an
+`exchange`, blocks become slots and slots blocks before that.
+
+A step with draft tokens writes the state behind each row but the last to slots set aside for drafts. If the step is
+committed at an earlier token, the sequence takes the slot with that state for its own, without a copy.
 
 Invariants (in addition to those of `Cache`; `check` proves them)
-    S1  every slot is in exactly one of those four places; with the slots given up they are all ids that ever existed.
+    S1  every slot is in exactly one of those five places; with the slots given up they are all ids that ever existed.
     S2  the state in a checkpoint's slot is of exactly its content, in a sequence's slot of its computed tokens, once
         the operations and rows of the plans handed out are done. A step that was reserved and not committed leaves a
         slot that becomes no checkpoint.
     S3  a sequence that has not reserved yet pins the checkpoint that it will copy.
+    S4  `num_draft_slots` slots are set aside: unused, or of a reserved step with drafts.
 
 Cost: as `Cache`, and O(prompt) more for `open`, O(tokens) for each checkpoint, O(sequences) for a step.
 """
@@ -71,17 +75,29 @@ class _SequenceSlot:
     slot: int | None = None  # since it has reserved, or was forked
     under_way: int | None = None  # computed tokens after the commit of the reserved step
     made: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of that step's checkpoints
+    num_drafts: int = 0  # draft tokens: the last of its known tokens
+    # That step's earlier states: computed tokens -> slot set aside for drafts.
+    drafted: dict[int, int] = field(default_factory=dict)
 
 
 class StateCache(Cache):
-    """See the module's text. num_state_slots: at least 2, one to compute in and one to copy from.
+    """See the module's text. num_state_slots: at least 2, one to compute in and one to copy from, and those for drafts.
 
-    checkpoint_every: tokens of a prompt between checkpoints; 0: no such checkpoints.
+    checkpoint_every: tokens of a prompt between checkpoints; 0: no such checkpoints. num_draft_slots: the most drafts
+    of a step.
     """
 
-    def __init__(self, *args: Any, num_state_slots: int, checkpoint_every: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        num_state_slots: int,
+        checkpoint_every: int = 0,
+        num_draft_slots: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self.num_state_slots = arguments.count(num_state_slots, "num_state_slots", 2)
+        self.num_draft_slots = arguments.count(num_draft_slots, "num_draft_slots", 0)
+        self.num_state_slots = arguments.count(num_state_slots, "num_state_slots", 2 + num_draft_slots)
         self.checkpoint_every = arguments.count(checkpoint_every, "checkpoint_every", 0)
         self.checkpoints = Checkpoints()
         self.num_evicted_checkpoints = self.num_short_hits = 0
@@ -95,7 +111,8 @@ class StateCache(Cache):
         """Every slot id is below it: growing first takes back the ids given up."""
         self._given_up: list[int] = []
         self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
-        self._free = list(range(self.num_state_slots - 1, -1, -1))
+        self._free = list(range(self.num_state_slots - 1, num_draft_slots - 1, -1))
+        self._draft_slots = list(range(num_draft_slots))  # the unused ones
         self._states: dict[int, _SequenceSlot] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
 
@@ -210,7 +227,8 @@ class StateCache(Cache):
 
     def _may_pin(self) -> bool:
         """Whether two slots are left for sequences that compute."""
-        left = self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten())
+        left = self.num_state_slots - self.num_draft_slots
+        left -= self.checkpoints.num_pinned + len(self._forgotten())
         return left > 2 or (self.exchange is not None and left + self.exchange.slots_to_come > 2)
 
     def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
@@ -233,7 +251,14 @@ class StateCache(Cache):
             )
         child = super().fork(sequence)
         state = replace(
-            parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False
+            parent,
+            wanted=list(parent.wanted),
+            slot=None,
+            under_way=None,
+            made=[],
+            num_drafts=0,
+            drafted={},
+            is_short=False,
         )
         if parent.slot is not None:
             state.slot = self._take_slot()
@@ -244,12 +269,16 @@ class StateCache(Cache):
         return child
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
-        """As `Cache.rewind`; the last checkpoint up to `position` gives the state: compute again from there."""
+        """As `Cache.rewind`; the last checkpoint up to `position` gives the state: compute again from there.
+
+        Drafts whose step was not computed go without that.
+        """
         state = self._state_of(sequence)
         sequence_id = self._id(sequence)
         position = arguments.count(position, "position", 0)
         num_computed = self._manager.num_computed_tokens(sequence_id)
-        if position >= num_computed and state.under_way is None:
+        if position >= num_computed and (state.under_way is None or state.num_drafts):
+            self._end_drafts(state)
             state.wanted = [wanted for wanted in state.wanted if wanted < position]
             state.keys = state.keys.truncated(position)
             return super().rewind(sequence, position)
@@ -289,11 +318,18 @@ class StateCache(Cache):
 
     # A step
 
+    def append_drafts(self, sequence: CacheSequence, token_ids: Any) -> None:
+        super().append_drafts(sequence, token_ids)
+        self._state_of(sequence).num_drafts += len(token_ids)
+
     def reserve_unchecked(
         self, sequence_ids: Int64Array, num_new_tokens: Int64Array, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
         ids, counts = sequence_ids, num_new_tokens
         states = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
+        num_drafts = sum(state.num_drafts for state in states)
+        if num_drafts and num_drafts > len(self._draft_slots) + sum(len(state.drafted) for state in states):
+            return None
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
             sizes = [
@@ -327,6 +363,13 @@ class StateCache(Cache):
                     if slot is not None:
                         state.made.append((position, slot))
                         checkpoints.append((row + position - 1 - start, slot))
+            if state.num_drafts:
+                first = self._manager.num_tokens(sequence_id) - state.num_drafts
+                self._draft_slots += state.drafted.values()
+                state.drafted = {position: self._draft_slots.pop() for position in range(first, stop)}
+                checkpoints += [
+                    (row + position - 1 - start, slot) for position, slot in state.drafted.items()
+                ]
         operations, self._operations = tuple(self._operations), []
         slots = np.array([state.slot for state in states], np.int64)
         plan.states = StatePlan(slots, operations, tuple(checkpoints))
@@ -419,10 +462,15 @@ class StateCache(Cache):
         if state.under_way is None:
             return
         if state.under_way != num_computed:
-            raise ArgumentError(
-                f"expected a commit of all {state.under_way} tokens of the step, the only position with a state, got "
-                f"{num_computed} for sequence {sequence_id}"
-            )
+            slot = state.drafted.pop(num_computed, None)
+            if slot is None or state.slot is None:
+                raise ArgumentError(
+                    f"expected a commit of {', '.join(map(str, [*state.drafted, state.under_way]))} tokens, of which "
+                    f"the step has a state, got {num_computed} for sequence {sequence_id}"
+                )
+            self._draft_slots.append(state.slot)
+            state.slot = slot
+        self._end_drafts(state)
         state.under_way = None
         state.wanted = [position for position in state.wanted if position > num_computed]
         made, state.made = state.made, []
@@ -482,14 +530,15 @@ class StateCache(Cache):
 
     @property
     def least_state_slots(self) -> int:
-        """Slots that always stay slots: one to compute in, one to copy from, and those that pins keep."""
+        """Slots that always stay slots: one to compute in, one to copy from, those of drafts, and those that pins
+        keep."""
         pinning = (self._states.get(pin.sequence.id) for pin in self.pins)
         sources = {state.source.slot for state in pinning if state is not None and state.source is not None}
-        return 2 + len(self._with_sources(sources))
+        return 2 + self.num_draft_slots + len(self._with_sources(sources))
 
     @property
     def num_state_slots_needed(self) -> int:
-        """Slots in use, and one for each open sequence that computes and has none yet."""
+        """Slots in use, those for drafts, and one for each open sequence that computes and has none yet."""
         pinning = {pin.sequence.id for pin in self.pins}
         to_come = sum(state.slot is None and number not in pinning for number, state in self._states.items())
         used = {state.slot for state in self._states.values() if state.slot is not None}
@@ -497,7 +546,7 @@ class StateCache(Cache):
         used.update(
             checkpoint.slot for checkpoint in {*self.checkpoints, *self._forgotten()} if checkpoint.num_pins
         )
-        return len(self._with_sources(used)) + to_come
+        return len(self._with_sources(used)) + to_come + self.num_draft_slots
 
     @property
     def num_free_state_slots(self) -> int:
@@ -518,8 +567,8 @@ class StateCache(Cache):
         return slots | {source for source, _ in self._operations_for(slots) if source != ZERO_STATE}
 
     def _used(self) -> set[int]:
-        """Slots that are neither free nor given up."""
-        return set(range(self.num_slot_ids)).difference(self._free, self._given_up)
+        """Slots that are neither free, unused ones for drafts, nor given up."""
+        return set(range(self.num_slot_ids)).difference(self._free, self._draft_slots, self._given_up)
 
     def _drop_idle_operations(self) -> None:
         """Removes pending operations whose results no slot in use needs: those of closed forks."""
@@ -642,11 +691,15 @@ class StateCache(Cache):
 
     def free_state_slots(self) -> list[int]:
         """Free slots whose bytes no pending operation reads, ascending."""
-        return sorted(set(self._free) - self._with_sources(self._used()) if self._operations else self._free)
+        return self._unread(self._free)
 
     def idle_state_slots(self) -> list[int]:
-        """Slots that need no memory behind them, ascending: `free_state_slots` and the slots given up."""
-        return sorted([*self.free_state_slots(), *self._given_up])
+        """Slots that need no memory behind them, ascending: free ones, unused ones for drafts, and those given up."""
+        return sorted([*self._unread([*self._free, *self._draft_slots]), *self._given_up])
+
+    def _unread(self, slots: list[int]) -> list[int]:
+        """Those of unused slots whose bytes no pending operation reads, ascending."""
+        return sorted(set(slots) - self._with_sources(self._used()) if self._operations else slots)
 
     def stats(self) -> dict[str, int]:
         exchange = self.exchange
@@ -665,17 +718,24 @@ class StateCache(Cache):
         super().check()
         if self.exchange is not None:
             self.exchange.check()
+        drafted = (slot for state in self._states.values() for slot in state.drafted.values())
+        set_aside = [*self._draft_slots, *drafted]
         places = [
             *self._free,
             *(checkpoint.slot for checkpoint in self.checkpoints),
             *(checkpoint.slot for checkpoint in self._forgotten()),
             *(state.slot for state in self._states.values() if state.slot is not None),
             *(slot for state in self._states.values() for _, slot in state.made),
+            *set_aside,
         ]
         everywhere = sorted([*places, *self._given_up])
         if len(places) != self.num_state_slots or everywhere != list(range(self.num_slot_ids)):
             raise InvariantError(
                 f"S1: expected each of {self.num_state_slots} state slots in exactly one place, got {sorted(places)}"
+            )
+        if len(set_aside) != self.num_draft_slots:
+            raise InvariantError(
+                f"S4: expected {self.num_draft_slots} slots for drafts, got {sorted(set_aside)}"
             )
         pins = sum(checkpoint.num_pins for checkpoint in {*self.checkpoints, *self._forgotten()})
         pinning = sum(state.source is not None for state in self._states.values())
@@ -766,11 +826,17 @@ class StateCache(Cache):
 
     def _release(self, state: _SequenceSlot) -> None:
         """Frees the sequence's slots and unpins its source."""
+        self._end_drafts(state)
         if state.slot is not None:
             self._free.append(state.slot)
         self._free_made_slots(state)
         self._unpin(state)
         state.slot = state.under_way = None
+
+    def _end_drafts(self, state: _SequenceSlot) -> None:
+        """Its draft tokens, if any are left, are ordinary ones; the slots of their states are unused again."""
+        self._draft_slots += state.drafted.values()
+        state.num_drafts, state.drafted = 0, {}
 
     def _forget(self, checkpoint: Checkpoint) -> None:
         """Makes a checkpoint unfindable; sequences that pinned it may still copy it."""
