@@ -57,6 +57,7 @@ __all__ = [
     "Option",
     "check_secret",
     "check_weight",
+    "draft_model_of",
     "parse_speculation",
     "secret_bytes",
     "shows_options",
@@ -76,7 +77,7 @@ COMPARED_OPTIONS = {"contiguous": "reservation", "growing": "growth"}
 # Proposers of drafts of Quire's own, and those added by `quire.sampling.proposers.proposer.register`.
 PROPOSERS = ("ngram", "suffix")
 REGISTERED_PROPOSERS: Registry[bool] = Registry("a proposer", "speculation", {})
-_DRAFTS = 8  # of a step and sequence, if the option has no number
+_DRAFTS, _MODEL_DRAFTS = 8, 4  # of a step and sequence, if the option has no number
 _MAX_DRAFTS = 32
 MAX_STEP_DRAFTS = 64  # of all sequences of a step
 
@@ -208,11 +209,18 @@ def parse_speculation(text: Any) -> tuple[str, int] | None:
     """
     names = ("off", "auto", *PROPOSERS, *REGISTERED_PROPOSERS)
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if name in ("model", "mtp"):
+    if name == "mtp":
         raise ArgumentError(
-            f"expected a proposer that this version has, got {text!r}: drafts of a second model or of a checkpoint's "
-            f"own heads are not built yet; use {' or '.join(PROPOSERS)} - in `speculation`"
+            f"expected a proposer that this version has, got {text!r}: transformers does not load the weights of a "
+            f"checkpoint's own heads; use {' or '.join(PROPOSERS)}, or model:PATH - in `speculation`"
         )
+    if name == "model":
+        if draft_model_of(text) is None:
+            raise ArgumentError(
+                f"expected model:PATH or model:PATH:K with K of 1 to {_MAX_DRAFTS}, got {text!r} - in `speculation`"
+            )
+        number = number.rpartition(":")[2]
+        return name, int(number) if number.isdecimal() else _MODEL_DRAFTS
     takes_number = name not in ("off", "auto")
     is_number = number.isdecimal() and 1 <= int(number) <= _MAX_DRAFTS
     if name not in names or (colon and not (takes_number and is_number)):
@@ -221,6 +229,15 @@ def parse_speculation(text: Any) -> tuple[str, int] | None:
             f"{PROPOSERS[0]}:8, got {text!r} - in `speculation`"
         )
     return None if name == "off" else (name, int(number) if colon else _DRAFTS)
+
+
+def draft_model_of(text: str) -> str | None:
+    """PATH of `speculation="model:PATH:K"`; None for another proposer, without a path, or with another K."""
+    name, _, rest = text.partition(":")
+    path, colon, number = rest.rpartition(":")
+    if not (colon and number.isdecimal()):
+        path, number = rest, "1"
+    return path if name == "model" and path and 1 <= int(number) <= _MAX_DRAFTS else None
 
 
 def check_weight(weight: Any, where: str) -> None:
@@ -404,8 +421,9 @@ class EngineConfig:
         "off",
         "P",
         "Drafts of tokens that one step checks together; no token of an answer changes. ngram: from the text's own "
-        "words; suffix: also from earlier answers of the namespace; suffix:4: at most 4 a step; auto: suffix if the "
-        "model allows drafts (docs/speculation.md). Default: off.",
+        "words; suffix: also from earlier answers of the namespace; model:PATH: of a smaller model with the same "
+        "tokenizer; suffix:4, model:PATH:4: at most 4 a step; auto: suffix if the model allows drafts "
+        "(docs/speculation.md). Default: off.",
     )
     prefix_caching: bool = option(
         True, None, "Share the keys and values of equal beginnings among requests. Default: on."

@@ -239,6 +239,17 @@ def test_models_whose_rows_cannot_be_checked_together_are_refused_by_name() -> N
         LLM((build(AutoModelForCausalLM, "rwkv"), None), kv_memory="2MiB", speculation="ngram")
     with LLM((build(AutoModelForCausalLM, "rwkv"), None), kv_memory="2MiB", speculation="auto") as llm:
         assert "num_drafts" not in llm.stats()
-    for wrong in ("ngrams", "ngram:0", "ngram:99", "off:3", "model:folder:4", "mtp"):
+    for wrong in (
+        "ngrams",
+        "ngram:0",
+        "ngram:99",
+        "off:3",
+        "model",
+        "model:",
+        "model::4",
+        "model:folder:0",
+        "model:folder:99",
+        "mtp",
+    ):
         with pytest.raises(ArgumentError, match=r"expected .*got .*`speculation`"):
             EngineConfig(speculation=wrong)

@@ -354,7 +354,8 @@ class Engine:
                     num_drawn = self._num_generated_tokens - num_generated
                     self._decode.add(num_drawn, seconds)
                     if self._speculation is not None and num_drawn:
-                        self._speculation.costs.add(len(scheduled.input_ids), seconds)
+                        step_s = seconds - self._speculation.proposal_s
+                        self._speculation.costs.add(len(scheduled.input_ids), step_s)
             elif self._loads is not None and self.scheduler.waits_for_tiers:
                 self._loads.changed.wait(_WAIT_S)
             outputs = self._outputs_of(touched) if touched else []

@@ -25,7 +25,7 @@ from quire.cache.event_dispatcher import EventDispatcher
 from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import KVCache, shares_prefixes
 from quire.cache.states.state_cache import StateCache
-from quire.config import PROPOSERS, EngineConfig, parse_speculation
+from quire.config import PROPOSERS, EngineConfig, draft_model_of, parse_speculation
 from quire.engine.driver import Driver
 from quire.engine.driver_proxy import in_driver
 from quire.engine.engine import Engine
@@ -55,6 +55,7 @@ from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Transcript, TranscriptReader
 
 if TYPE_CHECKING:
+    from quire.engine.draft_model import DraftModel
     from quire.engine.hit_verifier import HitVerifier
     from quire.engine.launch_ahead import LaunchAhead
     from quire.engine.model_changes import ModelChanges
@@ -169,12 +170,23 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     with ExitStack() as resources:
         model = open_model(config, resources)
         config = _with_possible_drafts(config, model)
+        draft = None
+        if draft_model_of(config.speculation) is not None:
+            from quire.engine.draft_model import open_draft_model
+
+            draft, config = open_draft_model(config, model, resources)
         opened = open_storage(config, model.spec, model.max_model_len)
         resources.callback(opened.storage.close)
-        return _start(config, model, opened, resources)
+        return _start(config, model, opened, draft, resources)
 
 
-def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resources: ExitStack) -> OpenEngine:
+def _start(
+    config: EngineConfig,
+    model: OpenModel,
+    opened: OpenStorage,
+    draft: DraftModel | None,
+    resources: ExitStack,
+) -> OpenEngine:
     """The engine of an open model and storage. Its driver takes the resources: nothing can fail after its start."""
     from quire.engine.launch_ahead import launch_ahead_of
     from quire.engine.model_changes import ModelChanges
@@ -188,7 +200,7 @@ def _start(config: EngineConfig, model: OpenModel, opened: OpenStorage, resource
     runner = Runner(
         prepared, storage, num_threads=config.num_threads, profile=profile, launch_ahead=launch_ahead
     )
-    engine, tiers = _open_step_loop(config, model, opened, runner, profile, launch_ahead, resources)
+    engine, tiers = _open_step_loop(config, model, opened, draft, runner, profile, launch_ahead, resources)
     budget = KVBudget(opened, engine, config, max_model_len=model.max_model_len)
     refuse_if_none_fits(budget.fit, config, model.max_model_len)
     changes = ModelChanges(prepared, engine, opened, tiers, config.device_name)
@@ -311,6 +323,7 @@ def _open_step_loop(
     config: EngineConfig,
     model: OpenModel,
     opened: OpenStorage,
+    draft: DraftModel | None,
     runner: Runner,
     profile: Profile | None,
     launch_ahead: LaunchAhead | None,
@@ -334,7 +347,7 @@ def _open_step_loop(
             is_lost=model.prepared.device.is_lost,
             launch_ahead=launch_ahead,
             kept_scores=_kept_scores(config, tiers, monitor),
-            speculation=_speculation(config, opened.cache),
+            speculation=_speculation(config, opened.cache, draft),
         ),
         ServedModel(
             loaded.vocab_size,
@@ -407,12 +420,12 @@ def _with_possible_drafts(config: EngineConfig, model: OpenModel) -> EngineConfi
     return replace(config, speculation="off")
 
 
-def _speculation(config: EngineConfig, cache: KVCache) -> Speculation | None:
+def _speculation(config: EngineConfig, cache: KVCache, draft: DraftModel | None) -> Speculation | None:
     parsed = parse_speculation(config.speculation)
     if parsed is None:
         return None
     name, max_drafts = parsed
-    proposer = make_proposer(PROPOSERS[-1] if name == "auto" else name)
+    proposer = draft or make_proposer(PROPOSERS[-1] if name == "auto" else name)
     if isinstance(cache, StateCache):
         return Speculation(proposer, max_drafts, cache.num_draft_slots)
     return Speculation(proposer, max_drafts)

@@ -18,13 +18,14 @@ Cost: O(sequences) a step, at most `_MAX_SEQUENCES`, and the proposer's for thos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from quire.config import MAX_STEP_DRAFTS
-from quire.sampling.proposers.proposer import Drafter, Proposer
+from quire.sampling.proposers.proposer import Drafter, Proposer, ProposesTogether
 from quire.scheduler.request import RequestSequence
 from quire.scheduler.step_costs import StepCosts
 
@@ -65,13 +66,23 @@ class Speculation:
 
     num_drafts: sequences that had drafts, counted each step. num_draft_tokens, num_accepted_tokens: drafts, and those
     that equalled the drawn token. num_accepted_by_position: the latter by their place among the drafts of their step.
+    proposal_s: seconds that the last drafts took to propose.
     """
 
-    def __init__(self, proposer: Proposer, max_drafts: int, max_step_drafts: int = MAX_STEP_DRAFTS) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        max_drafts: int,
+        max_step_drafts: int = MAX_STEP_DRAFTS,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._proposer = proposer
         self.max_drafts = max_drafts
         self._max_step_drafts = max_step_drafts
+        self._clock = clock
         self.costs = StepCosts()
+        self.proposal_s = 0.0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_accepted_by_position = [0] * max_drafts
         self._by_sequence: dict[RequestSequence, _SequenceDrafts] = {}
@@ -81,6 +92,7 @@ class Speculation:
         self, chosen: Sequence[tuple[RequestSequence, int]], num_tokens: int
     ) -> dict[RequestSequence, list[int]]:
         """The drafts of a step. chosen: its sequences and their numbers of tokens. num_tokens: the step's largest."""
+        self.proposal_s = 0.0
         room = min(self._max_step_drafts, num_tokens - len(chosen))
         if room < 1 or len(chosen) > _MAX_SEQUENCES or any(n != 1 for _, n in chosen):
             return {}
@@ -94,15 +106,25 @@ class Speculation:
             if s.output_ids and s.request.beams is None
         ]
         limits = [(sequence, limit) for sequence, limit in limits if limit > 0]
-        drafts: dict[RequestSequence, list[int]] = {}
         divided = self._divide(limits, len(chosen), room)
-        for sequence, count in divided:
-            proposed = list(self._drafter(sequence).propose(count))[:count]
-            if proposed:
-                drafts[sequence] = proposed
+        drafts = self._propose(divided)
         if limits and not drafts:
             self._rest = (_SHORT_REST if divided else _REST, len(chosen))
         return drafts
+
+    def _propose(self, divided: list[tuple[RequestSequence, int]]) -> dict[RequestSequence, list[int]]:
+        wanted = [(self._drafter(sequence), count) for sequence, count in divided]
+        began = self._clock()
+        if isinstance(self._proposer, ProposesTogether):
+            proposed = self._proposer.propose_all(wanted)
+        else:
+            proposed = [list(drafter.propose(count)) for drafter, count in wanted]
+        self.proposal_s = self._clock() - began
+        return {
+            sequence: tokens[:count]
+            for (sequence, count), tokens in zip(divided, proposed, strict=True)
+            if tokens
+        }
 
     def _divide(
         self, limits: list[tuple[RequestSequence, int]], num_sequences: int, room: int
@@ -110,22 +132,28 @@ class Speculation:
         """How many drafts each sequence gets; those that get some. limits: of each. num_sequences: of the step."""
         shares = [self._of(sequence).share() for sequence, _ in limits]
         values = [
-            (share**j, index)
+            (share**j, -j, index)
             for index, (share, (_, limit)) in enumerate(zip(shares, limits, strict=True))
             for j in range(1, limit + 1)
         ]
         values.sort(reverse=True)
         costs = self.costs.seconds(np.arange(num_sequences, num_sequences + min(room, len(values)) + 1))
+        if costs is None and not self.costs.num_points:
+            return []  # the first step is one without drafts
         if costs is None:
             tried = min(_NUM_TRIED, room // max(1, len(limits)))
             return [(sequence, min(limit, tried)) for sequence, limit in limits] if tried else []
-        gained = np.cumsum([num_sequences, *(value for value, _ in values[:room])])
+        values = values[:room]
+        gained = np.cumsum([num_sequences, *(value for value, _, _ in values)])
+        if isinstance(self._proposer, ProposesTogether):
+            rounds = np.maximum.accumulate([0, *(-j for _, j, _ in values)])
+            costs = costs + rounds * self._proposer.round_seconds(len(limits))
         rates = gained / costs
         best = int(rates.argmax())
         if rates[best] < _LEAST_GAIN * rates[0]:
             return []
         counts = [0] * len(limits)
-        for _, index in values[:best]:
+        for _, _, index in values[:best]:
             counts[index] += 1
         return [(sequence, n) for (sequence, _), n in zip(limits, counts, strict=True) if n]
 

@@ -34,6 +34,10 @@ class StepCosts:
         seconds = min(seconds, 2 * mean_s)
         self._points[key] = (rows + _NEWEST * (num_rows - rows), mean_s + weight * (seconds - mean_s))
 
+    @property
+    def num_points(self) -> int:
+        return len(self._points)
+
     def seconds(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """The expected seconds of steps of `num_rows` rows; None before two points are known."""
         if len(self._points) < 2:

@@ -13,14 +13,14 @@ Cost: of each proposer, in its file. `propose` runs once a step and sequence, in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.config import REGISTERED_PROPOSERS
 from quire.registry import Registry
 from quire.sampling.proposers.ngram import NgramProposer
 from quire.sampling.proposers.suffix import SuffixProposer
 
-__all__ = ["Drafter", "Proposer", "make_proposer", "register", "unregister"]
+__all__ = ["Drafter", "Proposer", "ProposesTogether", "make_proposer", "register", "unregister"]
 
 
 class Drafter(Protocol):
@@ -52,6 +52,19 @@ class Proposer(Protocol):
 
     def forget(self, namespace: bytes) -> None:
         """Content of the namespace was dropped: no text that has ended gives drafts from now on."""
+        ...
+
+
+@runtime_checkable
+class ProposesTogether(Protocol):
+    """An optional part of the contract: a proposer whose drafts cost time, and cost less for several texts at once."""
+
+    def propose_all(self, wanted: Sequence[tuple[Any, int]]) -> list[list[int]]:
+        """`Drafter.propose` of several drafters of this proposer, each with its largest number of drafts."""
+        ...
+
+    def round_seconds(self, num_sequences: int) -> float:
+        """The expected seconds of one more draft for each of so many texts; 0.0: unknown."""
         ...
 
 
