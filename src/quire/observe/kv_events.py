@@ -43,7 +43,7 @@ __all__ = [
     "to_wire",
 ]
 
-MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # by tier
+MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "peers": "PEERS", "remote": "REMOTE"}  # by tier
 
 _log = logging.getLogger("quire")
 
