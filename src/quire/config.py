@@ -201,11 +201,13 @@ def _url(name: str, value: Any) -> None:
 
 
 def _peer_address(name: str, value: Any) -> None:
-    PeerAddress.parse(value)
+    if isinstance(value, str):
+        PeerAddress.parse(value)
 
 
 def _peer_addresses(name: str, value: Any) -> None:
-    parse_peers(value)
+    if isinstance(value, str):
+        parse_peers(value)
 
 
 def parse_peers(text: str) -> list[PeerAddress]:

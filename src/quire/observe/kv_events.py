@@ -10,7 +10,7 @@ is a msgpack array, as vLLM's publishers send it and its consumers read it:
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
-medium: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
+medium: "CPU" is memory, the pool; "CPU_TIER1", "DISK", "PEERS" and "REMOTE" are the tiers host, disk, peers and remote. A
 block may be in several; an event of one medium says nothing of another. AllBlocksCleared has no medium on the wire and
 means all of them: with tiers, a clear of one medium is sent as BlockRemoved only.
 

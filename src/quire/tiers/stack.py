@@ -102,6 +102,7 @@ class TierStack:
         self.layout = layout
         self.tier_names = tuple(names)
         self._read_only = tuple(read_only)
+        self.writable_names = tuple(name for name in names if name not in self._read_only)
         self._workers = workers
         self._promote = promote
         self._clock = clock
