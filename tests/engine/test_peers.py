@@ -17,7 +17,7 @@ from support.toxic_server import toxic_server
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
-from quire.tiers.peers.peer_wire import ACCEPTED, LENGTH, MAGIC
+from quire.tiers.peers.peer_wire import ACCEPTED, FRONT, MAGIC
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
 PROMPT = [(5 * i) % 120 + 5 for i in range(150)]
@@ -90,7 +90,13 @@ def test_a_chain_of_three_passes_a_prefix_on() -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1"])
 def test_a_peers_states_have_the_same_bits(model_type: str) -> None:
     def serve(**options: Any) -> LLM:
-        return LLM((tiny_model(model_type), None), kv_memory="8MiB", max_model_len=256, max_batch_tokens=64, **options)
+        return LLM(
+            (tiny_model(model_type), None),
+            kv_memory="8MiB",
+            max_model_len=256,
+            max_batch_tokens=64,
+            **options,
+        )
 
     with serve(**GIVES) as first:
         cold, _ = answer(first)
@@ -132,10 +138,10 @@ def test_a_peer_that_fails_inside_a_load_costs_only_the_loading(habit: str) -> N
             if question[0] == 1:
                 connection.sendall(b"\1" * ((len(question) - 5) // 32))
             elif habit == "dies in the value":
-                connection.sendall(LENGTH.pack(9000) + bytes(500))
+                connection.sendall(FRONT.pack(9000, bytes(8)) + bytes(500))
                 return
             else:
-                connection.sendall(LENGTH.pack(9000) + bytes(9000))
+                connection.sendall(FRONT.pack(9000, bytes(8)) + bytes(9000))
 
     with toxic_server(serve) as url, tiny_llm.llm(peers=url.removeprefix("redis://")) as llm:
         assert answer(llm) == (cold, {})

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,10 +22,10 @@ from support.until import until
 from quire.errors import ArgumentError
 from quire.peer_address import PeerAddress
 from quire.tiers.host import HostTier
-from quire.tiers.peers.peer_client import PeerClient
 from quire.tiers.peers.peer_server import PeerServer
 from quire.tiers.peers.peer_tier import PeerTier
-from quire.tiers.peers.peer_wire import ACCEPTED, KEY_BYTES, LENGTH, MAGIC, QUESTION, proof
+from quire.tiers.peers.peer_wire import ACCEPTED, FRONT, KEY_BYTES, MAGIC, QUESTION, proof
+from quire.tiers.remote.record import checksum
 from quire.tiers.remote.signed import SignedTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierError, UnavailableError
@@ -57,8 +58,8 @@ def serving(tier: HostTier, secret: bytes | None = None, at: PeerAddress = LOOPB
         server.close()
 
 
-def client(server: PeerServer, secret: bytes | None = None) -> PeerClient:
-    return PeerClient(server.address, secret, timeout=ENDS_S)
+def peers(*servers: PeerServer, secret: bytes | None = None, **options: Any) -> PeerTier:
+    return PeerTier.of([server.address for server in servers], secret, **{"timeout": ENDS_S, **options})
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -66,7 +67,7 @@ def client(server: PeerServer, secret: bytes | None = None) -> PeerClient:
 def test_gives_the_values_of_the_host_tier(kind: str, secret: bytes | None, tmp_path: Path) -> None:
     at = LOOPBACK if kind == "tcp" else PeerAddress.parse(f"unix:{tmp_path / 'peer'}")
     values = {key_of(n): os.urandom(n) for n in (0, 1, 4095, 3 << 20)}
-    with serving(host(values), secret, at) as server, closing(PeerTier([client(server, secret)])) as inner:
+    with serving(host(values), secret, at) as server, closing(peers(server, secret=secret)) as inner:
         tier = inner if secret is None else SignedTier(inner, secret)
         keys = [key_of(7), *values, key_of(8)]
         assert tier.contains(keys) == [False, True, True, True, True, False]
@@ -96,7 +97,7 @@ def test_gives_the_values_of_the_host_tier(kind: str, secret: bytes | None, tmp_
     ("ours", "theirs"), [(None, SECRET), (SECRET, None), (b"another secret, as long", SECRET)]
 )
 def test_another_secret_is_refused_by_name(ours: bytes | None, theirs: bytes | None) -> None:
-    with serving(host({key_of(1): b"value"}), theirs) as server, closing(client(server, ours)) as peer:
+    with serving(host({key_of(1): b"value"}), theirs) as server, closing(peers(server, secret=ours)) as peer:
         with pytest.raises(TierError, match="it has another remote_secret"):
             peer.load(key_of(1))
         until(lambda: server.stats()["num_refused_peers"] == 1)
@@ -105,7 +106,7 @@ def test_another_secret_is_refused_by_name(ours: bytes | None, theirs: bytes | N
 
 def test_a_value_signed_under_another_key_is_damage() -> None:
     with serving(host({key_of(1): b"value"})) as server:  # it signs nothing
-        tier = SignedTier(PeerTier([client(server)]), SECRET)
+        tier = SignedTier(peers(server), SECRET)
         with pytest.raises(DamagedError):
             tier.load(key_of(1))
         tier.close()
@@ -117,7 +118,9 @@ def test_a_value_that_is_evicted_while_it_is_sent_arrives_whole() -> None:
     with serving(tier) as server, server.address.connect(ENDS_S) as connection:
         connection.sendall(proof(b"", receive(connection, len(GREETING))[len(MAGIC) :]))
         connection.sendall(QUESTION.pack(2, 1) + key_of(1))
-        assert receive(connection, 1 + LENGTH.size) == ACCEPTED + LENGTH.pack(len(value))
+        assert receive(connection, 1 + FRONT.size) == ACCEPTED + FRONT.pack(
+            len(value), checksum(key_of(1), [value])
+        )
         assert tier.evict(key_of(1))
         tier.store(key_of(2), [memoryview(bytes(8 << 20))], NAMES[0].info())
         assert receive(connection, len(value)) == value
@@ -151,7 +154,7 @@ def test_a_client_that_asks_wrongly_is_disconnected() -> None:
             receive(connection, len(GREETING))
             connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n    ")
             assert connection.recv(1) == b"-"
-        with closing(client(server)) as peer:  # others are served
+        with closing(peers(server)) as peer:  # others are served
             assert peer.contains([key_of(1)]) == [True]
         until(lambda: server.stats()["num_peer_connections"] == 0)
 
@@ -159,7 +162,7 @@ def test_a_client_that_asks_wrongly_is_disconnected() -> None:
 def test_close_ends_connections_and_threads() -> None:
     before = set(threading.enumerate())
     server = PeerServer(LOOPBACK, host({}))
-    peer = client(server)
+    peer = peers(server)
     assert peer.contains([key_of(1)]) == [False]
     with server.address.connect(ENDS_S):  # never greets
         server.close()
@@ -174,7 +177,7 @@ def test_close_ends_connections_and_threads() -> None:
 
 def test_a_peer_that_was_restarted_is_asked_at_once() -> None:
     tier = host({key_of(1): b"value"})
-    with serving(tier) as server, closing(client(server)) as peer:
+    with serving(tier) as server, closing(peers(server)) as peer:
         assert peer.contains([key_of(1)]) == [True]
         server.close()
         with serving(tier, at=server.address):
@@ -206,22 +209,23 @@ HABITS = {
     "refuses": says(GREETING + b"-"),
     "neither": says(GREETING + b"?"),
     "no answer": says(GREETING + ACCEPTED),
-    "huge": says(GREETING + ACCEPTED + LENGTH.pack(1 << 50)),
-    "one byte more": says(GREETING + ACCEPTED + LENGTH.pack((4 << 20) + 1)),
+    "huge": says(GREETING + ACCEPTED + FRONT.pack(1 << 50, bytes(8))),
+    "one byte more": says(GREETING + ACCEPTED + FRONT.pack((5 << 20) + 1, bytes(8))),
     "two to everything": says(GREETING + ACCEPTED + b"\2" * 100),
-    "too short": says(GREETING + ACCEPTED + LENGTH.pack(1000) + bytes(400)),
+    "too short": says(GREETING + ACCEPTED + FRONT.pack(1000, bytes(8)) + bytes(400)),
 }
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_a_toxic_peer_costs_its_time_out_once(habit: str) -> None:
     with toxic_server(HABITS[habit]) as url:
-        peer = PeerClient(PeerAddress.parse(urlsplit(url).netloc), timeout=TIMEOUT, max_value_bytes=4 << 20)
-        stack = TierStack([HostTier(1 << 20), PeerTier([peer])], SHAPE, read_only=("peers",))
+        at = PeerAddress.parse(urlsplit(url).netloc)
+        tier = PeerTier.of([at], None, timeout=TIMEOUT, max_value_bytes=4 << 20, first_pause_s=60)
+        stack = TierStack([HostTier(1 << 20), tier], SHAPE, read_only=("peers",))
         stack.store(with_payloads(NAMES[:2]))
         began = time.monotonic()
         for _ in range(20):
-            load = stack.load(NAMES)
+            load = stack.load(NAMES[:3])
             assert load.wait(ENDS_S)
             assert (load.outcome, load.num_loaded) == ("missing", 2)
         assert time.monotonic() - began < ENDS_S
@@ -234,24 +238,23 @@ def test_a_toxic_peer_costs_its_time_out_once(habit: str) -> None:
 def test_a_peer_that_dies_at_any_byte_is_a_miss(num_bytes: int) -> None:
     """Cut in the greeting, in the answer's length, in the value."""
     value = os.urandom(30)
-    sent = GREETING + ACCEPTED + LENGTH.pack(len(value)) + value
+    sent = GREETING + ACCEPTED + FRONT.pack(len(value), checksum(key_of(1), [value])) + value
     cut = sent[: min(len(sent) - 1, num_bytes)]
 
     def dies(connection: socket.socket, stopped: threading.Event) -> None:
         connection.sendall(cut)
 
     with toxic_server(dies) as url:
-        with closing(PeerClient(PeerAddress.parse(urlsplit(url).netloc), timeout=TIMEOUT)) as peer:
-            with pytest.raises(TierError):
-                peer.load(key_of(1))
+        tier = PeerTier.of([PeerAddress.parse(urlsplit(url).netloc)], None, timeout=TIMEOUT)
+        with closing(tier), pytest.raises(TierError):
+            tier.load(key_of(1))
 
 
 def test_the_other_peers_are_asked_where_one_fails(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "quire")
-    clock = Clock()
     with serving(host({key_of(1): b"one"})) as first, serving(host({key_of(2): b"two"})) as second:
-        gone = PeerClient(PeerAddress("127.0.0.1", free_port()), clock=clock)
-        tier = PeerTier([gone, client(first), client(second)])
+        gone = PeerAddress("127.0.0.1", free_port())
+        tier = PeerTier.of([gone, first.address, second.address], None, clock=Clock())
         for _ in range(3):
             assert tier.contains([key_of(n) for n in range(4)]) == [False, True, True, False]
             assert tier.load(key_of(2)) == b"two"
@@ -275,7 +278,7 @@ def test_a_fetched_segment_is_promoted_and_checked() -> None:
     assert there.flush(ENDS_S)
     with serving(there._tiers[0].tier) as server:  # type: ignore[arg-type]
         here = HostTier(1 << 20)
-        stack = TierStack([here, PeerTier([client(server)])], SHAPE, read_only=("peers",), check_finite=())
+        stack = TierStack([here, peers(server)], SHAPE, read_only=("peers",), check_finite=())
         load = stack.load(NAMES)
         assert load.wait(ENDS_S)
         assert (load.outcome, load.tiers) == ("complete", ["peers"] * 4)

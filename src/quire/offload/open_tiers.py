@@ -328,12 +328,10 @@ def _remote_tier(config: EngineConfig) -> Tier:
 
 
 def _peer_tier(config: EngineConfig) -> Tier:
-    from quire.tiers.peers.peer_client import PeerClient
     from quire.tiers.peers.peer_tier import PeerTier
 
     assert config.peers is not None
-    secret = _secret(config)
-    return _signed(config, PeerTier([PeerClient(address, secret) for address in parse_peers(config.peers)]))
+    return _signed(config, PeerTier.of(parse_peers(config.peers), _secret(config)))
 
 
 def _peer_server(config: EngineConfig, host: HostTier) -> PeerServer:

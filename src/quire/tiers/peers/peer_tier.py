@@ -17,8 +17,12 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from quire.tiers.peers.peer_client import PeerClient
+from quire.peer_address import PeerAddress
+from quire.tiers.peers.peer_store import PeerStore
+from quire.tiers.remote.remote_tier import RemoteTier
+from quire.tiers.remote.stores import MakeStore
 from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats, UnavailableError
 
 __all__ = ["PeerTier"]
@@ -29,18 +33,27 @@ _log = logging.getLogger("quire")
 
 
 class PeerTier:
-    """See the module's text. peers: in the order in which they are asked; closed with the tier."""
+    """See the module's text. peers: each over a `PeerStore`, in the order in which they are asked."""
 
     name = "peers"
 
-    def __init__(self, peers: Sequence[PeerClient]) -> None:
+    def __init__(self, peers: Sequence[RemoteTier]) -> None:
         self._peers = tuple(peers)
         self._lock = threading.Lock()
-        self._places: OrderedDict[bytes, PeerClient] = OrderedDict()
-        self._told: set[PeerClient] = set()  # whose failure is logged
+        self._places: OrderedDict[bytes, RemoteTier] = OrderedDict()
+        self._told: set[RemoteTier] = set()  # whose failure is logged
         self._counts: dict[str, int] = {"hits": 0, "misses": 0, "failures": 0}
         # Never called: peers do not report their evictions.
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
+
+    @classmethod
+    def of(cls, addresses: Sequence[PeerAddress], secret: bytes | None, **options: Any) -> PeerTier:
+        """options: of each peer's `RemoteTier`."""
+
+        def store_of(address: PeerAddress) -> MakeStore:
+            return lambda url, allowance, ttl_s: PeerStore(address, allowance, secret)
+
+        return cls([RemoteTier(str(one), make_store=store_of(one), **options) for one in addresses])
 
     def ping(self) -> None:
         """Greets all peers. *raises:* TierError: none answers."""
@@ -49,12 +62,12 @@ class PeerTier:
     def raise_max_value_bytes(self, num_bytes: int) -> None:
         """Has values of up to `num_bytes` accepted from now on."""
         for peer in self._peers:
-            peer.max_value_bytes = max(peer.max_value_bytes, num_bytes)
+            peer.raise_max_value_bytes(num_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        found: dict[bytes, PeerClient] = {}
+        found: dict[bytes, RemoteTier] = {}
 
-        def look_up(peer: PeerClient) -> bool:
+        def look_up(peer: RemoteTier) -> bool:
             missing = [key for key in keys if key not in found]
             found.update(
                 (key, peer) for key, is_there in zip(missing, peer.contains(missing), strict=True) if is_there
@@ -76,7 +89,7 @@ class PeerTier:
             place = self._places.get(key)
         values: list[memoryview] = []
 
-        def load_from(peer: PeerClient) -> bool:
+        def load_from(peer: RemoteTier) -> bool:
             value = peer.load(key)
             if value is not None:
                 values.append(value)
@@ -105,7 +118,7 @@ class PeerTier:
         for peer in self._peers:
             peer.close()
 
-    def _ask(self, peers: Sequence[PeerClient], ask: Callable[[PeerClient], bool | None]) -> None:
+    def _ask(self, peers: Sequence[RemoteTier], ask: Callable[[RemoteTier], bool | None]) -> None:
         """Asks the peers in turn until `ask` returns True. *raises:* TierError: every peer that was asked failed."""
         errors: list[TierError] = []
         for peer in peers:
@@ -121,7 +134,7 @@ class PeerTier:
         if errors and len(errors) == len(peers):
             raise next((error for error in errors if not isinstance(error, UnavailableError)), errors[0])
 
-    def _note_failure(self, peer: PeerClient, error: TierError) -> None:
+    def _note_failure(self, peer: RemoteTier, error: TierError) -> None:
         if isinstance(error, UnavailableError):
             return
         self._count("failures")

@@ -3,7 +3,8 @@
     greeting   server: b"QUIRE-PEER-1" and 16 random bytes; client: 32 bytes, HMAC-SHA256 of both under the secret
                (an empty one without); server: one byte, `ACCEPTED` or `REFUSED`
     question   one byte, `CONTAINS` or `LOAD`; u32, number of keys; the keys, `KEY_BYTES` each
-    answer     CONTAINS: a byte 0 or 1 for each key. LOAD, of one key: u64, the value's length, or `ABSENT`; the value
+    answer     CONTAINS: a byte 0 or 1 for each key. LOAD, of one key: u64, the value's length, or `ABSENT`; 8 bytes,
+               its checksum (`quire.tiers.remote.record`); the value
 
 Integers are little endian. The greeting proves that the client knows the secret, and cannot be used twice. Nothing is
 encrypted.
@@ -19,8 +20,8 @@ __all__ = [
     "ABSENT",
     "ACCEPTED",
     "CONTAINS",
+    "FRONT",
     "KEY_BYTES",
-    "LENGTH",
     "LOAD",
     "MAGIC",
     "MAX_KEYS",
@@ -38,7 +39,7 @@ MAGIC = b"QUIRE-PEER-1"
 NONCE_BYTES, PROOF_BYTES, KEY_BYTES = 16, 32, 32
 ACCEPTED, REFUSED = b"+", b"-"
 CONTAINS, LOAD = 1, 2
-QUESTION, LENGTH = struct.Struct("<BI"), struct.Struct("<Q")
+QUESTION, FRONT = struct.Struct("<BI"), struct.Struct("<Q8s")
 ABSENT = (1 << 64) - 1
 MAX_KEYS = 1 << 16
 """Of a question."""
