@@ -211,7 +211,24 @@ def test_help_tells_the_options(face: type) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"remote_secret": "sixteen bytes and more"}, "expected with remote_secret also remote_cache"),
+        (
+            {"remote_secret": "sixteen bytes and more"},
+            "expected with remote_secret also remote_cache, peers or peer_",
+        ),
+        ({"peer_listen": "127.0.0.1:1"}, "expected with peer_listen also host_cache"),
+        (
+            {"peer_listen": "127.0.0.1:1", "host_cache": "1MiB"},
+            "expected with peer_listen also cache_write through",
+        ),
+        (
+            {"peer_listen": "0.0.0.0:1", "host_cache": "1MiB", "cache_write": "through"},
+            "expected with peer_listen also remote_secret: other machines",
+        ),
+        (
+            {"peer_listen": "there"},
+            r"expected HOST:PORT, .* or unix:PATH, got \'there\' - in `peer_listen`",
+        ),
+        ({"peers": "there:1,,"}, r"expected HOST:PORT, .* or unix:PATH, got '' - in `peers`"),
         (
             {"remote_secret": "sixteen", "remote_cache": "redis://there"},
             "at least 16 bytes, got 7 bytes - in `remote_s",

@@ -18,6 +18,7 @@ ORDER = [
     "registry",
     "sizes",
     "saved_folder",
+    "peer_address",
     "secret_text",
     "spec",
     "config",

@@ -44,6 +44,7 @@ TEXTS = [
     "1 GiB", "-1", "nan", "x", "", " ", "int8", "int4:64", "*.mlp.*=int4,*=int8", "first:2=bf16", "k8v4", "bf16",
     "bfloat16", "paged:32", "contiguous:pow2", "growing:together:256", "virtual:256KiB", "virtual", "swap",
     "recompute", "through", "native", "redis://there:1", "env:QUIRE_NOT_SET", "tcp://127.0.0.1:1",
+    "127.0.0.1:1",
 ]  # fmt: skip
 OTHERS = [True, False, [], {}, {"default": "int8"}, {"*.mlp.*": "int4"}, {"default": "int3"}]
 VALUES = [*NUMBERS, *TEXTS, *OTHERS]
@@ -52,6 +53,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "piece_size": {"storage": "virtual"},
     "fast": {"device": "cuda"}, "head": {"weights": "int8"}, "disk_cache_size": {"disk_cache": "d"},
     "disk_cache_min_free": {"disk_cache": "d"},
+    "peer_listen": {"host_cache": "1MiB", "cache_write": "through"},
     "cache_write": {"host_cache": "1MiB"}, "kv_events_replay": {"kv_events": "tcp://127.0.0.1:2"},
 }  # fmt: skip
 HINTS = get_type_hints(EngineConfig)

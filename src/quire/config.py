@@ -37,6 +37,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from quire.errors import ArgumentError
+from quire.peer_address import PeerAddress
 from quire.registry import Registry
 from quire.secret_text import resolve_secret
 from quire.sizes import parse_budget, parse_share, parse_size
@@ -85,7 +86,7 @@ MAX_STEP_DRAFTS = 64  # of all sequences of a step
 REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
 
 _SHARING = ("paged", "virtual", "auto")  # storages whose sequences can share blocks
-_TIERS = ("host_cache", "disk_cache", "remote_cache")
+_TIERS = ("host_cache", "disk_cache", "peers", "remote_cache")
 _LEAST_SECRET = 16  # bytes
 _IDLE_TRIM_S = 60.0
 _DEVICE_NAME = re.compile(r"[a-z]+(:[0-9]+)?")
@@ -200,6 +201,21 @@ def _auto_off_or_folder(value: Any) -> Any:
 def _url(name: str, value: Any) -> None:
     if isinstance(value, str):
         resolve_secret(value, f"`{name}`")
+
+
+def _peer_address(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        PeerAddress.parse(value)
+
+
+def _peer_addresses(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        parse_peers(value)
+
+
+def parse_peers(text: str) -> list[PeerAddress]:
+    """The addresses of `peers`. *raises:* ArgumentError."""
+    return [PeerAddress.parse(part.strip()) for part in text.split(",")]
 
 
 def parse_speculation(text: Any) -> tuple[str, int] | None:
@@ -508,6 +524,18 @@ class EngineConfig:
         "SIZE",
         "Bytes that the disk cache leaves free on its file system. Default: 0.",
     )
+    peers: Annotated[str | None, _checked(_peer_addresses)] = option(
+        None,
+        "ADDRESSES",
+        "Engines from whose host memory cached prefixes are fetched, HOST:PORT or unix:PATH with commas between: what "
+        "they say as `peer_listen`. Default: none.",
+    )
+    peer_listen: Annotated[str | None, _checked(_peer_address)] = option(
+        None,
+        "ADDRESS",
+        "Give the content of the host cache to peers that connect here, HOST:PORT or unix:PATH. Needs host_cache and "
+        "cache_write through; beyond this machine also a remote_secret. Default: none.",
+    )
     remote_cache: Annotated[str | None, _checked(_url)] = option(
         None,
         "URL",
@@ -518,8 +546,8 @@ class EngineConfig:
     remote_secret: Annotated[str | bytes | None, _checked(_check_secret_or_text)] = option(
         None,
         None,
-        "A secret, at least 16 bytes, with which engines sign the values of a remote cache; other values are refused. "
-        "Default: none.",
+        "A secret, at least 16 bytes, with which engines sign the values of a remote cache and of peers; others are "
+        "refused. Default: none.",
         is_secret=True,
     )
     cache_write: Literal["eviction", "through"] = option(
@@ -590,8 +618,11 @@ class EngineConfig:
             self._refuse("disk_cache_min_free", "disk_cache, which leaves that much free")
         if self.packed_weights_size is not None and self.packed_weights == "off":
             self._refuse("packed_weights_size", "packed_weights, the folder with that limit")
-        if self.remote_secret is not None and self.remote_cache is None:
-            self._refuse("remote_secret", "remote_cache, whose values are signed with it")
+        if self.remote_secret is not None and self.remote_cache is self.peers is self.peer_listen is None:
+            self._refuse(
+                "remote_secret", "remote_cache, peers or peer_listen, whose values are signed with it"
+            )
+        self._check_peers()
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written that way")
         if self.fast and self.device == "cpu":
@@ -655,6 +686,16 @@ class EngineConfig:
         if self.long_prefill_tokens is None:
             return 64 if self.device == "cpu" else 512
         return self.long_prefill_tokens
+
+    def _check_peers(self) -> None:
+        if self.peer_listen is None:
+            return
+        if self.host_cache is None:
+            self._refuse("peer_listen", "host_cache, whose content peers get")
+        if self.cache_write != "through":
+            self._refuse("peer_listen", "cache_write through: else the host cache has only evicted content")
+        if self.remote_secret is None and not PeerAddress.parse(self.peer_listen).is_local:
+            self._refuse("peer_listen", "remote_secret: other machines can reach this address")
 
     @property
     def has_tiers(self) -> bool:

@@ -6,6 +6,7 @@ and values, costs time and no token.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quire import LLM
 from quire.spec.state_payload import StatePayloadLayout
 from quire.tiers.by_url import register, unregister
 from quire.tiers.disk.disk_tier import DiskTier
+from quire.tiers.remote.redis_store import RedisStore
 from quire.tiers.remote.remote_tier import RemoteTier
 
 LONG = PROMPTS[4]
@@ -68,7 +70,10 @@ def test_a_state_larger_than_a_server_is_believed_in_is_kept_on_it() -> None:
 
     def cautious(url: str) -> RemoteTier:
         return RemoteTier(
-            "redis://host", max_value_bytes=100, connect=server.connect, probe_in_background=False
+            "redis://host",
+            max_value_bytes=100,
+            make_store=partial(RedisStore, connect=server.connect),
+            probe_in_background=False,
         )
 
     model = tiny_model("falcon_h1")

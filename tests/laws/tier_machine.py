@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from support.fake_redis import FAULTS, FakeRedis
 from support.tiers_case import SHAPE, SMALL_TURN, Clock, InPlaceTier, chain, payload, with_payloads
 
 from quire.tiers.host import HostTier
+from quire.tiers.remote.redis_store import RedisStore
 from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import TierError
@@ -39,7 +41,7 @@ class TierMachine(RuleBasedStateMachine):
             "redis://nowhere",
             timeout=TIMEOUT,
             clock=self.clock,
-            connect=self.server.connect,
+            make_store=partial(RedisStore, connect=self.server.connect),
             probe_in_background=False,
         )
         every = {"host": HostTier(HOST_BYTES), "disk": self.disk, "remote": remote}

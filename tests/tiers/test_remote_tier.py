@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.redis_server import redis_server
 from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
 
 from quire.errors import ArgumentError, BackendError
+from quire.tiers.remote.redis_store import RedisStore
 from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.segment import Segment, encode
 from quire.tiers.stack import TierStack
@@ -223,8 +225,12 @@ def test_comes_back_when_the_server_does(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r"expected redis://\[\[USER"):
+    with pytest.raises(
+        ArgumentError, match=r"expected a store's scheme, one of \['folder', 'redis', .*got 'http'"
+    ):
         RemoteTier("http://somewhere")
+    with pytest.raises(ArgumentError, match=r"expected redis://\[\[USER"):
+        RemoteTier("redis://somewhere:port")
     with pytest.raises(ArgumentError, match="above 0, got 0"):
         RemoteTier("redis://somewhere", timeout=0)
     real_import = builtins.__import__
@@ -265,7 +271,9 @@ def test_the_documents_name_the_commands_that_a_server_needs() -> None:
 
     for ttl_s in (None, 5.0):
         fake = Listening(Clock())
-        tier = RemoteTier("redis://:pass@h/3", ttl_s=ttl_s, connect=fake.connect)
+        tier = RemoteTier(
+            "redis://:pass@h/3", ttl_s=ttl_s, make_store=partial(RedisStore, connect=fake.connect)
+        )
         tier.ping()
         tier.contains([NAME.hash])
         with contextlib.suppress(TierError):  # this server knows no transactions
@@ -291,7 +299,7 @@ def test_the_documents_name_the_commands_that_a_server_needs() -> None:
 )  # fmt: skip
 def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
     with pytest.raises(ArgumentError, match="as %2F") as caught:
-        RemoteTier(url)
+        RemoteTier(url, make_store=RedisStore)
     assert "sesame" not in "".join(traceback.format_exception(caught.value))
     assert "12345" not in str(caught.value)
 
@@ -302,7 +310,9 @@ def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
             args = b" ".join(b"'%b'" % word for word in command[1:])
             return b"-ERR unknown command 'AUTH', with args beginning with: %b\r\n" % args
 
-    tier = RemoteTier("redis://:open%20sesame@h", connect=Echoing(Clock()).connect)
+    tier = RemoteTier(
+        "redis://:open%20sesame@h", make_store=partial(RedisStore, connect=Echoing(Clock()).connect)
+    )
     with pytest.raises(TierError, match="with args beginning with") as caught:
         tier.ping()
     tier.close()

@@ -519,6 +519,9 @@ class Engine:
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
+        if self._stores is not None and self._stores.has_readers:
+            key, tokens = request.key, request.sequences[0].token_ids()
+            self._stores.save_ended(key.namespace, tokens, tuple(sorted((key.extra_keys or {}).items())))
         if not request.options.is_preparation:
             if self.monitor is not None:
                 self.monitor.served(request)

@@ -224,6 +224,7 @@ class EngineMonitor:
             "hit_tokens_by_tier": by_tier,
             "bytes_by_tier": num_bytes,
             "tiers": {tier.name: _counts(tier) for tier in tiers},
+            **self._peer_stats(),
             "num_pins": len(self._engine.pins),
             "pinned_bytes": stats["pinned"] * size,
             "num_tenants": len(self._engine.tenants),
@@ -233,6 +234,11 @@ class EngineMonitor:
             "kv_peak_bytes": use.peak,
             **self._memory_stats(),
         }
+
+    def _peer_stats(self) -> dict[str, int]:
+        """The counts of the server for peers, `PeerServer.stats`."""
+        tiers = self._open_tiers()
+        return {} if tiers is None or tiers.peer_server is None else tiers.peer_server.stats()
 
     @in_caller
     def _require_monitor(self) -> CacheMonitor:

@@ -173,7 +173,7 @@ def _refuse_unfit_storage(
         )
     if not loaded.spec.stores_kv and config.has_tiers:
         raise ArgumentError(
-            "expected no tiers (host, disk, remote) for a model of states alone "
+            "expected no tiers (host, disk, peers, remote) for a model of states alone "
             f"({loaded.model_type}), which has no keys and values that they keep, got some; leave them out"
         )
 

@@ -137,8 +137,8 @@ class Sessions:
         The last tokens, less than a block, are not stored. A tier that fails takes nothing from memory.
         """
         tiers = self._tiers()
-        if tiers is None or tier not in tiers.stack.tier_names:
-            names = () if tiers is None else tiers.stack.tier_names
+        names = () if tiers is None else tiers.stack.writable_names
+        if tiers is None or tier not in names:
             found = self._must_know("demote", session, tenant)
             if isinstance(found, SessionReceipt):
                 return found

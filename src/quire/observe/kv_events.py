@@ -10,9 +10,9 @@ is a msgpack array, as vLLM's publishers send it and its consumers read it:
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
-medium: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
-block may be in several; an event of one medium says nothing of another. AllBlocksCleared has no medium on the wire and
-means all of them: with tiers, a clear of one medium is sent as BlockRemoved only.
+medium: "CPU" is memory, the pool; "CPU_TIER1", "DISK", "PEERS" and "REMOTE" are the tiers host, disk, peers and remote.
+A block may be in several; an event of one medium says nothing of another. AllBlocksCleared has no medium on the wire
+and means all of them: with tiers, a clear of one medium is sent as BlockRemoved only.
 
 Block hashes are unsigned 64-bit integers, of a hash chained over namespace and tokens. extra_keys has an entry for each
 block: null, or its extra keys in hexadecimal; for a namespace's first block they begin with the namespace's digest.
@@ -43,7 +43,7 @@ __all__ = [
     "to_wire",
 ]
 
-MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # by tier
+MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "peers": "PEERS", "remote": "REMOTE"}  # by tier
 
 _log = logging.getLogger("quire")
 

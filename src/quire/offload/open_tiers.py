@@ -1,4 +1,6 @@
-"""Opens the tiers and the swap of an engine's config: `host_cache`, `disk_cache`, `remote_cache`, `preemption`.
+"""Opens the tiers and the swap of an engine's config, and the server for its peers.
+
+Of the options `host_cache`, `disk_cache`, `peers`, `remote_cache`; `preemption`; `peer_listen`.
 
 The only file that knows all tiers. A tier that cannot be reached at the start is left out with one warning.
 """
@@ -15,7 +17,7 @@ import numpy as np
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
 from quire.cache.states.state_cache import StateCache
-from quire.config import EngineConfig, secret_bytes
+from quire.config import EngineConfig, parse_peers, secret_bytes
 from quire.errors import ArgumentError
 from quire.offload.dependent_content import DependentContent
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
@@ -26,6 +28,7 @@ from quire.offload.swap import Swap
 from quire.offload.throughputs import Throughputs
 from quire.offload.tier_events import TierEvents
 from quire.offload.tier_load import TierLoads
+from quire.peer_address import PeerAddress
 from quire.sizes import format_size, parse_size
 from quire.spec.payload import PayloadLayout
 from quire.tiers.segment import segment_tokens
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from quire.offload.offloaded_sequence import InEngine
     from quire.tiers.disk.disk_tier import DiskTier
     from quire.tiers.host import HostTier
+    from quire.tiers.peers.peer_server import PeerServer
+    from quire.tiers.peers.peer_tier import PeerTier
     from quire.tiers.remote.remote_tier import RemoteTier
     from quire.tiers.stack import TierStack
 
@@ -77,6 +82,7 @@ class OpenTiers:
     block_size: int
     node_tokens: int
     scores: ScoreStores | None
+    peer_server: PeerServer | None = None
     _events: TierEvents | None = None
 
     def open_events(self) -> TierEvents:
@@ -159,6 +165,8 @@ class OpenTiers:
         Content that only a lost device holds is not stored.
         """
         self.ahead.stop()
+        if self.peer_server is not None:
+            self.peer_server.close()
         try:
             self.flush(lambda function: function(), timeout=60.0)
         except RuntimeError as error:
@@ -208,7 +216,8 @@ def open_tiers(
         tiers,
         layout,
         max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a large model's state may need it
-        check_finite=("remote",),
+        check_finite=("remote", "peers"),
+        read_only=("peers",),
     )
     for server in _servers(tiers):
         server.raise_max_value_bytes(largest)
@@ -225,18 +234,28 @@ def open_tiers(
     )
     stores = TierStores(*shared, policy=config.cache_write, dispatcher=dispatcher, states=states)
     scores = ScoreStores(stack, fingerprint, stores) if config.keep_scores else None
+    host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
+    peer_server = None
+    if config.peer_listen is not None and host is not None:
+        try:
+            peer_server = _peer_server(config, host)
+        except ArgumentError:
+            stack.close()
+            raise
+        stores.has_readers = True
     return OpenTiers(
         stack,
         TierLoads(*shared, speeds, states, scores),
         stores,
         MemoryAhead(storage, cache.block_bytes, _bytes_in_tiers(stack)),
-        host=next((tier for tier in tiers if isinstance(tier, HostTier)), None),
+        host=host,
         disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
         fingerprint=fingerprint,
         segment_tokens=num_tokens,
         block_size=cache.block_size,
         node_tokens=cache.node_tokens,
         scores=scores,
+        peer_server=peer_server,
     )
 
 
@@ -247,20 +266,24 @@ def _ping_servers(tiers: list[Tier], stack: TierStack) -> None:
         stack.flush(_GREETING_S)
 
 
-def _servers(tiers: list[Tier]) -> list[RemoteTier]:
+def _servers(tiers: list[Tier]) -> list[RemoteTier | PeerTier]:
+    from quire.tiers.peers.peer_tier import PeerTier
     from quire.tiers.remote.remote_tier import RemoteTier
     from quire.tiers.remote.signed import SignedTier
 
     inner = [tier.inner if isinstance(tier, SignedTier) else tier for tier in tiers]
-    return [tier for tier in inner if isinstance(tier, RemoteTier)]
+    return [tier for tier in inner if isinstance(tier, RemoteTier | PeerTier)]
 
 
 def _open_each(config: EngineConfig) -> list[Tier]:
     tiers: list[Tier] = []
     try:
         for name, make in (
-            (config.host_cache, _host_tier), (config.disk_cache, _disk_tier), (config.remote_cache, _remote_tier)
-        ):  # fmt: skip
+            (config.host_cache, _host_tier),
+            (config.disk_cache, _disk_tier),
+            (config.peers, _peer_tier),
+            (config.remote_cache, _remote_tier),
+        ):
             if name is not None:
                 try:
                     tiers.append(make(config))
@@ -301,12 +324,39 @@ def _remote_tier(config: EngineConfig) -> Tier:
     from quire.tiers.by_url import tier_from_url
 
     assert config.remote_cache is not None
-    tier = tier_from_url(config.remote_cache)
-    if config.remote_secret is None:
-        return tier
+    return _signed(config, tier_from_url(config.remote_cache))
+
+
+def _peer_tier(config: EngineConfig) -> Tier:
+    from quire.tiers.peers.peer_tier import PeerTier
+
+    assert config.peers is not None
+    return _signed(config, PeerTier.of(parse_peers(config.peers), _secret(config)))
+
+
+def _peer_server(config: EngineConfig, host: HostTier) -> PeerServer:
+    from quire.tiers.peers.peer_server import PeerServer
+
+    assert config.peer_listen is not None
+    try:
+        server = PeerServer(PeerAddress.parse(config.peer_listen), host, _secret(config))
+    except OSError as error:
+        raise ArgumentError(
+            f"expected an address that can be listened to, got {config.peer_listen}: {error} - in `peer_listen`"
+        ) from None
+    _log.info("peers get the host cache's content at %s", server.address)
+    return server
+
+
+def _secret(config: EngineConfig) -> bytes | None:
+    return None if config.remote_secret is None else secret_bytes(config.remote_secret)
+
+
+def _signed(config: EngineConfig, tier: Tier) -> Tier:
     from quire.tiers.remote.signed import SignedTier
 
-    return SignedTier(tier, secret_bytes(config.remote_secret))
+    secret = _secret(config)
+    return tier if secret is None else SignedTier(tier, secret)
 
 
 def _bytes_in_tiers(stack: TierStack) -> int:

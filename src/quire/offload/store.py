@@ -102,6 +102,8 @@ class TierStores:
         """True if K and V computed here are known to be right; waits up to `timeout_s` for that."""
         self.excluded: tuple[str, ...] = ()
         """Names of tiers to which no block goes now, see `excluding`."""
+        self.has_readers = False
+        """Whether other engines read a tier now: then the end of a request's path is stored when it ends."""
         self.on_segment: OnSegment | None = None
         """Called with each segment before it is stored, if set."""
         self.dispatcher = dispatcher or EventDispatcher(cache)
@@ -212,6 +214,14 @@ class TierStores:
         path = self.mirror.path(self.mirror.hashes(namespace, tokens, dict(extra_keys)))
         for block in [block for block in path if block.depth % self._segment_blocks == 0] + path[-1:]:
             self._save(block)
+
+    def save_ended(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
+    ) -> None:
+        """A request with these tokens has ended: `save_path`, if tiers have readers."""
+        if self.has_readers:
+            self.collect()
+            self.save_path(namespace, tokens, extra_keys)
 
     def _update_priorities(self) -> None:
         """Reads the cache priorities from the tree: a use after the store makes no event."""

@@ -83,6 +83,9 @@ _COUNTERS = {
         "vllm:spec_decode_num_accepted_tokens",
         "Draft tokens that equalled the drawn token.",
     ),
+    "num_peer_values": ("quire:peer_values", "Segments given to peers."),
+    "peer_sent_bytes": ("quire:peer_sent_bytes", "Bytes of segments given to peers."),
+    "num_refused_peers": ("quire:refused_peers", "Connections of peers without the secret, or too many."),
     "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
     "num_restored_tokens": (
         "quire:restored_tokens",

@@ -73,7 +73,8 @@ class TierStack:
 
     tiers: top down, fastest first; names all different; the stack closes them. layout: of their payloads.
     promote: store a segment from a lower tier in the tiers above it. check_finite: names of tiers that other processes
-    fill; there a value with an infinity or NaN counts as damaged. clock: monotonic seconds, for measurements;
+    fill; there a value with an infinity or NaN counts as damaged. read_only: names of tiers
+    in which nothing is stored. clock: monotonic seconds, for measurements;
     wall_clock: seconds since 1970, written into headers.
     """
 
@@ -86,6 +87,7 @@ class TierStack:
         max_bytes_in_flight: int = 64 << 20,
         promote: bool = True,
         check_finite: Collection[str] = (),
+        read_only: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -99,6 +101,8 @@ class TierStack:
             )
         self.layout = layout
         self.tier_names = tuple(names)
+        self._read_only = tuple(read_only)
+        self.writable_names = tuple(name for name in names if name not in self._read_only)
         self._workers = workers
         self._promote = promote
         self._clock = clock
@@ -153,13 +157,16 @@ class TierStack:
                 payload,
                 partial(self._encode, key, payload, layout or self.layout),
             )
-            queued = [tier.store(outgoing) for tier in self._tiers if tier.name not in excluded]
+            queued = [tier.store(outgoing) for tier in self._writable(self._tiers, excluded)]
             num_queued += any(queued)
         return num_queued
 
     def has_tiers_besides(self, excluded: Collection[str]) -> bool:
-        """Whether there are tiers other than `excluded`."""
-        return any(tier.name not in excluded for tier in self._tiers)
+        """Whether something can be stored in tiers other than `excluded`."""
+        return bool(self._writable(self._tiers, excluded))
+
+    def _writable(self, tiers: Sequence[TierWorker], excluded: Collection[str] = ()) -> list[TierWorker]:
+        return [one for one in tiers if one.name not in excluded and one.name not in self._read_only]
 
     def lookup(
         self,
@@ -366,7 +373,7 @@ class TierStack:
             keys = load.chain[indices.start : indices.stop]
             found: list[Fetched] = []
             for depth, tier in enumerate(self._tiers):
-                above = self._tiers[:depth] if self._promote and cache_priority else []
+                above = self._writable(self._tiers[:depth]) if self._promote and cache_priority else []
                 if not above and (count := self._fetch_in_place(load, indices, tier)):
                     break
                 count = len(found := tier.fetch_leading(self._copied_at_once(keys, load.layout), load.layout))

@@ -1,4 +1,4 @@
-"""`Tier`, the contract of a tier: values by key, in one place. Three tiers implement it: host, disk, remote.
+"""`Tier`, the contract of a tier: values by key, in one place. Four tiers implement it: host, disk, peers, remote.
 
 A tier knows no models and no tokens: a value is bytes that `segment` checks, `info` the fields for its index. Its
 calls block for as long as its medium takes and come from the worker threads of `stack.TierStack`, never from a step.
@@ -87,7 +87,7 @@ class Tier(Protocol):
     """See the module's text. Several threads may call at once."""
 
     name: str
-    """"host", "disk" or "remote"."""
+    """"host", "disk", "peers" or "remote"."""
 
     on_removed: Callable[[Sequence[bytes], Reason], None]
     """Called with the keys of values that the tier has removed by itself ("evicted" for room, "damaged", "cleared" when

@@ -44,6 +44,9 @@ class Allowance:
             raise TimeoutError("the time for this exchange is over")
         return left
 
+    def bytes_left(self) -> int:
+        return getattr(self._exchange, "num_bytes", 0)
+
     def count_bytes(self, num_bytes: int) -> None:
         """Counts received bytes. *raises:* OSError: they are more than the exchange has left."""
         self._exchange.num_bytes = getattr(self._exchange, "num_bytes", 0) - num_bytes

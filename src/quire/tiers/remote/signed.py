@@ -22,9 +22,24 @@ from typing import Any
 
 from quire.tiers.tier import DamagedError, Reason, SegmentInfo, Tier, TierError, TierStats
 
-__all__ = ["SignedTier"]
+__all__ = ["SignedTier", "Signer"]
 
 _NUM_BYTES = 32
+
+
+class Signer:
+    """Signs values under a secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._keyed = hmac.new(secret, b"quire value\0", "sha256")
+
+    def signature(self, key: bytes, parts: Iterable[Any]) -> bytes:
+        """The last 32 bytes of a value: HMAC-SHA256 of its key and its parts."""
+        mac = self._keyed.copy()
+        mac.update(len(key).to_bytes(4, "little") + key)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
 
 
 class SignedTier:
@@ -35,7 +50,7 @@ class SignedTier:
         self.name = inner.name
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
         inner.on_removed = lambda keys, reason: self.on_removed(keys, reason)
-        self._keyed = hmac.new(secret, b"quire value\0", "sha256")
+        self._signer = Signer(secret)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self.inner.contains(keys)
@@ -46,7 +61,7 @@ class SignedTier:
             return None
         view = memoryview(value).cast("B")
         content, signature = view[:-_NUM_BYTES], bytes(view[-_NUM_BYTES:])
-        if not hmac.compare_digest(self._signature(key, [content]), signature):
+        if not hmac.compare_digest(self._signer.signature(key, [content]), signature):
             with suppress(TierError):
                 self.inner.evict(key)
             raise DamagedError(
@@ -56,7 +71,7 @@ class SignedTier:
         return content
 
     def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
-        return self.inner.store(key, [*value, memoryview(self._signature(key, value))], info)
+        return self.inner.store(key, [*value, memoryview(self._signer.signature(key, value))], info)
 
     def evict(self, key: bytes) -> bool:
         return self.inner.evict(key)
@@ -69,10 +84,3 @@ class SignedTier:
 
     def close(self) -> None:
         self.inner.close()
-
-    def _signature(self, key: bytes, parts: Iterable[Any]) -> bytes:
-        mac = self._keyed.copy()
-        mac.update(len(key).to_bytes(4, "little") + key)
-        for part in parts:
-            mac.update(part)
-        return mac.digest()
