@@ -325,7 +325,7 @@ def test_an_engine_computes_by_the_recurrences_of_its_device() -> None:
 
     register("own", Own)
     try:
-        with LLM((tiny_model("mamba2"), None), backend="own", kv_memory="4MiB") as llm:
+        with LLM((tiny_model("falcon_h1"), None), backend="own", kv_memory="4MiB") as llm:
             before = calls.copy()
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
     finally:
