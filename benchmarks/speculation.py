@@ -1,12 +1,14 @@
 """Tokens a second with drafts against without, in turns on one engine. JSON lines.
 
     python benchmarks/speculation.py [--quick] [--weights int4] [--dtype bfloat16] [--batches 1,8] [--tokens 128]
-        [--repetitions 3] [--real FOLDER] [--only synthetic|text]
+        [--repetitions 3] [--real FOLDER] [--only synthetic|text] [--generate] [--assistant FOLDER]
 
 `synthetic`: random weights in the shape of Qwen3-0.6B (see engine.py), greedy. The proposer knows the true tokens and
 spoils each draft with the probability 1 - acceptance. `text`: the included model, or `--real FOLDER`, with
 speculation=ngram: a file to edit, questions over a document, free prose, and an adversarial text: tokens drawn at
-random from six, so that three words recur all the time and tell nothing of the next.
+random from six, so that three words recur all the time and tell nothing of the next. `--assistant`: drafts of that
+model, speculation=model:FOLDER:4. `--generate`: the same texts by transformers' `generate`, batch 1 (it takes no other
+with drafts): without drafts, with prompt_lookup_num_tokens=8, and with the assistant, in turns.
     speed              the rate with drafts divided by that without, medians of the repetitions
     processor_speed    the same by the processor's time, which other programs on the machine change less
     accepted           of the drafts
@@ -22,11 +24,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from engine import make_model, prompts_of
 from machine import emit, emit_machine
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import LLM, SamplingParams
 from quire.sampling.proposers.proposer import register
@@ -151,6 +156,55 @@ def cost_of_rows(speculation: Any, num_rows: int) -> list[float]:
     return [] if seconds is None else [round(float(s / seconds[0]), 2) for s in seconds]
 
 
+def measure_generate(
+    folder: str, texts: dict[str, str], num_tokens: int, repetitions: int, assistant: str | None
+) -> None:
+    """Tokens a second of `generate` behind the first token, on the weights as transformers loads them, bfloat16."""
+    model, tokenizer = load_for_generate(folder)
+    ways: dict[str, dict[str, Any]] = {"off": {}, "prompt lookup": {"prompt_lookup_num_tokens": 8}}
+    if assistant is not None:
+        ways["assistant"] = {"assistant_model": load_for_generate(assistant)[0]}
+    for name, text in texts.items():
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        tokens: dict[str, list[int]] = {}
+        for turn in range(repetitions + 1):  # the first one warms up
+            for way, options in ways.items():
+                taken = []
+                for count in (1, num_tokens):
+                    began = time.perf_counter()
+                    out = model.generate(
+                        ids,
+                        do_sample=False,
+                        min_new_tokens=count,
+                        max_new_tokens=count,
+                        **(options if count > 1 else {}),
+                    )
+                    taken.append(time.perf_counter() - began)
+                    tokens[way] = out[0, ids.shape[1] :].tolist()
+                if turn:
+                    seconds[way].append(taken[1] - taken[0])
+        rates = {way: (num_tokens - 1) / statistics.median(taken) for way, taken in seconds.items()}
+        emit(
+            benchmark="generate",
+            case=name,
+            **{f"{way.replace(' ', '_')}_tokens_per_s": round(rate, 1) for way, rate in rates.items()},
+            **{
+                f"{way.replace(' ', '_')}_speed": round(rate / rates["off"], 3) for way, rate in rates.items()
+            },
+            is_equal={way: found == tokens["off"] for way, found in tokens.items()},
+        )
+
+
+def load_for_generate(path: str) -> tuple[Any, Any]:
+    """(model, tokenizer) of a folder or a GGUF file."""
+    where, options = Path(path), {}
+    if where.suffix == ".gguf":
+        where, options = where.parent, {"gguf_file": where.name}
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **options).eval()
+    return model, AutoTokenizer.from_pretrained(where, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and short answers: under 30 s")
@@ -160,6 +214,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=None)
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--real", metavar="FOLDER", default=None, help="the model of the texts")
+    parser.add_argument("--generate", action="store_true", help="also transformers' generate on the texts")
+    parser.add_argument("--assistant", metavar="FOLDER", default=None, help="a draft model for the texts")
     parser.add_argument("--only", choices=["synthetic", "text"], default=None)
     arguments = parser.parse_args()
     emit_machine()
@@ -188,7 +244,8 @@ def main() -> None:
                     }
                     measure(llm, prompts, greedy, repetitions, **facts)
     if arguments.only != "synthetic":
-        with LLM(arguments.real, speculation="ngram", kv_memory="512MiB", weights=arguments.weights) as llm:
+        proposer = "ngram" if arguments.assistant is None else f"model:{arguments.assistant}:4"
+        with LLM(arguments.real, speculation=proposer, kv_memory="512MiB", weights=arguments.weights) as llm:
             for batch in batches:
                 for name, text in TEXTS.items():
                     prompts = [f"# {number}\n{text}" for number in range(batch)]
@@ -201,6 +258,11 @@ def main() -> None:
                 )
                 prompts = [f"# {number}\n" for number in range(batch)]
                 measure(llm, prompts, drawn, repetitions, case="adversarial", weights=arguments.weights)
+    if arguments.generate:
+        if arguments.real is None:
+            parser.error("expected --real FOLDER with --generate")
+        texts = {name: f"# 0\n{text}" for name, text in TEXTS.items()}
+        measure_generate(arguments.real, texts, num_tokens, repetitions, arguments.assistant)
 
 
 if __name__ == "__main__":
