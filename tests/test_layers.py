@@ -47,8 +47,8 @@ ORDER = [
     "engine",
     "hf",
     "simulate",
-    "cluster",
     "server",
+    "cluster",
     "cli",
 ]
 
