@@ -39,8 +39,8 @@ _OF_ONE_ENGINE = {
     "profile": "it reports when a command ends, and replicas do not",
 }
 _SERVER_FLAGS = (
-    "host", "port", "served_model_name", "api_key_file", "insecure", "trust_loopback", "allowed_origins", "log_requests",
-    "prepare_next_turn", "session_from_user_id", "warm",
+    "host", "port", "served_model_name", "api_key_file", "insecure", "trust_loopback", "allowed_origins",
+    "log_requests", "prepare_next_turn", "session_from_user_id", "warm",
 )  # fmt: skip
 
 
@@ -70,6 +70,12 @@ class ClusterSettings:
     target_kv_use: float = setting(
         0.8, "Share of an engine's blocks in use that autoscaling aims at. Default: 0.8."
     )
+    scale_up_seconds: float = setting(
+        30.0, "Seconds for which more engines must be needed before one starts. Default: 30."
+    )
+    scale_down_seconds: float = setting(
+        600.0, "Seconds for which fewer engines must be enough before one ends. Default: 600."
+    )
     digest_seconds: float = setting(
         0.5, "Seconds between two reports of an engine's blocks to the door. Default: 0.5."
     )
@@ -87,6 +93,8 @@ class ClusterSettings:
             ("gpus", False),
             ("target_requests", True),
             ("target_kv_use", True),
+            ("scale_up_seconds", False),
+            ("scale_down_seconds", False),
             ("digest_seconds", True),
         ):
             value = getattr(self, name)

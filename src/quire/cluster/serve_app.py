@@ -120,6 +120,8 @@ def build(arguments: dict[str, Any]) -> serve.Application:
                 min_replicas=settings.min_replicas or 1,
                 max_replicas=settings.max_replicas,
                 target_ongoing_requests=settings.target_requests,
+                upscale_delay_s=settings.scale_up_seconds,
+                downscale_delay_s=settings.scale_down_seconds,
                 policy=policy,
             )
         }
