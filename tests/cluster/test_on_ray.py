@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import httpx
 import pytest
 from support.until import until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own code
 ray = pytest.importorskip("ray", reason="needs quire-kv[cluster]")
 
 LONG = "def add(first, second):\n    return first + second\n" * 12
@@ -36,11 +38,11 @@ class Process:
 
     def __init__(self, folder: Path, *words: str) -> None:
         # A session's path is part of a socket's, of at most 107 characters.
-        self.sessions = Path(f"/tmp/quire-ray-{os.getpid()}-{folder.name}")
+        self.sessions = tempfile.mkdtemp(prefix="q", dir="/tmp")
         self.environment = {
             **os.environ,
             "HOME": str(folder),
-            "RAY_TMPDIR": str(self.sessions),
+            "RAY_TMPDIR": self.sessions,
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self.log = folder / "log"
@@ -66,7 +68,7 @@ class Process:
             except httpx.TransportError:
                 return False
 
-        until(answers, timeout_s=_START_S)
+        until(answers, seconds=_START_S)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -76,6 +78,7 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        shutil.rmtree(self.sessions, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +92,16 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "cluster.yaml").write_text(printed.stdout)
     serve = str(Path(sys.executable).with_name("serve"))
     process = Process(folder, serve, "run", "cluster.yaml")
-    try:
-        process.wait_for(f"http://127.0.0.1:{port}")
-        os.environ.update({name: process.environment[name] for name in ("HOME", "RAY_TMPDIR")})
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        ray.shutdown()
-        process.end()
-
-
-@pytest.fixture(autouse=True)
-def _home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores the variables that `deployed` sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HOME", "RAY_TMPDIR"):
+            patch.setenv(name, process.environment[name])
+        try:
+            process.wait_for(f"http://127.0.0.1:{port}")
+            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            ray.shutdown()
+            process.end()
 
 
 def pid_of(replica: str) -> int:
@@ -132,7 +132,7 @@ def post(url: str, path: str = "/v1/completions", **more: Any) -> httpx.Response
 
 
 def test_a_prompt_goes_to_the_replica_that_has_it(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
     before = samples(deployed, "vllm:prompt_tokens_total")
     answers = [post(deployed).json() for _ in range(5)]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
@@ -158,7 +158,7 @@ def test_a_stream_has_events_and_one_request_id(deployed: str) -> None:
 
 
 def test_a_replica_killed_in_a_stream_ends_it_with_an_error(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
     lines: list[str] = []
     body = {**BODY, "stream": True, "max_tokens": 1500}
     with httpx.stream("POST", f"{deployed}/v1/completions", json=body, timeout=_START_S) as answer:
@@ -174,14 +174,14 @@ def test_a_replica_killed_in_a_stream_ends_it_with_an_error(deployed: str) -> No
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert samples(deployed, "quire:router_broken_streams_total") == {"": 1.0}
     assert post(deployed).status_code == 200
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_whose_replica_is_killed_before_a_byte_is_answered_elsewhere(
     deployed: str, stream: bool
 ) -> None:
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
     before = samples(deployed, "vllm:prompt_tokens_total")
     whole = post(deployed).json()["choices"][0]["text"]
     after = samples(deployed, "vllm:prompt_tokens_total")
@@ -198,11 +198,11 @@ def test_a_request_whose_replica_is_killed_before_a_byte_is_answered_elsewhere(
     assert "replica_lost" not in answer.text
     if not stream:
         assert answer.json()["choices"][0]["text"] == whole
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
 
 
 def test_a_replica_killed_in_decode_is_answered_elsewhere(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(post(deployed, max_tokens=1500)))
     asking.start()
@@ -212,13 +212,13 @@ def test_a_replica_killed_in_decode_is_answered_elsewhere(deployed: str) -> None
         busy[:] = [name for name, number in samples(deployed, "vllm:num_requests_running").items() if number]
         return bool(busy)
 
-    until(is_busy, timeout_s=_START_S)
+    until(is_busy, seconds=_START_S)
     os.kill(pid_of(busy[0]), signal.SIGKILL)
     asking.join(_START_S)
     (answer,) = answers
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 1500
-    until(lambda: two_replicas(deployed), timeout_s=_START_S)
+    until(lambda: two_replicas(deployed), seconds=_START_S)
 
 
 def test_the_command_scales_shows_and_stops_a_cluster(tmp_path: Path) -> None:
@@ -248,16 +248,16 @@ def test_the_command_scales_shows_and_stops_a_cluster(tmp_path: Path) -> None:
     try:
         process.wait_for(url)
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code == 401
-        until(lambda: "serving 1 to 2 replicas" in process.log.read_text(), timeout_s=_START_S)
+        until(lambda: "serving 1 to 2 replicas" in process.log.read_text(), seconds=_START_S)
         assert num_running() == 1
         asking = [threading.Thread(target=ask) for _ in range(4)]
         for thread in asking:
             thread.start()
-        until(lambda: num_running() == 2, timeout_s=_START_S)
+        until(lambda: num_running() == 2, seconds=_START_S)
         is_over.set()
         for thread in asking:
             thread.join()
-        until(lambda: num_running() == 1, timeout_s=_START_S)
+        until(lambda: num_running() == 1, seconds=_START_S)
         assert httpx.post(f"{url}/v1/completions", json=BODY, headers=own, timeout=60).status_code == 200
         stopped = process.run("cluster", "stop")
         assert (stopped.returncode, stopped.stderr.strip().splitlines()[-1]) == (0, "stopped")
