@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 LONG = "def add(first, second):\n    return first + second\n" * 6
 BODY = {"prompt": LONG, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -119,6 +121,28 @@ def test_a_client_that_leaves_ends_its_request(cluster: Any) -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(leave())
+    assert cluster.table.num_open == 0
+
+
+def test_a_stream_that_is_never_read_leaves_nothing_open(cluster: Any) -> None:
+    async def answer() -> None:
+        async with cluster.client(authorization="Bearer a") as client:
+            asked = client.build_request("POST", "/v1/completions", json={**BODY, "stream": True})
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(name.lower(), value) for name, value in asked.headers.raw],
+            "client": ("127.0.0.1", 1),
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": asked.content}
+
+        made = await cluster.door.answer(Request(scope, receive))
+        assert made.status_code == 200
+        assert cluster.table.num_open == 1
+
+    asyncio.run(answer())
+    gc.collect()
     assert cluster.table.num_open == 0
 
 

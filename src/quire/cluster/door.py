@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
@@ -143,8 +144,9 @@ class Door:
                 if place is not None and head.status < 400:
                     self._remember(place, head.replica)
                 if _is_stream(head):
-                    body = self._stream(carried, parts, ticket)
-                    return _with_headers(StreamingResponse(body, head.status), head, keeps_length=False)
+                    stream = StreamingResponse(self._stream(carried, parts, ticket), head.status)
+                    weakref.finalize(stream, self._table.close, ticket)  # of one that is never begun
+                    return _with_headers(stream, head, keeps_length=False)
                 body = await self._whole(parts, ticket)
                 return _with_headers(Response(body, head.status), head)
             except ReplicaLostError:

@@ -72,7 +72,7 @@ class RouteTable:
         self.block_tokens = 0  # 0: no replica has reported its size of a block
         self._clock = clock
         self._load_s = load_s or {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may run while an answer is collected
         self._numbers = itertools.count(1)
         self._requests: dict[int, _OpenRequest] = {}
         self._replicas: dict[str, _Replica] = {}

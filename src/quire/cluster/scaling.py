@@ -18,8 +18,8 @@ def replicas_for(num_requests: float, target_requests: float, kv_loads: Iterable
 
 
 def desired_replicas(context: Any) -> tuple[float, dict[str, Any]]:
-    """`replicas_for` as a policy of Ray Serve, which rounds up and applies bounds and delays. context: its
-    `AutoscalingContext`."""
+    """`replicas_for` as a policy of Ray Serve, which rounds up and applies bounds and delays. context: the
+    one that Serve calls policies with."""
     kv_loads = (context.aggregated_metrics or {}).get("kv_load", {})
     wanted = replicas_for(
         context.total_num_requests, context.config.get_target_ongoing_requests(), kv_loads.values()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cluster.cluster_settings import ClusterSettings
-from quire.errors import ArgumentError, QuireError
+from quire.errors import ArgumentError, BackendError, QuireError
 
 __all__ = ["APPLICATION", "ClusterStatus", "cluster_status", "deploy_yaml", "run_cluster", "stop_cluster"]
 
@@ -80,9 +80,7 @@ def run_cluster(
         else:
             time.sleep(_GRACE_S)
     finally:
-        if address is None:
-            serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # ends Ray and Serve too, if this process started them
 
 
 def cluster_status(address: str | None) -> ClusterStatus:
@@ -136,8 +134,8 @@ def _ray() -> tuple[Any, Any]:
         import ray  # pyright: ignore[reportMissingImports]
         from ray import serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise QuireError(
-            f"`quire cluster` needs Ray Serve, got {error}; pip install 'quire-kv[cluster]'"
+        raise BackendError(
+            f"expected Ray Serve for a cluster, got {error}; pip install 'quire-kv[cluster]'"
         ) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return ray, serve
