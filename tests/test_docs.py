@@ -48,6 +48,7 @@ NOT_RUN = {
     "python benchmarks/": "minutes; scripts/check-long runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
+    "quire cluster": "needs Ray; tests/cluster/test_on_ray.py",
     "qwen": "comes from npm; scripts/soak agents runs it",
     "lm_eval --model": "needs lm-evaluation-harness and its tasks, from the network; scripts/lm-eval",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",

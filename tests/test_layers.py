@@ -48,8 +48,8 @@ ORDER = [
     "engine",
     "hf",
     "simulate",
-    "cluster",
     "server",
+    "cluster",
     "cli",
 ]
 

@@ -16,6 +16,7 @@ import typer
 import quire
 from quire.cli.cache import cache
 from quire.cli.chat import chat
+from quire.cli.cluster import cluster
 from quire.cli.compare import compare
 from quire.cli.explain import explain
 from quire.cli.generate import generate
@@ -62,6 +63,7 @@ app.command()(explain)
 app.command()(plan)
 app.command()(score)
 app.add_typer(cache)
+app.add_typer(cluster)
 app.command()(serve)
 app.command()(top)
 app.command()(why)

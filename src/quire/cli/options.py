@@ -19,11 +19,13 @@ from quire.config import EngineConfig
 from quire.errors import ArgumentError
 
 __all__ = [
+    "EMBEDDED",
     "BeamWidth",
     "EarlyStopping",
     "LengthPenalty",
     "MaxTokens",
     "Temperature",
+    "chosen_model",
     "engine_flags",
     "flag",
     "number",
@@ -79,9 +81,9 @@ def engine_flags(
         def run(**given: Any) -> Any:
             model = given.pop(_MODEL.name, None)
             if takes_model:
-                given["model"] = _chosen_model(model, given["model"])
+                given["model"] = chosen_model(model, given["model"])
             not_given = {flag.name for flag in flags if given[flag.name] is None}
-            if given.get("model") == _EMBEDDED:
+            if given.get("model") == EMBEDDED:
                 given["model"] = None
             return verb(**{name: value for name, value in given.items() if name not in not_given})
 
@@ -99,11 +101,11 @@ def refuse_models(prompts: Iterable[str], given: Mapping[str, Any]) -> None:
         if is_file or (prompt and os.path.isfile(os.path.join(prompt, "config.json"))):
             raise ArgumentError(
                 f"expected a prompt, got the model {prompt!r}; give it with --model {prompt}, or give "
-                f"--model {_EMBEDDED} to continue that text with the embedded model"
+                f"--model {EMBEDDED} to continue that text with the embedded model"
             )
 
 
-def _chosen_model(argument: str | None, flag: str | None) -> str | None:
+def chosen_model(argument: str | None, flag: str | None) -> str | None:
     """*raises:* ArgumentError: two models are named."""
     if argument is not None and flag is not None and argument != flag:
         raise ArgumentError(f"expected one model, got {argument!r} and --model {flag}; leave out one of them")
@@ -127,7 +129,7 @@ def number(kind: type[int] | type[float]) -> Callable[[str], Any]:
     return parse
 
 
-_EMBEDDED = "embedded"
+EMBEDDED = "embedded"
 _MODEL = inspect.Parameter(
     "model_argument",
     inspect.Parameter.KEYWORD_ONLY,

@@ -33,9 +33,19 @@ from quire.scheduler.request import Request
 from quire.scheduler.tenant_quotas import Limits, MemoryLimits
 from quire.sizes import format_size, parse_size
 
-__all__ = ["Tenant", "Tenants"]
+__all__ = ["Tenant", "Tenants", "namespace_of_tenant"]
 
 _MAX_OWNERS = 4096
+
+
+def _derived_key(secret: bytes, *parts: bytes) -> bytes:
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hmac.digest(secret, framed, "sha256")
+
+
+def namespace_of_tenant(secret: bytes, name: str, cache_salt: str = "", base: bytes = b"") -> bytes:
+    """The namespace of a tenant's content under the server's secret: `Tenants.namespace`, without an engine."""
+    return _derived_key(secret, b"tenant", name.encode(), cache_salt.encode(), base)
 
 
 @dataclass(frozen=True)
@@ -193,12 +203,11 @@ class Tenants:
     # -- places of content ---------------------------------------------------------------------------
 
     def _derive_key(self, *parts: bytes) -> bytes:
-        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-        return hmac.digest(self._secret, framed, "sha256")
+        return _derived_key(self._secret, *parts)
 
     def namespace(self, name: str, cache_salt: str = "", base: bytes = b"") -> bytes:
         """The namespace of a tenant's content, for a salt and a request's own namespace."""
-        return self._derive_key(b"tenant", name.encode(), cache_salt.encode(), base)
+        return namespace_of_tenant(self._secret, name, cache_salt, base)
 
     def namespace_of(self, key: PrefixKey) -> bytes:
         """The namespace of a request's content; its own without tenant and salt. Any thread may call it."""

@@ -16,7 +16,7 @@ from quire.server.http.origin_check import foreign_host, foreign_origin, is_this
 from quire.server.http.request_log import current_request
 from quire.server.service import Service
 
-__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of"]
+__all__ = ["TheService", "TheTenant", "administrator", "api_key_of", "service_of", "tenant_of"]
 
 
 async def service_of(request: Request) -> Service:
@@ -34,7 +34,7 @@ async def tenant_of(request: Request, service: TheService) -> ApiTenant:
     if service.settings.keys.is_empty:
         current_request().tenant = ANYBODY.name
         return ANYBODY
-    got = "none" if _key(request) is None else "an unknown one"
+    got = "none" if api_key_of(request) is None else "an unknown one"
     raise ApiError(
         401,
         f"expected an API key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`, got {got}",
@@ -71,7 +71,7 @@ async def administrator(request: Request, service: TheService) -> ApiTenant:
 
 def _tenant_of_key(request: Request, service: Service) -> ApiTenant | None:
     """The tenant of the request's key, which the request's record then names; None without a known key."""
-    key = _key(request)
+    key = api_key_of(request)
     found = None if key is None else service.settings.keys.find(key)
     if found is None:
         return None
@@ -80,7 +80,7 @@ def _tenant_of_key(request: Request, service: Service) -> ApiTenant | None:
     return found.tenant
 
 
-def _key(request: Request) -> str | None:
+def api_key_of(request: Request) -> str | None:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and key.strip():
         return key.strip()

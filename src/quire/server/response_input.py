@@ -28,6 +28,7 @@ from quire.server.schemas.chat_bodies import (
 from quire.server.schemas.common import ResponseFormat
 from quire.server.schemas.response_bodies import (
     AllowedTools,
+    ConversationId,
     FunctionTool,
     JsonObjectFormat,
     NamedFunctionTool,
@@ -46,6 +47,7 @@ from quire.server.schemas.response_items import (
 __all__ = [
     "answer_of_items",
     "chat_of_response",
+    "conversation_id_of",
     "encrypted_thought",
     "first_role",
     "messages_of_items",
@@ -251,6 +253,11 @@ def answer_of_items(output: Sequence[Mapping[str, Any]]) -> AnswerMessage | None
         if messages
         else None
     )
+
+
+def conversation_id_of(body: PromptOfResponse) -> str | None:
+    """The OpenAI conversation that a response belongs to."""
+    return body.conversation.id if isinstance(body.conversation, ConversationId) else body.conversation
 
 
 def chat_of_response(

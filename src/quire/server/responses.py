@@ -22,6 +22,7 @@ from quire.server.prompt_caching import with_own_fields
 from quire.server.response_input import (
     answer_of_items,
     chat_of_response,
+    conversation_id_of,
     encrypted_thought,
     first_role,
     messages_of_items,
@@ -34,7 +35,6 @@ from quire.server.response_writer import ResponseWriter
 from quire.server.schemas.chat_bodies import ChatMessage
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.response_bodies import (
-    ConversationId,
     DeletedResponse,
     Include,
     InputTokens,
@@ -106,7 +106,7 @@ async def create_response(
         params = await run_in_thread_if_large(
             request, chat_params, chat, service, output_format, prompt.tools
         )
-        conversation_id = _conversation_id(body)
+        conversation_id = conversation_id_of(body)
         is_continued = body.previous_response_id is not None or conversation_id is not None
         when_answered = next_turn_preparation(
             chat,
@@ -145,16 +145,12 @@ async def _keep_in_conversation(
             raise
 
 
-def _conversation_id(body: PromptOfResponse) -> str | None:
-    return body.conversation.id if isinstance(body.conversation, ConversationId) else body.conversation
-
-
 async def _items_of(
     body: PromptOfResponse, records: TenantRecords
 ) -> tuple[list[dict[str, Any]], list[Any], str | None]:
     """(stored items of the history, the input's own items with references replaced, the id of the conversation or of
     the history's first response). *raises:* ApiError."""
-    conversation_id = _conversation_id(body)
+    conversation_id = conversation_id_of(body)
     if body.previous_response_id is not None and conversation_id is not None:
         raise ApiError(
             400, "expected previous_response_id or conversation, got both", param="previous_response_id"

@@ -28,7 +28,7 @@ from quire.server.http.request_log import LOGGER
 from quire.server.settings import ServerLimits, ServerSettings
 from quire.server.warm_prompts import compute_all
 
-__all__ = ["ApiServer", "bind", "serve", "url_of", "uvicorn_config"]
+__all__ = ["ApiServer", "bind", "log_requests_to_stderr", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
@@ -130,7 +130,7 @@ def _freeze_startup_objects() -> None:
     gc.collect()  # resets Python's count of old objects
 
 
-def _log_requests_to_stderr() -> None:
+def log_requests_to_stderr() -> None:
     """Writes one line for each request, without a prefix."""
     logger = logging.getLogger(LOGGER)
     if not logger.handlers:
@@ -149,7 +149,7 @@ async def _serve(
         await asyncio.to_thread(engine.close)
         raise
     if settings.log_requests:
-        _log_requests_to_stderr()
+        log_requests_to_stderr()
     _freeze_startup_objects()
     when_ready()
     service = app.state.service

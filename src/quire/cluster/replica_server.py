@@ -1,0 +1,187 @@
+"""`ReplicaServer`: one engine with Quire's own HTTP application, reached by calls in place of a socket.
+
+`answer` runs the application on a request and yields its answer in parts, so that every route, field and error is that
+of `quire serve`. It knows nothing of Ray.
+
+Cost: a task and a queue for each request; a part for each event of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from quire.cluster.block_digest import BlockDigest
+from quire.cluster.cluster_settings import ClusterSettings
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.llm import LLM
+from quire.server.app import create_app
+from quire.server.http.request_log import RequestRecord, current_request
+from quire.server.run import log_requests_to_stderr
+from quire.server.warm_prompts import compute_all
+
+__all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "ReplicaServer"]
+
+_MAX_QUEUED = 64  # parts of an answer that wait to be taken
+
+
+@dataclass(frozen=True)
+class CarriedRequest:
+    """An HTTP request with its whole body, as the door sends it. path: decoded. headers: names in lower case. client:
+    (address, port), None where it is unknown."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    client: tuple[str, int] | None
+    body: bytes = b""
+    scheme: str = "http"
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """replica: the name of the one that answers."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    replica: str
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """num_cached_tokens: of the prompt's tokens, those found; None if nothing was generated."""
+
+    num_cached_tokens: int | None
+
+
+AnswerPart: TypeAlias = AnswerHead | bytes | AnswerEnd
+"""First the head, then pieces of the body, each whole as the application sent it, then the end."""
+
+
+class ReplicaServer:
+    """Opens the engine. name: the replica's. *raises:* as `LLM` and `create_app`."""
+
+    def __init__(self, settings: ClusterSettings, name: str) -> None:
+        self.name = name
+        self._target_kv_use = settings.target_kv_use
+        config = settings.engine
+        if config.num_threads is None:
+            config = replace(config, num_threads=max(1, int(settings.cpus)))
+        self._llm = LLM(config=config)
+        try:
+            self._engine = AsyncEngine(self._llm)
+            self._app = create_app(self._engine, settings.server)
+            self.digest = BlockDigest()
+            if self._engine.cache.prefix_caching and self._engine.cache.can_fork:
+                self._engine.monitor.subscribe(self.digest)
+        except BaseException:
+            self._llm.close()
+            raise
+        if settings.server.log_requests:
+            log_requests_to_stderr()
+        self._warming: asyncio.Task[None] | None = None
+
+    def begin_warming(self) -> None:
+        """Computes the prompts of `warm` in the background. Call it in the event loop of the requests."""
+        state = self._app.state
+        self._warming = asyncio.create_task(compute_all(state.service, state.warm_prompts))
+
+    def close(self) -> None:
+        """Ends open requests and closes the engine; a disk cache is written."""
+        self._app.state.service.close()
+        self._llm.close()
+
+    # -- reports -----------------------------------------------------------------------------------------
+
+    def routing_stats(self) -> dict[str, Any]:
+        """The report for the router; the same values until a block was stored or removed."""
+        snapshot = self.digest.snapshot()
+        return {
+            "keys_by_tier": dict(snapshot.keys_by_tier),
+            "made_at": snapshot.made_at,
+            "block_tokens": self._engine.block_size,
+            "max_running": self._engine.max_num_seqs,
+        }
+
+    async def kv_load(self) -> float:
+        """The share of blocks in use over the share that autoscaling aims at."""
+        stats = await self._engine.stats()
+        if not stats.get("num_blocks"):
+            return 0.0
+        used = stats["held"] + stats["in_flight"] + stats["pinned"]
+        return used / stats["num_blocks"] / self._target_kv_use
+
+    def require_health(self) -> None:
+        """*raises:* RuntimeError: the engine has failed, as `/health` says."""
+        if (failure := self._engine.failure) is not None:
+            raise RuntimeError(f"the engine has failed: {failure}")
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    async def answer(self, request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
+        """The application's answer. Closing the generator tells the application that the client has gone."""
+        parts: asyncio.Queue[AnswerPart | None] = asyncio.Queue(_MAX_QUEUED)  # None: no more
+        is_gone = asyncio.Event()
+        bodies = [request.body]
+        record: RequestRecord | None = None
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal record
+            record = current_request()
+            if message["type"] == "http.response.start":
+                headers = tuple((bytes(name), bytes(value)) for name, value in message.get("headers", ()))
+                await parts.put(AnswerHead(message["status"], headers, self.name))
+            elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
+                await parts.put(bytes(body))
+
+        async def run() -> None:
+            try:
+                await self._app(_scope_of(request), receive, send)
+            finally:
+                if not is_gone.is_set():
+                    await parts.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            await task  # raises the error of an answer that broke off
+            if record is None or record.num_prompt_tokens is None:
+                yield AnswerEnd(None)
+            else:
+                yield AnswerEnd(record.num_cached_tokens)
+        finally:
+            is_gone.set()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+
+def _scope_of(request: CarriedRequest) -> dict[str, Any]:
+    """An ASGI scope."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.scheme,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "root_path": "",
+        "query_string": request.query,
+        "headers": list(request.headers),
+        "client": request.client,
+        "server": None,
+        "state": {},
+    }

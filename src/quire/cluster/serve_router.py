@@ -1,0 +1,47 @@
+"""`QuireRouter`: Ray Serve's request router over the `RouteTable` that the door of the same process has.
+
+Serve makes a router in each process that has a handle of the replicas; of a cluster that is the door alone. Calls of
+the handle have the ticket as keyword `ticket`. `routing_stats` of a replica is its newest report (`routing_stats`).
+
+Serve pickles this class by value, its globals too: the table is reached through its module, which is not copied.
+
+Needs ray[serve] (`quire-kv[cluster]`). Ray calls its router API alpha: nothing else of Quire uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica  # pyright: ignore[reportMissingImports]
+
+from quire.cluster import route_table
+
+__all__ = ["QuireRouter"]
+
+
+class QuireRouter(RequestRouter):
+    """Tries the replicas in the table's order."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        route_table.TABLE.set_replicas(
+            {replica.replica_id.unique_id: replica.routing_stats or {} for replica in replicas}
+        )
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # between two rounds, else Serve spins
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [
+            [by_name[name]] for name in route_table.TABLE.rank(_ticket_of(pending_request), list(by_name))
+        ]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        route_table.TABLE.note_sent(_ticket_of(pending_request), replica_id.unique_id)
+
+
+def _ticket_of(request: PendingRequest) -> int:
+    return request.kwargs.get("ticket", 0)
