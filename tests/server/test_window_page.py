@@ -225,7 +225,7 @@ def test_figures_of_drafts_where_the_engine_has_some(
     counts: dict[str, Any] = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
     counts["num_accepted_by_position"] = [0, 0, 0]
     monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
-    until(lambda: shown().get("Tokens a step", "").startswith("–"))
+    until(lambda: shown().get("Tokens a step", "").startswith("\u2013"))
     counts |= {"num_drafts": 40, "num_draft_tokens": 100, "num_accepted_tokens": 50}
     counts["num_accepted_by_position"] = [30, 15, 5]
     until(lambda: shown()["Drafts accepted"].startswith("50"))

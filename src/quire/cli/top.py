@@ -139,14 +139,12 @@ def _states(counts: dict[str, int], block_name: str) -> RenderableType:
 
 def _recurrent_states(counts: dict[str, int]) -> str:
     """A line for a model with state layers."""
-    checkpoints, free, drafts = (
-        counts["checkpoints"],
-        counts["free_state_slots"],
-        counts.get("draft_slots", 0),
-    )
+    checkpoints, free = counts["checkpoints"], counts["free_state_slots"]
+    drafts = counts.get("draft_slots", 0)
     return (
         f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free - drafts:,} of sequences, "
-        f"{checkpoints:,} checkpoints, {free:,} free{f', {drafts:,} for drafts' * bool(drafts)}; {counts['evicted_checkpoints']:,} checkpoints evicted; "
+        f"{checkpoints:,} checkpoints, {free:,} free{f', {drafts:,} for drafts' * bool(drafts)}; "
+        f"{counts['evicted_checkpoints']:,} checkpoints evicted; "
         f"{counts.get('short_hits', 0):,} hits ended early for lack of a state; "
         f"{counts.get('slots_from_blocks', 0):,} states made of blocks, {counts.get('slots_to_blocks', 0):,} became "
         "blocks"

@@ -5,8 +5,8 @@ of a sequence's drafts that were accepted lately, and the seconds of a step by i
 of a sequence is worth p^j tokens. The step gets the most valuable drafts, as many as give the most tokens a second, and
 none if that is less than `_LEAST_GAIN` times the rate without. Where the cost is unknown, it gets `_NUM_TRIED` drafts a
 sequence. A sequence without drafts forgets its share, so that it is tried again. After a step whose drafts would not
-pay, the next `_REST` steps of as many sequences have none; after one without proposals, the next `_SHORT_REST`. In
-these, speculation costs nothing.
+pay, the next `_REST` steps of as many sequences have none, and the cost of more rows is doubted; after one without
+proposals, the next `_SHORT_REST`. In these, speculation costs nothing.
 
 A step that computes a prompt has no drafts: its rows are not cheap, and the prompt's requests wait for it.
 
@@ -123,6 +123,7 @@ class Speculation:
         rates = gained / costs
         best = int(rates.argmax())
         if rates[best] < _LEAST_GAIN * rates[0]:
+            self.costs.doubt(num_sequences)
             return []
         counts = [0] * len(limits)
         for _, index in values[:best]:
