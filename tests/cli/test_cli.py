@@ -192,7 +192,8 @@ def test_stats_are_ten_figures_for_people_and_all_in_json(run: Run) -> None:
         "KV memory at most", "blocks with content", "blocks evicted", "preemptions",
     ]  # fmt: skip
     _, _, err = run(*arguments, "--speculation", "ngram:4")
-    assert re.search(r"drafts accepted +\d+ of \d+", err)
+    assert re.search(r"drafts accepted +\d+ of \d+; by place \d+(, \d+){3} *\n", err)
+    assert re.search(r"tokens a step with drafts +(-|\d+\.\d\d)", err)
     _, out, _ = run(*arguments, "--json")
     stats = json.loads(out)["stats"]
     counts = ("num_prompt_tokens", "num_generated_tokens", "evicted_blocks", "num_preemptions")

@@ -175,3 +175,18 @@ def test_states_are_told_without_colours() -> None:
     assert "10 states: 2 of sequences, 5 checkpoints, 3 free; 7 checkpoints evicted" in shown
     assert "2 hits ended early" in shown
     assert "4 states made of blocks, 1 became blocks" in " ".join(shown.split())
+    assert "drafts" not in shown
+    state["counts"] |= {
+        "draft_slots": 1,
+        "num_drafts": 40,
+        "num_draft_tokens": 100,
+        "num_accepted_tokens": 50,
+    }
+    state["counts"]["num_accepted_by_position"] = [30, 15, 5]
+    console.print(frame(state, 120, 10))
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "1 of sequences, 5 checkpoints, 3 free, 1 for drafts; 7" in shown
+    assert (
+        "50 of 100 drafts accepted; with drafts 2.25 tokens a step; accepted by place: 75 %, 38 %, 12 %"
+        in shown
+    )

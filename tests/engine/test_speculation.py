@@ -224,6 +224,29 @@ def test_the_number_of_drafts_follows_their_share_and_the_cost_of_rows(
     assert least <= drafts.num_draft_tokens / max(1, possible) <= most
 
 
+def test_a_cost_that_was_measured_too_high_falls_until_a_step_tries_it() -> None:
+    """And never below that of the rows without drafts."""
+    costs = StepCosts()
+    costs.add(1, 1.0)
+    costs.add(4, 90.0)
+    costs.doubt(64)  # of rows that no step had: without effect
+    for doubts, expected in ((0, 90.0), (69, 45.5), (1500, 1.0)):
+        for _ in range(doubts):
+            costs.doubt(1)
+        found = costs.seconds(np.array([1, 4]))
+        assert found is not None
+        np.testing.assert_allclose(found, [1.0, expected], rtol=0.02)
+    costs.add(4, 3.0)
+    found = costs.seconds(np.array([1, 4]))
+    assert found is not None
+    np.testing.assert_allclose(found, [1.0, 3.0])
+    costs.doubt(1)
+    costs.add(4, 4.0)  # slow once: what was measured before counts again
+    found = costs.seconds(np.array([4]))
+    assert found is not None
+    assert 3.0 <= found[0] < 3.1
+
+
 def test_the_cost_of_a_step_is_a_line_through_the_measured_ones() -> None:
     costs = StepCosts()
     assert costs.seconds(np.arange(1, 3)) is None

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support.browser import by_id, start_browser
+from support.drafts import SteadySpeculation
 from support.held_steps import is_idle
 from support.running_server import running
 from support.until import until
@@ -36,9 +37,16 @@ def url(server: tuple[str, object]) -> str:
 
 
 @pytest.fixture(scope="module")
-def small_llm() -> Iterator[LLM]:
-    """Whatever a request asks for, it gets few tokens."""
-    with LLM(kv_memory="16MiB", max_model_len=48) as one:
+def small_llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Whatever a request asks for, it gets few tokens. The parameter is a `speculation`: each step that may have drafts
+    has as many as it may."""
+    speculation = getattr(request, "param", "off")
+    with LLM(kv_memory="16MiB", max_model_len=48, speculation=speculation) as one:
+        if speculation != "off":
+            drafts = one.engine._speculation
+            assert drafts is not None
+            steady = SteadySpeculation(drafts._proposer, drafts.max_drafts)
+            one.engine.scheduler.speculation = one.engine._speculation = steady
         yield one
 
 

@@ -346,6 +346,7 @@ def test_bodies(small_server, kind: str) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("small_llm", ["off", "suffix"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bodies_at_length(small_server, kind: str) -> None:
     run(small_server[0], kind, at_length(1000), derandomize=settings().derandomize)

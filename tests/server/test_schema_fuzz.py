@@ -71,6 +71,7 @@ def test_every_answer_is_in_the_schema(small_server) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("small_llm", ["off", "suffix"], indirect=True)
 def test_every_answer_is_in_the_schema_at_length(small_server) -> None:
     num_cases = at_length(6400)
     assert run(small_server[0], num_cases, derandomize=settings().derandomize) >= num_cases * 3 // 4

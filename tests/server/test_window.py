@@ -117,6 +117,18 @@ def test_states_are_counted_where_the_model_keeps_some(
         watcher.until(lambda state: counts.items() <= state["counts"].items())
 
 
+def test_drafts_are_counted_where_the_engine_has_some(
+    url: str, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = llm.cache.stats
+    counts: dict[str, Any] = {"num_drafts": 4, "num_draft_tokens": 9, "num_accepted_tokens": 5}
+    counts["num_accepted_by_position"] = [3, 2]
+    with Watcher(url) as watcher:
+        assert not counts.keys() & watcher.state["counts"].keys()
+        monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
+        watcher.until(lambda state: counts.items() <= state["counts"].items())
+
+
 def test_what_each_sequence_does_or_waits_for_is_told(serve: Any, llm: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(llm.engine.scheduler, "max_num_seqs", 1)
     with serve(ServerSettings()) as (url, _), Generating(url, "def first(argv):") as first:

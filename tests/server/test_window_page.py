@@ -212,6 +212,32 @@ def test_figures_of_states_where_the_model_keeps_some(
     until(lambda: not any("tates" in name for name in told()))  # another model, as far as the page knows
 
 
+def test_figures_of_drafts_where_the_engine_has_some(
+    page: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> dict[str, str]:
+        return page.execute_script(
+            "return Object.fromEntries([...document.querySelectorAll('#figures dl')]"
+            ".map(one => [...one.children].slice(0, 2).map(part => part.textContent)))"
+        )
+
+    stats = llm.cache.stats
+    counts: dict[str, Any] = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
+    counts["num_accepted_by_position"] = [0, 0, 0]
+    monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
+    until(lambda: shown().get("Tokens a step", "").startswith("\u2013"))
+    counts |= {"num_drafts": 40, "num_draft_tokens": 100, "num_accepted_tokens": 50}
+    counts["num_accepted_by_position"] = [30, 15, 5]
+    until(lambda: shown()["Drafts accepted"].startswith("50"))
+    assert {
+        "Drafts accepted": "50 % of 100",
+        "Tokens a step": "2.25 with drafts, of a sequence",
+        "Accepted by place": "75 % then 38, 13 %",
+    }.items() <= shown().items()
+    monkeypatch.undo()
+    until(lambda: "Tokens a step" not in shown())
+
+
 def test_landmarks_names_and_languages(page: Any) -> None:
     assert page.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
     for name in ("header", "main", "h1"):

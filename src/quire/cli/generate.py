@@ -91,7 +91,10 @@ def figures(stats: dict[str, Any]) -> dict[str, str]:
     )
     drafts: dict[str, str] = {}
     if "num_drafts" in stats:
-        drafts["drafts accepted"] = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
+        num_steps, accepted = stats["num_drafts"], stats["num_accepted_tokens"]
+        places = ", ".join(map(str, stats["num_accepted_by_position"]))
+        drafts["drafts accepted"] = f"{accepted} of {stats['num_draft_tokens']}; by place {places}"
+        drafts["tokens a step with drafts"] = f"{1 + accepted / num_steps:.2f}" if num_steps else "-"
     with_content = stats["held"] + stats["in_flight"] + stats["pinned"] + stats["cached"]
     return {
         "prompt tokens": str(stats["num_prompt_tokens"]),

@@ -102,6 +102,8 @@ def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
     ]
     if "state_slots" in counts:
         parts.insert(3, Text(_recurrent_states(counts)))
+    if "num_drafts" in counts:
+        parts.append(Text(_drafts(counts)))
     parts.append(_memory(memory))
     if state.get("sessions"):
         parts.append(_newest_turns(state["sessions"][:_NUM_SESSIONS]))
@@ -138,12 +140,27 @@ def _states(counts: dict[str, int], block_name: str) -> RenderableType:
 def _recurrent_states(counts: dict[str, int]) -> str:
     """A line for a model with state layers."""
     checkpoints, free = counts["checkpoints"], counts["free_state_slots"]
+    drafts = counts.get("draft_slots", 0)
     return (
-        f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free:,} of sequences, "
-        f"{checkpoints:,} checkpoints, {free:,} free; {counts['evicted_checkpoints']:,} checkpoints evicted; "
+        f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free - drafts:,} of sequences, "
+        f"{checkpoints:,} checkpoints, {free:,} free{f', {drafts:,} for drafts' * bool(drafts)}; "
+        f"{counts['evicted_checkpoints']:,} checkpoints evicted; "
         f"{counts.get('short_hits', 0):,} hits ended early for lack of a state; "
         f"{counts.get('slots_from_blocks', 0):,} states made of blocks, {counts.get('slots_to_blocks', 0):,} became "
         "blocks"
+    )
+
+
+def _drafts(counts: dict[str, Any]) -> str:
+    """A line for an engine with speculation."""
+    num_steps = counts["num_drafts"]
+    places = ", ".join(
+        _percent(accepted / num_steps if num_steps else None)
+        for accepted in counts["num_accepted_by_position"]
+    )
+    return (
+        f"{counts['num_accepted_tokens']:,} of {counts['num_draft_tokens']:,} drafts accepted; with drafts "
+        f"{_tokens_per_step(counts)} tokens a step; accepted by place: {places}"
     )
 
 
@@ -242,6 +259,12 @@ def _number(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _tokens_per_step(counts: dict[str, Any]) -> str:
+    """Mean tokens of a sequence in a step with drafts, from the counts of drafts."""
+    num_steps = counts["num_drafts"]
+    return f"{1 + counts['num_accepted_tokens'] / num_steps:.2f}" if num_steps else "-"
 
 
 def _percent(value: float | None) -> str:

@@ -5,8 +5,8 @@ of a sequence's drafts that were accepted lately, and the seconds of a step by i
 of a sequence is worth p^j tokens. The step gets the most valuable drafts, as many as give the most tokens a second, and
 none if that is less than `_LEAST_GAIN` times the rate without. Where the cost is unknown, it gets `_NUM_TRIED` drafts a
 sequence. A sequence without drafts forgets its share, so that it is tried again. After a step whose drafts would not
-pay, the next `_REST` steps of as many sequences have none; after one without proposals, the next `_SHORT_REST`. In
-these, speculation costs nothing.
+pay, the next `_REST` steps of as many sequences have none, and the cost of more rows is doubted; after one without
+proposals, the next `_SHORT_REST`. In these, speculation costs nothing.
 
 A step that computes a prompt has no drafts: its rows are not cheap, and the prompt's requests wait for it.
 
@@ -108,7 +108,7 @@ class Speculation:
         limits = [(sequence, limit) for sequence, limit in limits if limit > 0]
         divided = self._divide(limits, len(chosen), room)
         drafts = self._propose(divided)
-        if limits and not drafts:
+        if limits and not drafts and self.costs.num_points:
             self._rest = (_SHORT_REST if divided else _REST, len(chosen))
         return drafts
 
@@ -151,6 +151,7 @@ class Speculation:
         rates = gained / costs
         best = int(rates.argmax())
         if rates[best] < _LEAST_GAIN * rates[0]:
+            self.costs.doubt(num_sequences)
             return []
         counts = [0] * len(limits)
         for _, _, index in values[:best]:

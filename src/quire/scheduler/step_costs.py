@@ -4,7 +4,8 @@ Steps of about as many rows (a power of two) are one point: a mean of their rows
 steps weigh most, and quick ones more than slow ones: other programs on the machine make a step slower, none quicker.
 Between points the cost is a line, and behind the last one it goes on with the last line's slope. So a kernel that
 costs the same for 2 to 8 rows and twice as much for 9 has that shape here too. A point that no step refreshes keeps its
-value: a wrong one is corrected by the first step that trusts it.
+value. One that is too low is corrected by the first step that trusts it. One that is too high prevents such a step:
+each `doubt` lets it count for a little less, until a step measures it again.
 
 Cost: O(points) for each call, at most 20.
 """
@@ -18,6 +19,7 @@ __all__ = ["StepCosts"]
 
 _NEWEST = 0.1  # weight of a new step
 _SLOWER = 0.2  # of that, if it is slower than the mean
+_DOUBT = 0.01  # of the cost of more rows
 
 
 class StepCosts:
@@ -25,11 +27,16 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[float, float]] = {}  # by the power of two: (rows, seconds), means
+        self._doubted: dict[
+            int, float
+        ] = {}  # of points doubted since their last step: the seconds that count
 
     def add(self, num_rows: int, seconds: float) -> None:
         """Records a step."""
-        key = (4 * num_rows // 3).bit_length()  # 1, 2, 3 to 5, 6 to 11, 12 to 23, ...
+        key = _key_of(num_rows)
         rows, mean_s = self._points.get(key, (num_rows, seconds))
+        if self._doubted.pop(key, None) is not None:
+            mean_s = min(mean_s, seconds)
         weight = _NEWEST * (_SLOWER if seconds > mean_s else 1.0)
         seconds = min(seconds, 2 * mean_s)
         self._points[key] = (rows + _NEWEST * (num_rows - rows), mean_s + weight * (seconds - mean_s))
@@ -38,10 +45,26 @@ class StepCosts:
     def num_points(self) -> int:
         return len(self._points)
 
+    def doubt(self, num_rows: int) -> None:
+        """More rows than `num_rows` were too expensive: their cost counts for a little less, at least for that of
+        `num_rows`."""
+        lowest = self._points.get(_key_of(num_rows))
+        if lowest is None:
+            return
+        for key, (rows, mean_s) in self._points.items():
+            counted_s = self._doubted.get(key, mean_s)
+            if rows > lowest[0] and counted_s > lowest[1]:
+                self._doubted[key] = counted_s - _DOUBT * (counted_s - lowest[1])
+
     def seconds(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """The expected seconds of steps of `num_rows` rows; None before two points are known."""
         if len(self._points) < 2:
             return None
-        rows, means_s = np.array(sorted(self._points.values())).T
+        points = ((rows, self._doubted.get(key, mean_s)) for key, (rows, mean_s) in self._points.items())
+        rows, means_s = np.array(sorted(points)).T
         slope = max(0.0, (means_s[-1] - means_s[-2]) / (rows[-1] - rows[-2]))
         return np.interp(num_rows, rows, means_s) + slope * np.maximum(0.0, num_rows - rows[-1])
+
+
+def _key_of(num_rows: int) -> int:
+    return (4 * num_rows // 3).bit_length()  # 1, 2, 3 to 5, 6 to 11, 12 to 23, ...

@@ -101,6 +101,7 @@ _GAUGES = {
     "pinned": ("quire:pinned_blocks", "Blocks that pins refer to."),
     "state_slots": ("quire:state_slots", "Slots for states of recurrent layers."),
     "free_state_slots": ("quire:free_state_slots", "Free state slots."),
+    "draft_slots": ("quire:draft_slots", "State slots set aside for drafts."),
     "checkpoints": ("quire:checkpoints", "State slots with a checkpoint that a later prompt may start from."),
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),

@@ -709,6 +709,7 @@ class StateCache(Cache):
             "slots_from_blocks": 0 if exchange is None else exchange.num_slots_from_blocks,
             "slots_to_blocks": 0 if exchange is None else exchange.num_slots_to_blocks,
             "free_state_slots": len(self._free),
+            "draft_slots": self.num_draft_slots,
             "checkpoints": len(self.checkpoints),
             "evicted_checkpoints": self.num_evicted_checkpoints,
             "short_hits": self.num_short_hits,

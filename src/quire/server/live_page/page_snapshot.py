@@ -56,12 +56,19 @@ _COUNTS = (
 _STATE_COUNTS = (
     "state_slots",
     "free_state_slots",
+    "draft_slots",
     "checkpoints",
     "evicted_checkpoints",
     "short_hits",
     "slots_from_blocks",
     "slots_to_blocks",
 )  # of a model with state layers
+_DRAFT_COUNTS = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_accepted_by_position",
+)  # with speculation
 
 
 @dataclass(frozen=True)
@@ -258,7 +265,9 @@ class MapRenderer:
             "at": round(at, 3),
             "block": snapshot.block_name,
             "block_size": snapshot.block_size,
-            "counts": {name: stats[name] for name in (*_COUNTS, *_STATE_COUNTS) if name in stats},
+            "counts": {
+                name: stats[name] for name in (*_COUNTS, *_STATE_COUNTS, *_DRAFT_COUNTS) if name in stats
+            },
             "evictions_by_reason": snapshot.evictions_by_reason,
             "rates": self._rates(snapshot, first_tokens),
             "memory": {

@@ -37,14 +37,31 @@ const FIGURES = [
   ["Evicted", (s) => [number(s.counts.evicted_blocks), `${s.block}s`]],
 ];
 const STATE_FIGURES = [
-  ["States of sequences", (s) => [number(s.counts.state_slots - s.counts.checkpoints - s.counts.free_state_slots),
-    `of ${number(s.counts.state_slots)}`]],
+  ["States of sequences", (s) => [number(s.counts.state_slots - s.counts.checkpoints - s.counts.free_state_slots
+    - (s.counts.draft_slots ?? 0)), `of ${number(s.counts.state_slots)}`]],
   ["Checkpoints of states", (s) => [number(s.counts.checkpoints), `${number(s.counts.evicted_checkpoints)} evicted`]],
   ["Hits cut short", (s) => [number(s.counts.short_hits), "for lack of a state"]],
   ["States made of blocks", (s) => [number(s.counts.slots_from_blocks), `${number(s.counts.slots_to_blocks)} became blocks`]],
 ];
+// Of steps with drafts; a place is that of a draft among those of its sequence and step.
+const DRAFT_FIGURES = [
+  ["Drafts accepted", (s) => [percent(share(s.counts.num_accepted_tokens, s.counts.num_draft_tokens)),
+    `of ${number(s.counts.num_draft_tokens)}`]],
+  ["Tokens a step", (s) => [number(s.counts.num_drafts ? 1 + s.counts.num_accepted_tokens / s.counts.num_drafts : null, 2),
+    "with drafts, of a sequence"]],
+  ["Accepted by place", (s) => {
+    const shares = s.counts.num_accepted_by_position.map((count) => share(count, s.counts.num_drafts));
+    const others = shares.slice(1).map((value) => number(value === null ? null : 100 * value));
+    return [percent(shares[0]), others.length ? `then ${others.join(", ")} %` : "of the only place"];
+  }],
+];
+const share = (part, whole) => (whole ? part / whole : null);
 
-const figuresOf = (s) => (s?.counts?.state_slots === undefined ? FIGURES : [...FIGURES, ...STATE_FIGURES]);
+const figuresOf = (s) => [
+  ...FIGURES,
+  ...(s?.counts?.state_slots === undefined ? [] : STATE_FIGURES),
+  ...(s?.counts?.num_drafts === undefined ? [] : DRAFT_FIGURES),
+];
 
 function makeFigures() {
   $("figures").replaceChildren(...figuresOf(state).map(([name]) => make("dl", { className: "figure" },
