@@ -23,7 +23,7 @@ from quire.spec import element_formats
 from quire.weights.codes.readers import GGUF_TYPES, METHODS
 
 ROOT = Path(__file__).parents[1]
-SELECTED = {"default": "", "ci": "ci", "real": "real", "llamacpp": "llamacpp", "ray": "ray"}
+SELECTED = {"default": "", "ci": "ci", "real": "real", "llamacpp": "llamacpp"}
 
 
 @pytest.fixture(scope="module")

@@ -234,7 +234,9 @@ def test_the_command_scales_shows_and_stops_a_cluster(tmp_path: Path) -> None:
     url, own = f"http://127.0.0.1:{port}", {"Authorization": "Bearer secret"}
 
     def num_running() -> int:
-        shown = json.loads(process.run("cluster", "status", "--json").stdout)
+        ran = process.run("cluster", "status", "--json")
+        assert ran.stdout, ran.stderr
+        shown = json.loads(ran.stdout)
         return shown["replicas"]["engine"].get("RUNNING", 0)
 
     is_over = threading.Event()

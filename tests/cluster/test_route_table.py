@@ -100,6 +100,16 @@ def test_another_replica_than_the_first_is_counted(table: RouteTable) -> None:
     table.close(ticket)  # a second time does nothing
 
 
+def test_a_request_that_is_ranked_again_does_not_take_its_own_blocks_for_cached(table: RouteTable) -> None:
+    ticket = table.open(list(range(20)), 320)
+    order = table.rank(ticket, NAMES)
+    assert table.rank(ticket, NAMES) == order
+    table.note_sent(ticket, order[0])
+    assert value(table, "predicted_hit_tokens", replica=order[0]) == 0
+    left = [name for name in NAMES if name != order[0]]
+    assert sorted(table.rank(ticket, left)) == left  # a replica has gone meanwhile
+
+
 def test_a_lost_replica_is_forgotten(table: RouteTable) -> None:
     ticket, name = send(table, [1])
     table.set_replicas({other: report() for other in NAMES if other != name})

@@ -44,9 +44,8 @@ class _OpenRequest:
     num_tokens: int
     wanted: str | None
     excluded: Collection[str]
-    predicted: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # (cached blocks, work_s) by replica
+    # In the order of the ranking: the replica's cached blocks, and work_s.
+    predicted: dict[str, tuple[int, float]] = field(default_factory=dict)
     replica: str | None = None  # the first of the ranking, then the one that it was sent to
     is_alone: bool = False  # no other request was open there when it was sent
     sent_at: float = 0.0
@@ -101,8 +100,10 @@ class RouteTable:
         """The replicas in the order in which they should be tried. names: at least one."""
         with self._lock:
             request, now = self._requests.get(ticket), self._clock()
-            if request is not None:
-                self._take_back(ticket, request)
+            if request is not None and request.predicted.keys() == set(names):
+                return list(
+                    request.predicted
+                )  # asked again, as all were full: its own blocks are noted by now
             loads = [self._load(name, now) for name in names]
             keys = () if request is None else request.block_keys
             num_tokens = 0 if request is None else request.num_tokens
@@ -110,19 +111,15 @@ class RouteTable:
             ranked = rank_replicas(keys, num_tokens, max(1, self.block_tokens), loads, costs)
             if request is None:
                 return [replica.name for replica in ranked]
-            request.predicted = {
-                replica.name: (replica.num_cached_blocks, replica.work_s) for replica in ranked
-            }
-            order = sorted(
-                (replica.name for replica in ranked),
-                key=lambda name: (name != request.wanted, name in request.excluded),
-            )
-            self._place(ticket, request, order[0], now)  # the next ranking counts it
+            order = sorted(ranked, key=lambda one: (one.name != request.wanted, one.name in request.excluded))
+            request.predicted = {one.name: (one.num_cached_blocks, one.work_s) for one in order}
+            self._take_back(ticket, request)
+            self._place(ticket, request, order[0].name, now)  # the next ranking counts it
             if len({replica.is_loaded for replica in ranked}) > 1:
                 cheapest = min(ranked, key=lambda replica: replica.cost)
                 if cheapest.is_loaded:
                     self.metrics.fallbacks.labels("loaded").inc()
-            return order
+            return list(request.predicted)
 
     def note_sent(self, ticket: int, name: str) -> None:
         """The request of the ticket was sent to the replica, the first of the ranking or another one."""

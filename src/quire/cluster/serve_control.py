@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -28,6 +29,7 @@ __all__ = ["APPLICATION", "ClusterStatus", "cluster_status", "deploy_yaml", "run
 APPLICATION = "quire"
 _OBJECT_STORE_BYTES = 128 << 20  # answers in parts; no tensors go through it
 _POLL_S = 1.0
+_OWN_ERROR = re.compile(r"quire\.errors\.\w+: (.+)")  # in a traceback
 _GRACE_S = 2.0  # in which `stop_cluster` of another process sees that the application has gone
 _START_TRIES = 2  # Ray gives its node 30 s, which a busy machine exceeds now and then
 
@@ -62,16 +64,16 @@ def run_cluster(
     else:
         _connect(ray, address, log_to_driver=settings.server.log_requests)
     is_stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: is_stopping.set())
     try:
         from quire.cluster.serve_app import build
 
         serve.start(http_options={"host": host, "port": port})
-        with _as_quire_error():
+        with _reason_of_start(serve):
             serve.run(build(dict(arguments)), name=APPLICATION, route_prefix="/", blocking=False)
         url = _url(host, port)
         _require_answer(url)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a start is interrupted as any command
+            signal.signal(number, lambda *_: is_stopping.set())
         when_ready(settings, url)
         while not is_stopping.wait(_POLL_S) and APPLICATION in serve.status().applications:
             pass
@@ -79,6 +81,11 @@ def run_cluster(
             serve.delete(APPLICATION)
         else:
             time.sleep(_GRACE_S)
+    except BaseException:
+        if address is not None:  # else it ends with Ray
+            with suppress(Exception):
+                serve.delete(APPLICATION)
+        raise
     finally:
         ray.shutdown()  # ends Ray and Serve too, if this process started them
 
@@ -182,12 +189,15 @@ def _connected(address: str | None) -> Iterator[Any]:
 
 
 @contextmanager
-def _as_quire_error() -> Iterator[None]:
-    """An error of a start as one line with the last reason."""
+def _reason_of_start(serve: Any) -> Iterator[None]:
+    """*raises:* QuireError: a replica did not start, with the reason that its process gave."""
     try:
         yield
     except RuntimeError as error:
-        raise QuireError(f"the replicas did not start: {error}") from error
+        found = serve.status().applications.get(APPLICATION)
+        messages = [] if found is None else [entry.message for entry in found.deployments.values()]
+        own = _OWN_ERROR.search("\n".join(messages))
+        raise QuireError(f"the replicas did not start: {own[1] if own else error}") from error
 
 
 def _require_free(host: str, port: int) -> None:
