@@ -135,18 +135,18 @@ class RemoteTier:
             number = self._stores.begin_trial()
         if number is None:
             raise UnavailableError(f"the store at {self.where} refused to store a short time ago")
-        done = False
+        done = is_there = is_new = False
         try:
             with self._exchange("a store", refusal=self._stores, number=number):
-                is_new = not self._store.refresh(key)
-                if is_new:
-                    self._store.put(key, Record(value, checksum(key, value), index_entry(info)))
+                is_there = self._store.refresh(key)
+                if not is_there:
+                    is_new = self._store.put(key, Record(value, checksum(key, value), index_entry(info)))
             done = True
         finally:
             if trial:
                 (self._stores.record_success if done else self._stores.record_failure)(number)
         self._count("stored", int(is_new))
-        return True
+        return is_there or is_new
 
     def evict(self, key: bytes) -> bool:
         with self._exchange("a removal"):
