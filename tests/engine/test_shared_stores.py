@@ -127,7 +127,7 @@ import json, sys
 from engine.test_shared_stores import answer
 from quire import LLM
 from quire.tiers.stack import TierStack
-TierStack.estimate_seconds = lambda self, num_bytes, tier=None: 0.0
+TierStack.estimate_seconds = lambda self, num_bytes, tier=None, num_segments=1: 0.0
 with LLM(kv_memory="16MiB", remote_cache=sys.argv[1]) as llm:
     json.dump(answer(llm), sys.stdout)
 """

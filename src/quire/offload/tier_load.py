@@ -327,15 +327,18 @@ class TierLoads:
         stop = search.num_tokens(num_in_memory, sequence.max_cached_tokens)
         if is_wanted:
             return stop
-        num_bytes: Counter[str] = Counter()
+        num_bytes, num_segments = Counter[str](), Counter[str]()
         per_token = self._cache.spec.bytes_per_token
         for key, tier in search.chain_behind(num_in_memory):
             if key.start < stop:
                 num_bytes[tier] += per_token * len(key.tokens)
+                num_segments[tier] += 1
         for key, tier in search.states or ():
             if key.end == stop and self._states is not None:
                 num_bytes[tier] += self._states.layout.bytes_per_state
-        load_s = sum(self._stack.estimate_seconds(count, tier) for tier, count in num_bytes.items())
+        load_s = sum(
+            self._stack.estimate_seconds(count, tier, num_segments[tier]) for tier, count in num_bytes.items()
+        )
         loss_s = load_s - self._speeds.compute_s(stop - num_in_memory)
         if loss_s <= 0 or all(
             tier in self._budgeted and self._budget.may_try(tier, loss_s) for tier in num_bytes

@@ -240,13 +240,16 @@ class TierStack:
             if one.name == tier:
                 one.submit(operation, job)
 
-    def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
+    def estimate_seconds(self, num_bytes: int, tier: str | None = None, num_segments: int = 1) -> float:
         """Expected seconds of a load of `num_bytes` of payload from a tier (None: the slowest measured).
 
-        From recent loads, delivery included; before the first, the time of a look-up alone, so that the first load is
-        tried; 0.0 before that.
+        From recent loads, delivery included; before the first, the time of a look-up for each of `num_segments`; 0.0
+        before that.
         """
-        expected = [one.estimate_seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
+        num_turns = -(-num_segments // max(1, self._workers))
+        expected = [
+            one.estimate_seconds(num_bytes, num_turns) for one in self._tiers if tier in (None, one.name)
+        ]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
 
     def round_trips(self) -> dict[str, float]:

@@ -402,11 +402,13 @@ class TierWorker:
         with self._lock:
             self._counts[counter] += by
 
-    def estimate_seconds(self, num_bytes: int) -> float | None:
-        """Expected seconds of a load; before the first those of a look-up; None before that."""
+    def estimate_seconds(self, num_bytes: int, num_turns: int) -> float | None:
+        """Expected seconds of a load; before the first those of a look-up for each turn; None before that."""
         with self._lock:
             each, round_trip = self._loading.seconds_each, self._round_trip.seconds_each
-            return round_trip if each is None else (round_trip or 0.0) + each * num_bytes
+            if each is None:
+                return None if round_trip is None else round_trip * num_turns
+            return (round_trip or 0.0) + each * num_bytes
 
     @property
     def round_trip_s(self) -> float:
