@@ -92,7 +92,7 @@ def test_what_takes_less_time_is_done_load_or_compute(
     engine.cache.reset()
     asked: list[tuple[int, str | None]] = []
 
-    def estimate(num_bytes: int, tier: str | None = None) -> float:
+    def estimate(num_bytes: int, tier: str | None = None, num_segments: int = 1) -> float:
         asked.append((num_bytes, tier))
         return estimate_s
 
@@ -111,7 +111,7 @@ def test_only_what_memory_lacks_counts(known: int, is_loaded: bool, monkeypatch:
     serve(engine, prompt(0))
     engine.cache.reset()
     assert engine.stack is not None
-    monkeypatch.setattr(engine.stack, "estimate_seconds", lambda num_bytes, tier=None: 10.0)
+    monkeypatch.setattr(engine.stack, "estimate_seconds", lambda num_bytes, tier=None, num_segments=1: 10.0)
     monkeypatch.setattr(engine.engine._speeds, "compute_s", lambda num_tokens: 1.0 * num_tokens)
     if known:
         serve(engine, prompt(0, known + 1)[:known])

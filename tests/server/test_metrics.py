@@ -56,7 +56,7 @@ def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path) -> None:
     page = figures(Metrics("tiny").render(stats))
     assert page["quire:hit_tokens_total"] == hits
     counters = ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "promoted", "evicted", "refused")
-    counters += ("dropped", "damaged", "failures", "skipped")
+    counters += ("dropped", "damaged", "failures", "skipped", "not_asked", "not_loaded")
     for name in counters:
         assert page[f"quire:tier_{name}_total"] == {tier: tiers[tier][name] for tier in tiers}
     for name in ("segments", "bytes", "waiting_bytes"):
@@ -73,7 +73,7 @@ def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path) -> None:
 def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
     counts = dict.fromkeys(
         ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "promoted", "evicted", "refused", "dropped",
-         "damaged", "failures", "skipped", "waiting_bytes"), 3
+         "damaged", "failures", "skipped", "not_asked", "not_loaded", "waiting_bytes"), 3
     ) | {"segments": -1, "bytes": -1}  # fmt: skip
     stats = {"tiers": {"remote": counts}, "held": 0, "in_flight": 0, "pinned": 0, "num_blocks": 1}
     page = figures(Metrics("tiny").render(stats))

@@ -17,4 +17,4 @@ __all__ = ["loading_pays"]
 @pytest.fixture(autouse=True)
 def loading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading is expected to take no time."""
-    monkeypatch.setattr(TierStack, "estimate_seconds", lambda self, num_bytes, tier=None: 0.0)
+    monkeypatch.setattr(TierStack, "estimate_seconds", lambda self, num_bytes, tier=None, num_segments=1: 0.0)

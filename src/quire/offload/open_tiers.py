@@ -52,6 +52,7 @@ _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
 _HEADER_BYTES = 1 << 20  # more than a value's header and signature take
 _DISK_BYTES = 8 << 30  # if no disk_cache_size is given
 _TRUST_S = 60.0
+_SHARED = ("remote", "peers")  # tiers that other processes fill, on other machines
 _GREETING_S = 1.5  # a server's time-out and a little, also if resolving its name takes longer
 _SWAP_SHARE = 4  # the KV memory's divisor for swap_memory "auto"
 
@@ -216,7 +217,7 @@ def open_tiers(
         tiers,
         layout,
         max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a large model's state may need it
-        check_finite=("remote", "peers"),
+        check_finite=_SHARED,
         read_only=("peers",),
     )
     for server in _servers(tiers):
@@ -245,7 +246,7 @@ def open_tiers(
         stores.has_readers = True
     return OpenTiers(
         stack,
-        TierLoads(*shared, speeds, states, scores),
+        TierLoads(*shared, speeds, states, scores, _SHARED),
         stores,
         MemoryAhead(storage, cache.block_bytes, _bytes_in_tiers(stack)),
         host=host,

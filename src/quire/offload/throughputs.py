@@ -15,6 +15,8 @@ class Throughputs:
 
     def __init__(self) -> None:
         self._copying, self._computing = Throughput(), Throughput()
+        self.computed_s = 0.0
+        """Seconds of all steps that computed tokens of a prompt."""
 
     def add_copy(self, num_bytes: int, seconds: float) -> None:
         self._copying.add(seconds, num_bytes)
@@ -22,6 +24,7 @@ class Throughputs:
     def add_computation(self, num_tokens: int, seconds: float) -> None:
         """Adds a step that computed tokens of a prompt."""
         self._computing.add(seconds, num_tokens)
+        self.computed_s += seconds
 
     def copy_s(self, num_bytes: int) -> float:
         """Expected seconds to copy `num_bytes`."""

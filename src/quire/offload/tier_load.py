@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from quire.offload.score_stores import ScoreStores
 from quire.offload.states import StateStores, state_keys
 from quire.offload.store import OnSegment
 from quire.offload.throughputs import Throughputs
+from quire.offload.tier_budget import TierBudget
 from quire.step import StepPlan
 from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
@@ -61,7 +62,7 @@ class Search:
     stored: keys found, with their tiers, in order, with gaps. is_seen: the scheduler has found it done, at the
     beginning of a step: a search that ends within a step counts from the next. lookups: those made for it. states: keys
     of the states found, with their tiers; None for a model without state layers. scores: the load of the tokens'
-    scores, for a request that asks for them.
+    scores, for a request that asks for them. excluded: tiers that are not asked.
     """
 
     tokens: np.ndarray
@@ -73,6 +74,7 @@ class Search:
     states: list[tuple[SegmentKey, str]] | None = None
     is_seen: bool = False
     scores: Load | None = None
+    excluded: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -109,12 +111,16 @@ class TierLoad:
     """A load into the blocks of an open sequence. num_in_memory: tokens that were in memory when it began.
 
     state: for a model with state layers, the load of its state, written to `slots` once all segments are there.
+    tier: the one with most of its segments. began_s, ended_s: by the stack's clock; the latter empty until the end.
     """
 
     load: Load
     chain: list[SegmentKey]
     num_in_memory: int
     num_tokens: int
+    tier: str
+    began_s: float
+    ended_s: list[float]
     state: Load | None = None
     slots: tuple[int, ...] = ()
 
@@ -124,7 +130,8 @@ class TierLoad:
 
 
 class TierLoads:
-    """See the module's text. fingerprint: of the model, see `quire.cache.block_hash.root_key`."""
+    """See the module's text. fingerprint: of the model, see `quire.cache.block_hash.root_key`. budgeted: tiers on other
+    machines, which may be slow at any time: their look-ups and trials have a `TierBudget`."""
 
     def __init__(
         self,
@@ -136,6 +143,7 @@ class TierLoads:
         speeds: Throughputs,
         states: StateStores | None = None,
         scores: ScoreStores | None = None,
+        budgeted: Collection[str] = (),
     ) -> None:
         self._cache = cache
         self._states = states
@@ -146,6 +154,8 @@ class TierLoads:
         self._segment_tokens = segment_tokens
         self._node_tokens: int = cache.node_tokens
         self._speeds = speeds
+        self._budget = TierBudget(speeds)
+        self._budgeted = budgeted
         self.changed = threading.Event()
         """Set when a search or a load has ended."""
         self.on_segment: OnSegment | None = None
@@ -156,11 +166,12 @@ class TierLoads:
         """Looks for segments of another model from now on. No search or load may be under way."""
         self._fingerprint = fingerprint
 
-    def search(self, sequence: OffloadedSequence) -> None:
-        """Begins to look the sequence up, in `sequence.search`."""
+    def search(self, sequence: OffloadedSequence, *, is_wanted: bool = False) -> None:
+        """Begins to look the sequence up, in `sequence.search`. is_wanted: every tier is worth its time."""
         request, tokens = sequence.request, sequence.token_ids()
         key = request.key
-        search = self.look_up(tokens, key.namespace, key.extra_keys)
+        excluded = () if is_wanted else self._too_slow_tiers()
+        search = self.look_up(tokens, key.namespace, key.extra_keys, excluded)
         if request.scores is not None and self._scores is not None:
             search.scores = self._scores.load(
                 key.namespace,
@@ -172,10 +183,30 @@ class TierLoads:
             )
         sequence.search = search
 
-    def look_up(self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Search:
-        """Begins to look tokens up."""
+    def _too_slow_tiers(self) -> tuple[str, ...]:
+        """The tiers whose look-ups would make requests wait for too long; counts the request for each."""
+        excluded = tuple(
+            tier
+            for tier, seconds in self._stack.round_trips().items()
+            if tier in self._budgeted and not self._budget.may_look_up(tier, seconds)
+        )
+        for tier in excluded:
+            self._stack.count_not_asked(tier)
+        return excluded
+
+    def look_up(
+        self,
+        tokens: np.ndarray,
+        namespace: bytes,
+        extra_keys: Mapping[int, bytes] | None,
+        excluded: tuple[str, ...] = (),
+    ) -> Search:
+        """Begins to look tokens up in the tiers but `excluded`."""
         search = Search(
-            tokens, tuple(sorted((extra_keys or {}).items())), root_key(self._fingerprint, namespace)
+            tokens,
+            tuple(sorted((extra_keys or {}).items())),
+            root_key(self._fingerprint, namespace),
+            excluded=excluded,
         )
         search.states = None if self._states is None else []
         whole = len(tokens) // self._segment_tokens * self._segment_tokens
@@ -195,8 +226,14 @@ class TierLoads:
         if not keys:
             on_done(())
             return
+
+        def end(lookup: Lookup) -> None:
+            for tier, seconds in lookup.seconds.items():
+                self._budget.add_look_up(tier, seconds)
+            on_done(lookup.tiers)
+
         hashes = [key.hash for key in keys]
-        search.lookups.append(self._stack.lookup(hashes, on_done=lambda lookup: on_done(lookup.tiers)))
+        search.lookups.append(self._stack.lookup(hashes, excluded=search.excluded, on_done=end))
 
     def _look_up_tails(
         self, search: Search, keys: list[SegmentKey], tiers: tuple[str | None, ...], in_memory: int
@@ -290,16 +327,26 @@ class TierLoads:
         stop = search.num_tokens(num_in_memory, sequence.max_cached_tokens)
         if is_wanted:
             return stop
-        num_bytes: Counter[str] = Counter()
+        num_bytes, num_segments = Counter[str](), Counter[str]()
         per_token = self._cache.spec.bytes_per_token
         for key, tier in search.chain_behind(num_in_memory):
             if key.start < stop:
                 num_bytes[tier] += per_token * len(key.tokens)
+                num_segments[tier] += 1
         for key, tier in search.states or ():
             if key.end == stop and self._states is not None:
                 num_bytes[tier] += self._states.layout.bytes_per_state
-        load_s = sum(self._stack.estimate_seconds(count, tier) for tier, count in num_bytes.items())
-        return stop if load_s <= self._speeds.compute_s(stop - num_in_memory) else num_in_memory
+        load_s = sum(
+            self._stack.estimate_seconds(count, tier, num_segments[tier]) for tier, count in num_bytes.items()
+        )
+        loss_s = load_s - self._speeds.compute_s(stop - num_in_memory)
+        if loss_s <= 0 or all(
+            tier in self._budgeted and self._budget.may_try(tier, loss_s) for tier in num_bytes
+        ):
+            return stop
+        for tier in num_bytes:
+            self._stack.count_not_loaded(tier)
+        return num_in_memory
 
     def begin(
         self, sequence: OffloadedSequence, cache_sequence: CacheSequence, plan: StepPlan, num_tokens: int
@@ -312,7 +359,8 @@ class TierLoads:
         self._storage.run_copies(plan)
         search = sequence.search
         assert search is not None
-        chain = [key for key, _ in search.chain_behind(num_in_memory) if key.start < num_tokens]
+        pairs = [pair for pair in search.chain_behind(num_in_memory) if pair[0].start < num_tokens]
+        chain = [key for key, _ in pairs]
         if self.on_segment is not None:
             self._report_segments(self.on_segment, chain, sequence.request.key.namespace, search)
         tables = [cache_sequence.block_table(group) for group in range(self._cache.num_groups)]
@@ -331,14 +379,21 @@ class TierLoads:
             is_whole = num_in_memory <= key.start and key.end <= num_tokens
             return writer.places(key.start // size, key.end // size) if is_whole else None
 
+        began_s, ended_s = self._stack.clock(), list[float]()
+
+        def end(_: Load) -> None:
+            ended_s.append(self._stack.clock())
+            self.changed.set()
+
         load = self._stack.load(
             chain,
             into=write,
             places=places,
-            on_done=lambda _: self.changed.set(),
+            on_done=end,
             cache_priority=sequence.request.cache_priority,
         )
-        sequence.load = TierLoad(load, chain, num_in_memory, num_tokens)
+        [(tier, _)] = Counter(tier for _, tier in pairs).most_common(1) or [("", 0)]
+        sequence.load = TierLoad(load, chain, num_in_memory, num_tokens, tier, began_s, ended_s)
         if isinstance(self._cache, StateCache) and self._states is not None:
             sequence.load.slots = self._cache.slots_to_load(cache_sequence)
             sequence.load.state = self._stack.load(
@@ -376,6 +431,8 @@ class TierLoads:
             self._cache.commit(sequence.cache_sequence, arrived)
             for start, stop, tier in spans:
                 self.loaded_tokens[tier] += stop - start
+        [ended_s] = tier_load.ended_s
+        self._budget.add_load(tier_load.tier, ended_s - tier_load.began_s, arrived - tier_load.num_in_memory)
         sequence.num_computed = arrived
         return spans
 

@@ -50,7 +50,7 @@ class LoadingQueue:
 
     def search(self, sequence: RequestSequence) -> None:
         """Starts the search of the tiers for the prefix of a sequence that begins to wait."""
-        self._loads.search(sequence)
+        self._loads.search(sequence, is_wanted=sequence.request.options.only_loads)
 
     def may_start(self, waiting: list[RequestSequence]) -> bool:
         """True if a tier has content of a waiting sequence. Marks the finished searches as seen, for the whole step: a

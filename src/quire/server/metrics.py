@@ -123,6 +123,8 @@ _TIER_COUNTERS = {
     "damaged": "Segments that failed their check.",
     "failures": "Failed calls.",
     "skipped": "Calls not made while it rested after a failure.",
+    "not_asked": "Requests that it was not asked for, because its look-ups take too long.",
+    "not_loaded": "Prompts that it had and that were computed, because that was expected to be faster.",
 }
 _TIER_GAUGES = {
     "segments": "Segments it holds.",

@@ -105,7 +105,7 @@ class TierStack:
         self.writable_names = tuple(name for name in names if name not in self._read_only)
         self._workers = workers
         self._promote = promote
-        self._clock = clock
+        self.clock = clock
         self._wall_clock = wall_clock
         self.changes = TierChanges()
         """The values that tiers have stored and lost, once recording is on (`TierChanges.record`)."""
@@ -173,9 +173,11 @@ class TierStack:
         keys: Sequence[bytes],
         *,
         every_tier: bool = False,
+        excluded: Collection[str] = (),
         on_done: Callable[[Lookup], None] | None = None,
     ) -> Lookup:
-        """Looks a chain of keys up in the tiers, top down until all are found; every_tier: in all tiers, for reports.
+        """Looks a chain of keys up in the tiers but `excluded`, top down until all are found; every_tier: in all tiers,
+        for reports.
 
         One call of `contains` for each tier; runs before the loads that wait.
         """
@@ -184,7 +186,7 @@ class TierStack:
             self._num_lookups += 1
             self._running.add(lookup)
         if not self._readers.submit(
-            partial(self._run, lookup, lambda: self._run_lookup(lookup, every_tier)), first=True
+            partial(self._run, lookup, lambda: self._run_lookup(lookup, every_tier, excluded)), first=True
         ):
             lookup._end("closed")
         return lookup
@@ -245,18 +247,37 @@ class TierStack:
             if one.name == tier:
                 one.submit(operation, job)
 
-    def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
+    def estimate_seconds(self, num_bytes: int, tier: str | None = None, num_segments: int = 1) -> float:
         """Expected seconds of a load of `num_bytes` of payload from a tier (None: the slowest measured).
 
-        From recent loads, delivery included; 0.0 before the first, so that the first load is tried.
+        From recent loads, delivery included; before the first, the time of a look-up for each of `num_segments`; 0.0
+        before that.
         """
-        expected = [one.estimate_seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
+        num_turns = -(-num_segments // max(1, self._workers))
+        expected = [
+            one.estimate_seconds(num_bytes, num_turns) for one in self._tiers if tier in (None, one.name)
+        ]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
+
+    def round_trips(self) -> dict[str, float]:
+        """By tier, the recent seconds of a look-up; 0.0 before the first."""
+        return {tier.name: tier.round_trip_s for tier in self._tiers}
+
+    def count_not_asked(self, tier: str) -> None:
+        """Counts a request that the tier was not asked for, because its look-ups take too long."""
+        self._worker(tier).count("not_asked")
+
+    def count_not_loaded(self, tier: str) -> None:
+        """Counts a prompt that the tier had and that was computed, because that was expected to be faster."""
+        self._worker(tier).count("not_loaded")
+
+    def _worker(self, name: str) -> TierWorker:
+        return next(tier for tier in self._tiers if tier.name == name)
 
     def losses(self, keys: Sequence[bytes]) -> dict[str, float]:
         """By tier that has evicted one of these values, seconds since the latest such eviction; bounded memory."""
         found: dict[str, float] = {}
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             for key in keys:
                 for tier, at in self._losses.get(key, {}).items():
@@ -267,7 +288,7 @@ class TierStack:
         self.changes.add_lost(tier, keys, reason)
         if reason != "evicted":
             return
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             for key in keys:
                 self._losses.setdefault(key, {})[tier] = now
@@ -330,13 +351,17 @@ class TierStack:
             handle._end("failed")
             raise
 
-    def _run_lookup(self, lookup: Lookup, every_tier: bool) -> None:
+    def _run_lookup(self, lookup: Lookup, every_tier: bool, excluded: Collection[str]) -> None:
         tiers: list[str | None] = [None] * len(lookup.keys)
         for tier in self._tiers:
             if not every_tier and None not in tiers:
                 break
+            if tier.name in excluded:
+                continue
             lookup.current_tier = tier.name
+            started = self.clock()
             found = tier.contains(lookup.keys)
+            lookup.seconds[tier.name] = self.clock() - started
             lookup.num_leading[tier.name] = len(list(takewhile(bool, found)))
             tiers = [
                 name or (tier.name if is_there else None) for name, is_there in zip(tiers, found, strict=True)
@@ -369,7 +394,7 @@ class TierStack:
         """Fetches segments and delivers them; True if all were delivered."""
         num_damaged = self._num_damaged()
         while indices:
-            started = self._clock()
+            started = self.clock()
             keys = load.chain[indices.start : indices.stop]
             found: list[Fetched] = []
             for depth, tier in enumerate(self._tiers):
@@ -391,7 +416,7 @@ class TierStack:
             num_bytes = sum(load.layout.num_bytes(len(key.tokens)) for key in keys[:count])
             num_bytes -= sum(one.payload.nbytes for one in found if one.was_queued)
             if num_bytes:  # concurrent batches share the time
-                tier.add_load_time(num_bytes, (self._clock() - started) / self._num_batches(load))
+                tier.add_load_time(num_bytes, (self.clock() - started) / self._num_batches(load))
             for key, fetched in zip(keys, found, strict=False):
                 info = key.info(cache_priority=cache_priority, owner=owner)
                 outgoing = OutgoingSegment(key, info, fetched.payload, fetched.make, fetched.num_bytes)

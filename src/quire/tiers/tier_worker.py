@@ -41,7 +41,7 @@ __all__ = ["Fetched", "OutgoingSegment", "TierCounts", "TierWorker"]
 
 _log = logging.getLogger("quire")
 _NICE = 5  # storing can wait, a step should not
-_LOADS = ("hits", "misses", "skipped", "loaded_bytes")
+_LOADS = ("hits", "misses", "skipped", "not_asked", "not_loaded", "loaded_bytes")
 _STORES = ("stored", "stored_bytes", "promoted", "refused", "dropped")
 _COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
 
@@ -93,9 +93,11 @@ class TierCounts:
 
     `LLM.stats()["tiers"]`, the report and the metrics use these names. segments, bytes: in the whole tier, -1 if
     unknown. hits, misses: of loads; loaded_bytes: of the hits. skipped: calls not made during the pause after a
-    failure. stored, stored_bytes: accepted stores; promoted: those from a lower tier. refused: stores that the tier
-    declined. dropped: stores that found the queue full, or that `close` gave up. damaged: values that failed their
-    check. failures: calls that raised. evicted: by the tier, for lack of room. latency_s, bytes_per_s: recent
+    failure. not_asked: requests that it was not asked for, because its look-ups take too long; not_loaded: prompts that
+    it had and that were computed, because that was expected to be faster. stored, stored_bytes: accepted stores;
+    promoted: those from a lower tier. refused: stores that the tier declined. dropped: stores that found the queue
+    full, or that `close` gave up. damaged: values that failed their check. failures: calls that raised. evicted: by the
+    tier, for lack of room. latency_s, bytes_per_s: recent
     measurements, 0 before the first.
     """
 
@@ -106,6 +108,8 @@ class TierCounts:
     hits: int
     misses: int
     skipped: int
+    not_asked: int
+    not_loaded: int
     loaded_bytes: int
     stored: int
     stored_bytes: int
@@ -398,11 +402,18 @@ class TierWorker:
         with self._lock:
             self._counts[counter] += by
 
-    def estimate_seconds(self, num_bytes: int) -> float | None:
-        """Expected seconds of a load; None before the first."""
+    def estimate_seconds(self, num_bytes: int, num_turns: int) -> float | None:
+        """Expected seconds of a load; before the first those of a look-up for each turn; None before that."""
         with self._lock:
-            each = self._loading.seconds_each
-            return None if each is None else (self._round_trip.seconds_each or 0.0) + each * num_bytes
+            each, round_trip = self._loading.seconds_each, self._round_trip.seconds_each
+            if each is None:
+                return None if round_trip is None else round_trip * num_turns
+            return (round_trip or 0.0) + each * num_bytes
+
+    @property
+    def round_trip_s(self) -> float:
+        """Recent seconds of a look-up; 0.0 before the first."""
+        return self._round_trip.seconds_each or 0.0
 
     @property
     def num_unanswered(self) -> int:

@@ -65,7 +65,7 @@ class Lookup(TransferHandle["Lookup"]):
 
     tiers: for each key the name of the topmost tier that has it, or None. leading_tiers: the same for the leading keys
         up to the first that no tier has. num_leading: by tier asked, how many leading keys it has by itself.
-        current_tier: the tier asked last, also while the lookup runs; None before its turn.
+        current_tier: the tier asked last, also while the lookup runs; None before its turn. seconds: by tier asked.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Lookup(TransferHandle["Lookup"]):
         self.leading_tiers: tuple[str, ...] = ()
         self.num_leading: dict[str, int] = {}
         self.current_tier: str | None = None
+        self.seconds: dict[str, float] = {}
 
     @property
     def num_found(self) -> int:

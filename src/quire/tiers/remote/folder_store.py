@@ -49,10 +49,6 @@ _MIN_SIZE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class FolderFullError(OSError):
-    """The folder has as much as it may have, until files are evicted."""
-
-
 class FolderStore:
     """See the module's text, and `store.Store`. clock: this machine's, seconds since 1970.
 
@@ -112,9 +108,10 @@ class FolderStore:
             return False
         return self._ttl_s is None or 2 * (self._now() - state.st_mtime) < self._ttl_s
 
-    def put(self, key: bytes, record: Record) -> None:
+    def put(self, key: bytes, record: Record) -> bool:
         parts = pack(record)
-        self._calls.run([partial(self._put, key, parts, start_of(record.info))])
+        [is_stored] = self._calls.run([partial(self._put, key, parts, start_of(record.info))])
+        return is_stored
 
     def delete(self, key: bytes) -> bool:
         [was_there] = self._calls.run([partial(self._delete, key)])
@@ -128,7 +125,7 @@ class FolderStore:
                     yield StoredItem(key, state.st_size, max(0.0, self._now() - state.st_mtime))
 
     def is_refusal(self, error: Exception) -> bool:
-        return isinstance(error, FolderFullError) or getattr(error, "errno", None) in _FULL
+        return getattr(error, "errno", None) in _FULL
 
     def explain_error(self, error: Exception) -> str:
         number = getattr(error, "errno", None)
@@ -191,10 +188,10 @@ class FolderStore:
                 self._files.set_times(path, used_at, state.st_mtime)
         return record
 
-    def _put(self, key: bytes, parts: Sequence[memoryview], start: int) -> None:
+    def _put(self, key: bytes, parts: Sequence[memoryview], start: int) -> bool:
         num_bytes = sum(part.nbytes for part in parts)
         if not self._sweep.has_room(num_bytes):
-            raise FolderFullError("the folder has reached its size, and files are being evicted")
+            return False
         path = self._path(key)
         temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{UNFINISHED}")
         try:
@@ -206,6 +203,7 @@ class FolderStore:
                 self._files.remove(temporary)
             raise
         self._sweep.add(num_bytes)
+        return True
 
     def _write(self, path: Path, parts: Sequence[memoryview]) -> os.stat_result:
         """Writes a new file, and measures the clock of the file system."""

@@ -16,6 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 import urllib3.connection
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from quire.tiers.remote.limited_socket import Allowance, LimitedSocket
 
@@ -40,10 +41,10 @@ class LimitedHttp:
                 self.sock: Any = _HttpSocket(self.sock, allowance)
 
         class HttpPool(urllib3.HTTPConnectionPool):
-            ConnectionCls = LimitedConnection
+            ConnectionCls: Any = LimitedConnection
 
         class TlsPool(urllib3.HTTPSConnectionPool):
-            ConnectionCls = LimitedTlsConnection
+            ConnectionCls: Any = LimitedTlsConnection
 
         self._make_response = import_module("botocore.awsrequest").AWSResponse
         self._allowance = allowance
@@ -59,23 +60,34 @@ class LimitedHttp:
         """A handler of `before-send`. request: botocore's `AWSPreparedRequest`. Returns an `AWSResponse`."""
         seconds = self._allowance.seconds_left()
         headers = {name: _text(value) for name, value in request.headers.items() if name.lower() != "expect"}
-        answer = self._pools.urlopen(
-            request.method,
-            request.url,
-            body=request.body,
-            headers=headers,
-            timeout=urllib3.Timeout(connect=seconds, read=seconds),
-            retries=False,
-            redirect=False,
-            preload_content=False,
-            decode_content=False,
-        )
+        try:
+            answer = self._pools.urlopen(
+                request.method,
+                request.url,
+                body=request.body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=seconds, read=seconds),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        except ConnectTimeoutError as error:
+            if isinstance(error, NewConnectionError):  # refused, not late
+                raise
+            raise TimeoutError from error
         response = self._make_response(request.url, answer.status, answer.headers, answer)
-        if not request.stream_output:
+        if not request.stream_output or answer.status >= 300:
             _ = response.content  # read now, within the exchange
+            answer.release_conn()
         return response
 
     def reset(self) -> None:
+        names = self._pools.pools.keys()  # a container that refuses to be iterated
+        for key in names:
+            pool = self._pools.pools.get(key)
+            if pool is not None:
+                pool.close()
         self._pools.clear()
 
 

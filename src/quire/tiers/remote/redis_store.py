@@ -89,7 +89,7 @@ class RedisStore:
         pipeline.pexpire(_name(key), self._ttl_ms)
         return _number(pipeline.execute()[0]) == 1
 
-    def put(self, key: bytes, record: Record) -> None:
+    def put(self, key: bytes, record: Record) -> bool:
         fields: Any = {b"v": b"".join(record.parts), b"x": record.checksum, b"i": record.info}
         if self._ttl_ms is None:
             _number(self._client.hset(_name(key), mapping=fields))
@@ -98,6 +98,7 @@ class RedisStore:
             pipeline.hset(_name(key), mapping=fields)
             pipeline.pexpire(_name(key), self._ttl_ms)
             _number(pipeline.execute()[0])
+        return True
 
     def delete(self, key: bytes) -> bool:
         return _number(self._client.delete(_name(key))) == 1

@@ -28,7 +28,7 @@ from quire.errors import ArgumentError
 from quire.tiers.circuit_breaker import CircuitBreaker
 from quire.tiers.remote.limited_socket import Allowance
 from quire.tiers.remote.record import checksum, index_entry
-from quire.tiers.remote.store import Record
+from quire.tiers.remote.store import Record, StoredItem
 from quire.tiers.remote.store_url import split_url
 from quire.tiers.remote.stores import MakeStore, open_store
 from quire.tiers.tier import DamagedError, Reason, SegmentInfo, TierError, TierStats, UnavailableError
@@ -135,22 +135,35 @@ class RemoteTier:
             number = self._stores.begin_trial()
         if number is None:
             raise UnavailableError(f"the store at {self.where} refused to store a short time ago")
-        done = False
+        done = is_there = is_new = False
         try:
             with self._exchange("a store", refusal=self._stores, number=number):
-                is_new = not self._store.refresh(key)
-                if is_new:
-                    self._store.put(key, Record(value, checksum(key, value), index_entry(info)))
+                is_there = self._store.refresh(key)
+                if not is_there:
+                    is_new = self._store.put(key, Record(value, checksum(key, value), index_entry(info)))
             done = True
         finally:
             if trial:
                 (self._stores.record_success if done else self._stores.record_failure)(number)
         self._count("stored", int(is_new))
-        return True
+        return is_there or is_new
 
     def evict(self, key: bytes) -> bool:
         with self._exchange("a removal"):
             return self._store.delete(key)
+
+    def items(self) -> Iterator[StoredItem]:
+        """All values, for lists; as long as it takes. *raises:* TierError."""
+        try:
+            yield from self._store.scan()
+        except Exception as error:
+            raise TierError(f"a list at {self.where}: {self._reason(error)}") from error
+
+    def is_damaged(self, key: bytes) -> bool:
+        """Whether there is a value, and it is another than was stored; it stays. *raises:* TierError."""
+        with self._exchange("a load", self._max_value_bytes):
+            [record] = self._store.get([key])
+        return record is not None and record.checksum != checksum(key, record.parts)
 
     def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
         return []  # a shared store is not scanned

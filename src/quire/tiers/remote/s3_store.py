@@ -56,12 +56,12 @@ class S3Store:
         self._allowance = allowance
         boto3 = _boto3()
         config, errors = import_module("botocore.config"), import_module("botocore.exceptions")
-        from urllib3.exceptions import TimeoutError as HttpTimeoutError
+        from urllib3.exceptions import ReadTimeoutError
 
         from quire.tiers.remote.limited_http import LimitedHttp
 
         self._refusals: tuple[type[Exception], ...] = (errors.ClientError,)
-        self.time_outs: tuple[type[Exception], ...] = (TimeoutError, HttpTimeoutError)
+        self.time_outs: tuple[type[Exception], ...] = (TimeoutError, ReadTimeoutError)
         session = boto3.session.Session()
         try:
             self._credentials = session.get_credentials()
@@ -76,10 +76,7 @@ class S3Store:
                     response_checksum_validation="when_required",
                 ),
             )
-        except (
-            BotoCoreError,
-            ValueError,
-        ) as error:  # a broken file of credentials, an endpoint that is no URL
+        except (errors.BotoCoreError, ValueError) as error:  # a broken file, an endpoint that is no URL
             raise ArgumentError(
                 f"expected a bucket that boto3 can open, got: {error} - in `remote_cache`"
             ) from None
@@ -112,8 +109,9 @@ class S3Store:
         age_s = self._age_s(key)
         return age_s is not None and (self._ttl_s is None or 2 * age_s < self._ttl_s)
 
-    def put(self, key: bytes, record: Record) -> None:
+    def put(self, key: bytes, record: Record) -> bool:
         self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=b"".join(pack(record)))
+        return True
 
     def delete(self, key: bytes) -> bool:
         is_there = self._head(key) is not None

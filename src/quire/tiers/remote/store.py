@@ -67,8 +67,8 @@ class Store(Protocol):
         """Notes a use and begins the time to live anew; False: the value is not there, or has to be stored again."""
         ...
 
-    def put(self, key: bytes, record: Record) -> None:
-        """Stores a record whole, or not at all."""
+    def put(self, key: bytes, record: Record) -> bool:
+        """Stores a record whole, or not at all; False: there is no room now."""
         ...
 
     def delete(self, key: bytes) -> bool:
