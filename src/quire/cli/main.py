@@ -23,6 +23,7 @@ from quire.cli.limits import limit_behind
 from quire.cli.plan import plan
 from quire.cli.score import score
 from quire.cli.serve import serve
+from quire.cli.simulate import simulate
 from quire.cli.top import top
 from quire.cli.why import why
 from quire.errors import ArgumentError, CapacityError, QuireError, with_flag_names
@@ -63,6 +64,7 @@ app.command()(plan)
 app.command()(score)
 app.add_typer(cache)
 app.command()(serve)
+app.command()(simulate)
 app.command()(top)
 app.command()(why)
 
