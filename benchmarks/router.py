@@ -7,7 +7,7 @@ The mechanism is that of `quire simulate`: each replica is a `quire.Cache` of it
 tokens that it does not find, at `--token-us` a token. A request arrives at the time of the trace. Routers:
     random, round robin
     longest prefix    the replica that has most of the prompt, the first of equals: sends all to one
-    Ray's rule        our reading of Ray's own router (ray_rule.py)
+    Ray's rule        our reading of the prefix router of ray 2.60 (`RayRule`)
     ours              `quire.cluster.router.rank_replicas`, from digests `--digest-s` old and what it sent itself
     one pool          one cache with the memory of all: the most that routing can find
 
@@ -18,25 +18,71 @@ mean and 99th percentile of seconds until the first token, and microseconds of a
 from __future__ import annotations
 
 import argparse
+import heapq
+import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from eviction import conversation, made_up
 from machine import emit, emit_machine
-from ray_rule import RayRule
 
 from quire.cluster.router import RouteCosts
 from quire.cluster.simulated_routing import RankedRouting
-from quire.simulate import CostLine, Workload
+from quire.simulate import CostLine, TraceRequest, Workload
 from quire.simulate.replay import replay
 from quire.simulate.routing import LongestPrefix, RandomRouting, RoundRobin, Routing
 from quire.simulate.simulated_cache import SimulatedCache
-from quire.simulate.simulated_replica import SimulatedReplica
+from quire.simulate.simulated_replica import ServedRequest, SimulatedReplica
 
 Replicas = list[SimulatedReplica]
+_MATCH_RATE = 0.1  # of Ray's rule
+
+
+class RayRule(Routing):
+    """Ray's rule, as of ray 2.60: our reading of its router by prefixes, with its defaults.
+
+    A tree has the prompts that were routed, with the replicas that each part went to. It forgets none and knows no
+    replica's cache. Candidates for a prompt are
+        the replicas of the deepest node that the prompt reaches, if it matches at least a tenth of the prompt;
+        else those with the smallest part of the tree.
+    The candidate with the fewest requests under way gets the prompt. Queues do not change the candidates. Ray's tree
+    counts characters, ours blocks; a request is under way here until its first token. Ties are drawn at random.
+    """
+
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._generator = random.Random(0)
+        self._replicas_of_block: dict[int, set[str]] = {}  # a block's id stands for the path to it
+        self._num_blocks = {replica.name: 0 for replica in replicas}
+        self._running: dict[str, list[float]] = {
+            replica.name: [] for replica in replicas
+        }  # times of first tokens
+
+    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+        num_matched, names = 0, set(self._num_blocks)
+        for block_id in request.content_ids:
+            if block_id not in self._replicas_of_block:
+                break
+            num_matched, names = num_matched + 1, self._replicas_of_block[block_id]
+        if num_matched < _MATCH_RATE * len(request.content_ids):
+            smallest = min(self._num_blocks.values())
+            names = {name for name, number in self._num_blocks.items() if number == smallest}
+        for running in self._running.values():
+            while running and running[0] <= request.arrival_s:
+                heapq.heappop(running)
+        shortest = min(len(self._running[name]) for name in names)
+        return self._generator.choice(
+            [one for one in replicas if one.name in names and len(self._running[one.name]) == shortest]
+        )
+
+    def note_served(self, request: TraceRequest, served: ServedRequest) -> None:
+        heapq.heappush(self._running[served.replica], request.arrival_s + served.first_token_s)
+        for block_id in request.content_ids:
+            names = self._replicas_of_block.setdefault(block_id, set())
+            self._num_blocks[served.replica] += served.replica not in names
+            names.add(served.replica)
 
 
 def made_replicas(number: int, num_blocks: int, token_s: float, block_tokens: int) -> Replicas:

@@ -23,6 +23,7 @@ WITH_MODEL: dict[str, list[str]] = {
     "plan": [],
     "score": ["a file"],
     "serve": ["--port", "0"],
+    "simulate": ["a trace", "--measure"],
     "why": ["two files"],
 }
 WITHOUT = ("top", "cache ls", "cache prune", "cache rm", "cache verify", "cache weights")
@@ -30,6 +31,7 @@ OWN_ARGUMENT = {
     "generate": ["prompt"],
     "explain": ["prompt"],
     "score": ["files"],
+    "simulate": ["trace"],
     "why": ["first", "second"],
 }
 

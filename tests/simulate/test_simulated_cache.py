@@ -30,7 +30,9 @@ def test_each_hit_is_that_of_a_live_engine(seed: int, num_blocks: int) -> None:
     cache.check()
     assert simulated == live
     unlimited = SimulatedCache(4096)
-    assert sum(live) < BLOCK * sum(unlimited.serve(request, 0.0) for request in workload.requests), "it evicted"
+    assert sum(live) < BLOCK * sum(unlimited.serve(request, 0.0) for request in workload.requests), (
+        "it evicted"
+    )
 
 
 @pytest.mark.parametrize("policy", ["lru", "frequency", "sessions"])

@@ -1,4 +1,4 @@
-"""Traces of agents: read by content, gzipped or not, with sessions; grouped blocks; arguments without use are refused."""
+"""Traces of agents: read by content, gzipped or not, with sessions; grouped blocks; useless arguments are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ SESSIONS: list[dict[str, Any]] = [
     {
         "block_size": 16,
         "requests": [
-            {"t": 0.0, "type": "n", "in": 40, "out": 7, "hash_ids": [5, 6], "stop": "tool_use", "api_time": 1.5},
+            {
+                "t": 0.0,
+                "type": "n",
+                "in": 40,
+                "out": 7,
+                "hash_ids": [5, 6],
+                "stop": "tool_use",
+                "api_time": 1.5,
+            },
             {
                 "t": 2.0,
                 "type": "subagent",
@@ -40,7 +48,9 @@ def written(path: Path, sessions: list[dict[str, Any]] = SESSIONS, *, zipped: bo
 def test_an_agents_trace_has_sessions_with_content_of_their_own(tmp_path: Path, zipped: bool) -> None:
     workload = read_trace(written(tmp_path / "trace", zipped=zipped))
     assert workload.block_tokens == 16
-    assert [(r.arrival_s, r.session, r.num_prompt_tokens, r.num_output_tokens) for r in workload.requests] == [
+    assert [
+        (r.arrival_s, r.session, r.num_prompt_tokens, r.num_output_tokens) for r in workload.requests
+    ] == [
         (0.0, "0", 40, 7),
         (3.0, "0", 20, 1),  # of a sub-agent; an answer has at least one token
         (5.0, "1", 33, 1),
@@ -71,7 +81,9 @@ def test_blocks_are_grouped_and_sessions_begin_as_told(tmp_path: Path) -> None:
         ({"requests": [{"t": 0, "in": 40, "out": 1, "hash_ids": [1]}]}, "1 hash ids for 40 tokens"),
     ],
 )
-def test_a_wrong_session_is_refused_with_its_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_session_is_refused_with_its_line(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     path = written(tmp_path / "trace", [SESSIONS[0], SESSIONS[1] | change])
     with pytest.raises(ArgumentError, match=rf"(?s){message}.*line 2"):
         read_trace(path)
@@ -82,7 +94,9 @@ def test_an_argument_that_a_format_has_no_use_for_is_refused(tmp_path: Path) -> 
     written(agents)
     mooncake.write_text('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n')
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,10\n")
-    with pytest.raises(ArgumentError, match="expected a multiple of 16 tokens, the trace's own block, got 24"):
+    with pytest.raises(
+        ArgumentError, match="expected a multiple of 16 tokens, the trace's own block, got 24"
+    ):
         read_trace(agents, block_tokens=24)
     with pytest.raises(ArgumentError, match=r"expected no session_every_s, got 1\.0"):
         read_trace(mooncake, session_every_s=1.0)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from quire.cluster.routed_blocks import RecentWork, RoutedBlocks
 from quire.cluster.router import BlockTiers, ReplicaLoad, RouteCosts, rank_replicas
+from quire.simulate import TraceRequest
 from quire.simulate.routing import Routing
 from quire.simulate.simulated_replica import ServedRequest, SimulatedReplica
 from quire.simulate.simulated_store import SimulatedStore
-from quire.simulate.workload import TraceRequest
 
 __all__ = ["RankedRouting"]
 

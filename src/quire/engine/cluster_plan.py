@@ -48,9 +48,13 @@ class ClusterPlan:
             f"{self.max_concurrency} requests of {context} tokens at once"
         ]
         if shared_prefix:
-            lines.append(f"the first {shared_prefix} tokens, in each replica: {format_size(self.prefix_bytes)} of that")
+            lines.append(
+                f"the first {shared_prefix} tokens, in each replica: {format_size(self.prefix_bytes)} of that"
+            )
         if self.store_bytes:
-            once = f", the first {shared_prefix} once ({format_size(self.store_prefix_bytes)})" * bool(shared_prefix)
+            once = f", the first {shared_prefix} once ({format_size(self.store_prefix_bytes)})" * bool(
+                shared_prefix
+            )
             lines.append(
                 f"store {format_size(self.store_bytes)}: at most {self.max_store_prompts} prompts of {context} "
                 f"tokens{once}"
