@@ -25,29 +25,22 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
-import json
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from machine import emit, emit_machine
 
-from quire import Cache, KVSpec
-
-
-class Request(NamedTuple):
-    num_tokens: int
-    block_ids: list[int]  # equal ids: equal content since the start
+from quire.simulate import TraceRequest, Workload, read_trace
+from quire.simulate.simulated_cache import SimulatedCache
 
 
 class Trace(NamedTuple):
-    name: str
-    block_tokens: int
-    requests: list[Request]
+    workload: Workload
     capacities: tuple[int, ...]
 
 
@@ -211,12 +204,12 @@ class Gdsf(Policy):
 POLICIES: dict[str, type[Policy]] = {"slru": Slru, "2q": TwoQ, "s3-fifo": S3Fifo, "arc": Arc, "gdsf": Gdsf}
 
 
-def replay(policy: Policy, requests: list[Request]) -> Iterator[int]:
+def replay(policy: Policy, requests: Sequence[TraceRequest]) -> Iterator[int]:
     """The blocks found of each request."""
     parent: dict[int, int] = {}  # of the blocks in the pool; -1 for a first block
     children: dict[int, dict[int, None]] = {}
     for request in requests:
-        path = request.block_ids
+        path = request.content_ids
         num_found = next((at for at, block_id in enumerate(path) if block_id not in parent), len(path))
         yield num_found
         held = set(path[: policy.capacity])
@@ -240,30 +233,13 @@ def replay(policy: Policy, requests: list[Request]) -> Iterator[int]:
             policy.use(block_id)
 
 
-def replay_cache(eviction: str, backend: str, capacity: int, requests: list[Request]) -> Iterator[int]:
-    """The same with `quire.Cache`: a block of the trace is a block of one token."""
-    spec = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8)
-    cache = Cache(spec, num_blocks=capacity, block_size=1, backend=backend, eviction=eviction)
-    for request in requests:
-        path = np.array([*request.block_ids, (1 << 31) - 1], np.int32)  # the last token is always computed
-        sequence = cache.open(path)
-        num_found = sequence.num_cached_tokens
-        yield num_found
-        num_kept = min(len(request.block_ids), capacity)
-        if num_found < num_kept:
-            if cache.reserve([sequence], [num_kept - num_found]) is None:
-                raise RuntimeError(f"expected room for {num_kept} blocks in a pool of {capacity}")
-            cache.commit(sequence, num_kept)
-        cache.close(sequence)
-
-
-def hit_rate(trace: Trace, found: Iterator[int]) -> float:
+def hit_rate(workload: Workload, found: Iterator[int]) -> float:
     """Of the second half of the requests, in tokens."""
     hits = tokens = 0
-    for number, (request, num_found) in enumerate(zip(trace.requests, found, strict=True)):
-        if number >= len(trace.requests) // 2:
-            hits += min(trace.block_tokens * num_found, request.num_tokens)
-            tokens += request.num_tokens
+    for number, (request, num_found) in enumerate(zip(workload.requests, found, strict=True)):
+        if number >= len(workload.requests) // 2:
+            hits += min(workload.block_tokens * num_found, request.num_prompt_tokens)
+            tokens += request.num_prompt_tokens
     return hits / tokens
 
 
@@ -271,35 +247,23 @@ def hit_rate(trace: Trace, found: Iterator[int]) -> float:
 
 
 def conversation(folder: Path) -> Trace:
-    lines = (folder / "mooncake_fast25_conversation.jsonl").read_text().splitlines()
-    requests = [Request(line["input_length"], line["hash_ids"]) for line in map(json.loads, lines)]
-    return Trace("conversation", 512, requests, (1000, 5000, 10_000, 20_000, 30_000, 50_000, 100_000))
+    workload = read_trace(folder / "mooncake_fast25_conversation.jsonl")
+    return Trace(
+        replace(workload, name="conversation"), (1000, 5000, 10_000, 20_000, 30_000, 50_000, 100_000)
+    )
 
 
-def agent_requests(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A session's requests, with those of its sub-agents in their place."""
-    for request in requests:
-        yield from agent_requests(request["requests"]) if request["type"] == "subagent" else [request]
-
-
-def agents(folder: Path) -> Trace:
-    ids: dict[tuple[int, int], int] = {}
-    events: list[tuple[float, Request]] = []
-    with gzip.open(folder / "agentic_claude_code_0001-0120.jsonl.gz", "rt") as file:
-        for number, line in enumerate(file):
-            for request in agent_requests(json.loads(line)["requests"]):
-                block_ids = [
-                    ids.setdefault((number, block), len(ids)) for block in request["hash_ids"][15::16]
-                ]
-                if block_ids:
-                    events.append((5 * number + request["t"], Request(request["in"], block_ids)))
-    events.sort(key=lambda event: event[0])
-    return Trace("agents", 1024, [request for _, request in events], (625, 1250, 1875, 2500, 6250))
+def agents(folder: Path, every_s: float = 5.0) -> Trace:
+    """Of the agents' requests those that have a full block."""
+    path = folder / "agentic_claude_code_0001-0120.jsonl.gz"
+    workload = read_trace(path, block_tokens=1024, session_every_s=every_s)
+    requests = tuple(request for request in workload.requests if request.content_ids)
+    return Trace(replace(workload, name="agents", requests=requests), (625, 1250, 1875, 2500, 6250))
 
 
 def azure_code(folder: Path, is_recent: bool = False) -> Trace:
     rng = np.random.default_rng(0)
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     open_prompts: list[tuple[int, list[int]]] = []  # (length, blocks), the latest last
     num_ids = 0
     with (folder / "azure2023_code.csv").open() as file:
@@ -313,31 +277,27 @@ def azure_code(folder: Path, is_recent: bool = False) -> Trace:
             num_ids += num_new
             open_prompts = [*open_prompts[-511:], (length, block_ids)]
             if block_ids:
-                requests.append(Request(length, block_ids))
-    return Trace(
-        "azure code, recent" if is_recent else "azure code",
-        64,
-        requests,
-        (1000, 5000, 10_000, 20_000, 50_000),
-    )
+                requests.append(TraceRequest(0.0, length, 1, tuple(block_ids)))
+    name = "azure code, recent" if is_recent else "azure code"
+    return Trace(Workload(name, tuple(requests), block_tokens=64), (1000, 5000, 10_000, 20_000, 50_000))
 
 
 def made_up() -> Trace:
-    """64 chats of up to 12 turns, each turn with 3 new blocks, among one-off prompts of 12 blocks."""
+    """64 chats of up to 12 turns, each turn with 3 new blocks, among one-off prompts of 12 blocks, one each 50 ms."""
     rng = np.random.default_rng(0)
     chats = [[0]] * 64
     num_ids = 1
-    requests: list[Request] = []
-    for _ in range(3000):
+    requests: list[TraceRequest] = []
+    for number in range(3000):
         if rng.random() < 0.5:
             path = [0, *range(num_ids, num_ids + 12)]
         else:
-            number = int(rng.integers(64))
-            path = [*chats[number], *range(num_ids, num_ids + 3)]
-            chats[number] = path if len(path) < 36 else [0]
+            chat = int(rng.integers(64))
+            path = [*chats[chat], *range(num_ids, num_ids + 3)]
+            chats[chat] = path if len(path) < 36 else [0]
         num_ids = max(num_ids, path[-1] + 1)
-        requests.append(Request(16 * len(path), path))
-    return Trace("made up", 16, requests, (250, 500, 1000, 2000))
+        requests.append(TraceRequest(0.05 * number, 16 * len(path), 1, tuple(path)))
+    return Trace(Workload("made up", tuple(requests), block_tokens=16), (250, 500, 1000, 2000))
 
 
 def main() -> None:
@@ -361,16 +321,16 @@ def main() -> None:
         if arguments.traces is None:
             parser.error("expected --traces DIR or --quick")
         traces = [make(arguments.traces) for name, make in makers.items() if arguments.trace in (None, name)]
-    for trace in traces:
-        for capacity in trace.capacities:
-            rates = {
-                name: hit_rate(trace, replay_cache(name, arguments.backend, capacity, trace.requests))
-                for name in ("lru", "frequency")
-            }
+    for workload, capacities in traces:
+        for capacity in capacities:
+            rates = {}
+            for name in ("lru", "frequency"):
+                cache = SimulatedCache(capacity, name, backend=arguments.backend)
+                rates[name] = hit_rate(workload, (cache.serve(request, 0.0) for request in workload.requests))
             for name, policy in POLICIES.items():
-                rates[name] = hit_rate(trace, replay(policy(capacity), trace.requests))
+                rates[name] = hit_rate(workload, replay(policy(capacity), workload.requests))
             rounded = {name: round(rate, 4) for name, rate in rates.items()}
-            emit("eviction", trace=trace.name, num_blocks=capacity, **rounded)
+            emit("eviction", trace=workload.name, num_blocks=capacity, **rounded)
 
 
 if __name__ == "__main__":

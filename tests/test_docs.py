@@ -47,6 +47,7 @@ NOT_RUN = {
     "kill %1": "README's main job has a test of its own",
     "python benchmarks/": "minutes; scripts/check-long runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
+    "quire simulate": "needs a public trace; tests/simulate/test_trace_simulation.py",
     "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
     "quire cluster": "needs Ray; tests/cluster/test_on_ray.py",
     "qwen": "comes from npm; scripts/soak agents runs it",

@@ -25,6 +25,7 @@ WITH_MODEL: dict[str, list[str]] = {
     "plan": [],
     "score": ["a file"],
     "serve": ["--port", "0"],
+    "simulate": ["a trace", "--measure"],
     "why": ["two files"],
 }
 WITHOUT = (
@@ -41,6 +42,7 @@ OWN_ARGUMENT = {
     "generate": ["prompt"],
     "explain": ["prompt"],
     "score": ["files"],
+    "simulate": ["trace"],
     "why": ["first", "second"],
 }
 

@@ -24,6 +24,7 @@ from quire.cli.limits import limit_behind
 from quire.cli.plan import plan
 from quire.cli.score import score
 from quire.cli.serve import serve
+from quire.cli.simulate import simulate
 from quire.cli.top import top
 from quire.cli.why import why
 from quire.errors import ArgumentError, CapacityError, QuireError, with_flag_names
@@ -65,6 +66,7 @@ app.command()(score)
 app.add_typer(cache)
 app.add_typer(cluster)
 app.command()(serve)
+app.command()(simulate)
 app.command()(top)
 app.command()(why)
 

@@ -22,7 +22,9 @@ def plan(
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a request, prompt and answer together.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Requests at once.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests at once, over all replicas.")
+    ] = None,
     shared_prefix: Annotated[int, typer.Option(metavar="N", help="Tokens that all requests begin with.")] = 0,
     memory: Annotated[
         str | None,
@@ -41,6 +43,12 @@ def plan(
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(metavar="F", help="Format of keys and values.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="F", help="Format of the weights.")] = None,
+    replicas: Annotated[
+        int, typer.Option(metavar="N", help="Engines, each with such memory or such a card.")
+    ] = 1,
+    store: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a tier that all replicas share.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="A server's file; its [model] is used.")
     ] = None,
@@ -77,6 +85,8 @@ def plan(
         concurrency=concurrency,
         shared_prefix=shared_prefix,
         memory=memory,
+        replicas=replicas,
+        store=store,
         **own,
     )
     if as_json:

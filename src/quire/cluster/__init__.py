@@ -10,7 +10,8 @@ cluster_settings        the arguments of a cluster          scaling          how
 serve_app, serve_router, serve_control   the same on Ray Serve: the only modules that import ray
 
 Others may use
-    router          the ranking of replicas for a request, a pure function
-    routed_blocks   the blocks that each replica is taken to have: its digest, and what was sent there lately
-    cluster_settings, serve_control   a cluster's settings; its start, status and end
+    router                              the ranking of replicas for a request, a pure function
+    routed_blocks                       the blocks that each replica is taken to have
+    simulated_routing                   the ranking as the routing of a simulation
+    cluster_settings, serve_control     a cluster's settings; its start, status and end
 """

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig
+from quire.engine.cluster_plan import ClusterPlan, cluster_plan
 from quire.engine.decode_bound import DecodeBound, decode_bound
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.engine.plan_device import PlanDevice, plan_device
@@ -102,6 +103,7 @@ class Plan:
         decode_bound: the most tokens a second that these requests get; None unless they fit on a card whose bandwidth
             is known.
         support: the level of proof of the model's type and of each format of its weights.
+        cluster: what several such engines hold, and their store; None for one engine without a store.
     """
 
     model: str
@@ -127,6 +129,7 @@ class Plan:
     decode_bound: DecodeBound | None
     rows: tuple[PlanRow, ...] = field(repr=False)
     support: tuple[Support, ...] = field(repr=False)
+    cluster: ClusterPlan | None = None
 
     def num_bytes(self, part: str) -> int:
         """Bytes of all rows of a part."""
@@ -168,6 +171,8 @@ class Plan:
         lines.append(self.verdict)
         if self.decode_bound is not None:
             lines.append(str(self.decode_bound))
+        if self.cluster is not None:
+            lines += self.cluster.lines(self.context, self.shared_prefix)
         if self.reason:
             lines.append(f"why: {self.reason}")
         return lines
@@ -201,6 +206,8 @@ def plan(
     device: str | None = None,
     kv_dtype: str | Mapping[str | int, str] | None = None,
     weights: str | None = None,
+    replicas: int = 1,
+    store: str | int | None = None,
     **options: Any,
 ) -> Plan:
     """The memory and capacity of an engine of `model` with these options, before anything is loaded.
@@ -208,12 +215,14 @@ def plan(
     Args:
         model: None (the embedded one), a folder (config.json is enough), a GGUF file, a Hub id in the local cache.
         context: tokens of a request, prompt and answer together; the most that fits if not given.
-        concurrency: requests at once; the most that fit if not given.
+        concurrency: requests at once, over all replicas; the most that fit if not given.
         shared_prefix: tokens at the beginning that all of them have in common.
         memory: memory of the machine or container, in place of the free memory of this process.
         device: a graphics card such as "h100" (`quire.spec.cards`), which need not be there; one by its sizes, such as
             "mine:40GiB" or "mine:40GiB:1.5TB/s"; "cuda" or "cuda:1", this machine's card; None or "cpu": this machine.
         kv_dtype, weights: as of `LLM`.
+        replicas: engines as this one, each with such memory or such a card; the rows are those of one.
+        store: memory of a tier that all of them share.
         options: as of `LLM` (`config=`: all of them at once).
 
     Raises:
@@ -228,6 +237,7 @@ def plan(
         ("context", context, 1),
         ("concurrency", concurrency, 1),
         ("shared_prefix", shared_prefix, 0),
+        ("replicas", replicas, 1),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
             raise ArgumentError(f"expected an integer of at least {minimum}, got {value!r} - in `{name}`")
@@ -245,7 +255,24 @@ def plan(
         )
     unloaded = _unloaded(config)
     place.require(config, unloaded)
-    return _plan_of(config, unloaded, context, concurrency, shared_prefix, memory, place)
+    store_bytes = 0 if store is None else parse_size(store, where="store")
+    of_each = None if concurrency is None else -(-concurrency // replicas)
+    found = _plan_of(config, unloaded, context, of_each, shared_prefix, memory, place)
+    if replicas == 1 and not store_bytes:
+        return found
+    spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
+    cluster = cluster_plan(
+        kv_layout(found.storage, config, spec, found.context),
+        num_replicas=replicas,
+        context=found.context,
+        shared_prefix=found.shared_prefix,
+        max_concurrency=found.max_concurrency,
+        weights_bytes=found.num_bytes("weights"),
+        kv_bytes=found.budget_bytes,
+        total_bytes=found.total_bytes,
+        store_bytes=store_bytes,
+    )
+    return replace(found, cluster=cluster)
 
 
 def require_room(config: EngineConfig) -> None:

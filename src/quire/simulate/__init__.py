@@ -2,11 +2,15 @@
 
 Others may use the names below, and
     comparison, side_by_side   storages over the same requests: in a table, and step by step
-    plot                       a comparison as a picture
+    plot                       a comparison as a picture, and hit rates
+    simulated_cache, simulated_store, simulated_replica   caches without a model: one, a shared tier, one with a queue
+    routing, replay, trace_simulation                     the choice of a replica; a trace through replicas, in rows
+    measured_cost                                         the cost line of a model on this machine
 """
 
 from quire.simulate.cost_line import CostLine
 from quire.simulate.lengths import Lengths
-from quire.simulate.workload import TraceRequest, Workload, read_trace, synthetic
+from quire.simulate.trace_files import read_trace
+from quire.simulate.workload import TraceRequest, Workload, synthetic
 
 __all__ = ["CostLine", "Lengths", "TraceRequest", "Workload", "read_trace", "synthetic"]

@@ -1,4 +1,5 @@
-"""Plots a comparison as two charts in one file: memory over time, and the memory of one growing sequence.
+"""Plots a comparison as two charts in one file: memory over time, and the memory of one growing sequence; and the hit
+rates of a trace over capacity.
 
 Only this module needs matplotlib (`pip install "quire-kv[plot]"`).
 """
@@ -12,10 +13,11 @@ from typing import Any
 from quire.errors import ArgumentError, BackendError
 from quire.simulate.comparison import Comparison, Run, run_simulated
 from quire.simulate.cost_line import CostLine
+from quire.simulate.trace_simulation import SimulatedRow
 from quire.simulate.workload import TraceRequest, Workload
 from quire.spec import KVSpec
 
-__all__ = ["draw", "require_plotting"]
+__all__ = ["draw", "draw_hit_rates", "require_plotting"]
 
 _MIB = 2**20
 _MAX_TOKENS = 8192  # of the single sequence
@@ -67,6 +69,37 @@ def draw(path: str, comparison: Comparison, runs: dict[str, Run], spec: KVSpec) 
     for axes in (over_time, of_sequence):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_hit_rates(path: str, name: str, rows: list[SimulatedRow]) -> None:
+    """Write the file: a line for each policy and routing, dotted with what the store adds. name: of the trace."""
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for policy, routing in dict.fromkeys((row.policy, row.routing) for row in rows):
+        own = sorted(
+            (row for row in rows if (row.policy, row.routing) == (policy, routing)),
+            key=lambda row: row.num_blocks,
+        )
+        blocks = [row.num_blocks for row in own]
+        rates = [row.figures.hit_rate for row in own]
+        (line,) = axes.plot(blocks, rates, marker="o", label=f"{policy}, {routing}")
+        if any(row.figures.store_rate for row in own):
+            rates = [row.figures.hit_rate + row.figures.store_rate for row in own]
+            axes.plot(
+                blocks,
+                rates,
+                linestyle=":",
+                color=line.get_color(),
+                label=f"{policy}, {routing}, with the store",
+            )
+    axes.set(
+        title=name, xlabel="blocks of a replica", ylabel="prompt tokens found", xscale="log", ylim=(0, 1)
+    )
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
