@@ -1,15 +1,12 @@
-"""Clusters on a real Ray: one from the YAML that `quire cluster yaml` prints, one by `quire cluster serve`."""
+"""A cluster on a real Ray, started by Serve's own command from the YAML that `quire cluster yaml` prints."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.ray_process import START_S, RayProcess, free_port
 from support.until import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own code
@@ -24,61 +22,6 @@ ray = pytest.importorskip("ray", reason="needs quire-kv[cluster]")
 
 LONG = "def add(first, second):\n    return first + second\n" * 12
 BODY = {"prompt": LONG, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-_START_S = 180  # seconds of a busy machine
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Process:
-    """A program in a Ray of its own: its own home (the token lies there) and its own folder of sessions."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        # A session's path is part of a socket's, of at most 107 characters.
-        self.sessions = tempfile.mkdtemp(prefix="q", dir="/tmp")
-        self.environment = {
-            **os.environ,
-            "HOME": str(folder),
-            "RAY_TMPDIR": self.sessions,
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*words], env=self.environment, stdout=log, stderr=log, cwd=folder
-            )
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "quire", *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    def wait_for(self, url: str) -> None:
-        def answers() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                return httpx.get(f"{url}/health", timeout=60).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        until(answers, seconds=_START_S)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        shutil.rmtree(self.sessions, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +34,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     (folder / "cluster.yaml").write_text(printed.stdout)
     serve = str(Path(sys.executable).with_name("serve"))
-    process = Process(folder, serve, "run", "cluster.yaml")
+    process = RayProcess(folder, serve, "run", "cluster.yaml")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOME", "RAY_TMPDIR"):
             patch.setenv(name, process.environment[name])
@@ -128,11 +71,11 @@ def two_replicas(url: str) -> bool:
 
 
 def post(url: str, path: str = "/v1/completions", **more: Any) -> httpx.Response:
-    return httpx.post(f"{url}{path}", json={**BODY, **more}, timeout=_START_S)
+    return httpx.post(f"{url}{path}", json={**BODY, **more}, timeout=START_S)
 
 
 def test_a_prompt_goes_to_the_replica_that_has_it(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
     before = samples(deployed, "vllm:prompt_tokens_total")
     answers = [post(deployed).json() for _ in range(5)]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
@@ -158,10 +101,10 @@ def test_a_stream_has_events_and_one_request_id(deployed: str) -> None:
 
 
 def test_a_replica_killed_in_a_stream_ends_it_with_an_error(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
     lines: list[str] = []
     body = {**BODY, "stream": True, "max_tokens": 1500}
-    with httpx.stream("POST", f"{deployed}/v1/completions", json=body, timeout=_START_S) as answer:
+    with httpx.stream("POST", f"{deployed}/v1/completions", json=body, timeout=START_S) as answer:
         for line in answer.iter_lines():
             if line:
                 lines.append(line)
@@ -174,14 +117,14 @@ def test_a_replica_killed_in_a_stream_ends_it_with_an_error(deployed: str) -> No
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert samples(deployed, "quire:router_broken_streams_total") == {"": 1.0}
     assert post(deployed).status_code == 200
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_whose_replica_is_killed_before_a_byte_is_answered_elsewhere(
     deployed: str, stream: bool
 ) -> None:
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
     before = samples(deployed, "vllm:prompt_tokens_total")
     whole = post(deployed).json()["choices"][0]["text"]
     after = samples(deployed, "vllm:prompt_tokens_total")
@@ -192,17 +135,17 @@ def test_a_request_whose_replica_is_killed_before_a_byte_is_answered_elsewhere(
     asking = threading.Thread(target=lambda: answers.append(post(deployed, stream=stream)))
     asking.start()
     os.kill(pid, signal.SIGKILL)
-    asking.join(_START_S)
+    asking.join(START_S)
     (answer,) = answers
     assert answer.status_code == 200
     assert "replica_lost" not in answer.text
     if not stream:
         assert answer.json()["choices"][0]["text"] == whole
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
 
 
 def test_a_replica_killed_in_decode_is_answered_elsewhere(deployed: str) -> None:
-    until(lambda: two_replicas(deployed), seconds=_START_S)
+    until(lambda: two_replicas(deployed), seconds=START_S)
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(post(deployed, max_tokens=1500)))
     asking.start()
@@ -212,61 +155,10 @@ def test_a_replica_killed_in_decode_is_answered_elsewhere(deployed: str) -> None
         busy[:] = [name for name, number in samples(deployed, "vllm:num_requests_running").items() if number]
         return bool(busy)
 
-    until(is_busy, seconds=_START_S)
+    until(is_busy, seconds=START_S)
     os.kill(pid_of(busy[0]), signal.SIGKILL)
-    asking.join(_START_S)
+    asking.join(START_S)
     (answer,) = answers
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 1500
-    until(lambda: two_replicas(deployed), seconds=_START_S)
-
-
-def test_the_command_scales_shows_and_stops_a_cluster(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("secret\n")
-    keys.chmod(0o600)
-    port = free_port()
-    words = (
-        f"cluster serve --max-replicas 2 --target-requests 1 --scale-up-seconds 0.1 --scale-down-seconds 1 --cpus 0.5 \
-        --kv-memory 32MiB --port {port} --api-key-file {keys}"
-    )
-    process = Process(tmp_path, sys.executable, "-m", "quire", *words.split())
-    url, own = f"http://127.0.0.1:{port}", {"Authorization": "Bearer secret"}
-
-    def num_running() -> int:
-        ran = process.run("cluster", "status", "--json")
-        assert ran.stdout, ran.stderr
-        shown = json.loads(ran.stdout)
-        return shown["replicas"]["engine"].get("RUNNING", 0)
-
-    is_over = threading.Event()
-
-    def ask() -> None:
-        while not is_over.is_set():
-            httpx.post(
-                f"{url}/v1/completions", json={**BODY, "max_tokens": 400}, headers=own, timeout=_START_S
-            )
-
-    try:
-        process.wait_for(url)
-        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code == 401
-        until(lambda: "serving 1 to 2 replicas" in process.log.read_text(), seconds=_START_S)
-        assert num_running() == 1
-        asking = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in asking:
-            thread.start()
-        until(lambda: num_running() == 2, seconds=_START_S)
-        is_over.set()
-        for thread in asking:
-            thread.join()
-        until(lambda: num_running() == 1, seconds=_START_S)
-        assert httpx.post(f"{url}/v1/completions", json=BODY, headers=own, timeout=60).status_code == 200
-        stopped = process.run("cluster", "stop")
-        assert (stopped.returncode, stopped.stderr.strip().splitlines()[-1]) == (0, "stopped")
-        assert process.process.wait(120) == 0, process.log.read_text()
-        gone = process.run("cluster", "status")
-        assert gone.returncode == 2
-        assert "expected the address of a running Ray cluster" in gone.stderr
-    finally:
-        is_over.set()
-        process.end()
+    until(lambda: two_replicas(deployed), seconds=START_S)

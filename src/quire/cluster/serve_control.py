@@ -31,6 +31,7 @@ _OBJECT_STORE_BYTES = 128 << 20  # answers in parts; no tensors go through it
 _POLL_S = 1.0
 _OWN_ERROR = re.compile(r"quire\.errors\.\w+: (.+)")  # in a traceback
 _GRACE_S = 2.0  # in which `stop_cluster` of another process sees that the application has gone
+_CONNECT_TRIES = 3  # a busy machine's Ray does not answer in time now and then
 _START_TRIES = 2  # Ray gives its node 30 s, which a busy machine exceeds now and then
 
 
@@ -168,13 +169,18 @@ def _start_ray(ray: Any, settings: ClusterSettings) -> None:
 
 
 def _connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
-    try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level="ERROR")
-    except ConnectionError as error:
-        raise ArgumentError(
-            f"expected the address of a running Ray cluster, got {address!r}: start one with `ray start --head` or "
-            "`quire cluster serve` - in `address`"
-        ) from error
+    for tries_left in reversed(range(_CONNECT_TRIES)):
+        try:
+            ray.init(address=address, log_to_driver=log_to_driver, logging_level="ERROR")
+            return
+        except ConnectionError as error:
+            ray.shutdown()
+            if not tries_left:
+                raise ArgumentError(
+                    f"expected the address of a running Ray cluster, got {address!r} ({error}): start one with "
+                    "`ray start --head` or `quire cluster serve` - in `address`"
+                ) from error
+            time.sleep(_POLL_S)
 
 
 @contextmanager
