@@ -89,7 +89,7 @@ def failure(remote: RemoteTier, call: str) -> TierError | None:
             case "load":
                 assert remote.load(name.hash) is None
             case "store":
-                remote.store_protocol(name.hash, [memoryview(b"value")], name.info())
+                remote.store(name.hash, [memoryview(b"value")], name.info())
     except TierError as error:
         return error
     return None
