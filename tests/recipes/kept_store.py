@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quire.tiers.by_url import register_store
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 
 SCHEME = "records"
 KEPT: dict[str, dict[bytes, Record]] = {}

@@ -10,7 +10,7 @@ from support.architectures import tiny
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
 from quire.tiers.by_url import register_store, unregister
-from quire.tiers.remote.store import Record
+from quire.tiers.remote.store_protocol import Record
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(400)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -21,7 +21,7 @@ from quire.tiers.remote.folder_store import FolderStore
 from quire.tiers.remote.record import pack
 from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.remote.signed import SignedTier
-from quire.tiers.remote.store import Record
+from quire.tiers.remote.store_protocol import Record
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierError, UnavailableError
 

@@ -13,7 +13,7 @@ tier_worker  one tier of the stack; workers: its threads; throughput: its measur
 Others may use
     tier, stack, tier_worker, tier_changes, transfer   the contract; all tiers; one of them; a load under way
     host, disk.disk_tier, remote.remote_tier           the tiers
-    remote.signed, remote.store, by_url                signed values; the contract of a store; the tier of a URL
+    remote.signed, remote.store_protocol, by_url       signed values; the contract of a store; the tier of a URL
     peers.peer_server, peers.peer_tier                 gives values to peers; fetches them
     disk.disk_folder, disk.disk_index                  the contents of a folder
     segment_key, segment, stored_prefix                a segment's key, its bytes; how far a prompt is stored

@@ -1,4 +1,4 @@
-"""The store in another engine's host memory, see `quire.tiers.remote.store`. It is only read.
+"""The store in another engine's host memory, see `quire.tiers.remote.store_protocol`. It is only read.
 
 Several threads may call at once; each uses a connection of its own, and connections are kept for later calls.
 
@@ -35,7 +35,7 @@ from quire.tiers.peers.peer_wire import (
     receive_into,
 )
 from quire.tiers.remote.limited_socket import Allowance, LimitedSocket
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 
 __all__ = ["PeerStore"]
 

@@ -35,7 +35,7 @@ from quire.tiers.remote.folder_files import FolderFiles
 from quire.tiers.remote.folder_sweep import FolderSweep, key_of, subfolders
 from quire.tiers.remote.limited_socket import Allowance
 from quire.tiers.remote.record import pack, start_of, unpack
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 from quire.tiers.remote.store_url import parse_option_size, take_options
 from quire.tiers.remote.timed_calls import TimedCalls
 
@@ -50,7 +50,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class FolderStore:
-    """See the module's text, and `store.Store`. clock: this machine's, seconds since 1970.
+    """See the module's text, and `store_protocol.Store`. clock: this machine's, seconds since 1970.
 
     *raises:* ArgumentError: an invalid URL.
     """

@@ -30,7 +30,7 @@ class LimitedHttp:
     """See the module's text. endpoint: the server's URL. ca_bundle: a file of certificates; None: the system's."""
 
     def __init__(self, endpoint: str, allowance: Allowance, ca_bundle: str | None = None) -> None:
-        class LimitedConnection(urllib3.connection.HTTPConnection):
+        class LimitedHttpConnection(urllib3.connection.HTTPConnection):
             def connect(self) -> None:
                 super().connect()
                 self.sock: Any = _HttpSocket(self.sock, allowance)
@@ -41,7 +41,7 @@ class LimitedHttp:
                 self.sock: Any = _HttpSocket(self.sock, allowance)
 
         class HttpPool(urllib3.HTTPConnectionPool):
-            ConnectionCls: Any = LimitedConnection
+            ConnectionCls: Any = LimitedHttpConnection
 
         class TlsPool(urllib3.HTTPSConnectionPool):
             ConnectionCls: Any = LimitedTlsConnection
@@ -57,7 +57,7 @@ class LimitedHttp:
         self._pools.pool_classes_by_scheme = {"http": HttpPool, "https": TlsPool}
 
     def send(self, request: Any, **_: Any) -> Any:
-        """A handler of `before-send`. request: botocore's `AWSPreparedRequest`. Returns an `AWSResponse`."""
+        """A handler of `before-send`. request: botocore's prepared request. Returns its response."""
         seconds = self._allowance.seconds_left()
         headers = {name: _text(value) for name, value in request.headers.items() if name.lower() != "expect"}
         try:
@@ -95,10 +95,10 @@ class _HttpSocket(LimitedSocket):
     """A socket that http.client reads from as from a file."""
 
     def makefile(self, mode: str, *_: Any, **__: Any) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self), _BUFFER_BYTES)
+        return io.BufferedReader(_LimitedReader(self), _BUFFER_BYTES)
 
 
-class _Reader(io.RawIOBase):
+class _LimitedReader(io.RawIOBase):
     """Keeps the socket open until it is closed itself, as a socket's own file does."""
 
     def __init__(self, sock: LimitedSocket) -> None:

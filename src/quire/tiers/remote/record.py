@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from quire.tiers.remote.store import Record
+from quire.tiers.remote.store_protocol import Record
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["FRONT_BYTES", "checksum", "index_entry", "pack", "start_of", "unpack"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote.limited_socket import Allowance, LimitedSocket
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 
 if TYPE_CHECKING:
     import redis
@@ -31,7 +31,7 @@ _SCAN_BYTES = 1 << 20
 
 
 class RedisStore:
-    """See the module's text, and `store.Store`. Connects at the first call.
+    """See the module's text, and `store_protocol.Store`. Connects at the first call.
 
     url: redis://[[user]:password@]host[:port][/db], rediss:// for TLS, unix:///path; valkey:// and valkeys:// are the
     same as the first two. connect: makes a connected socket in place of the URL's host, for tests without a network.

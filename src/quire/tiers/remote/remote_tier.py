@@ -1,4 +1,4 @@
-"""The remote tier: values in a store (`store.Store`) shared by all engines with its URL: a server or a folder.
+"""The remote tier: values in a store (`store_protocol.Store`) shared by all engines with its URL: a server or a folder.
 
 The store decides which values it keeps; `ttl_s` lets them expire. A value never changes: engines do not disturb each
 other.
@@ -28,7 +28,7 @@ from quire.errors import ArgumentError
 from quire.tiers.circuit_breaker import CircuitBreaker
 from quire.tiers.remote.limited_socket import Allowance
 from quire.tiers.remote.record import checksum, index_entry
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 from quire.tiers.remote.store_url import split_url
 from quire.tiers.remote.stores import MakeStore, open_store
 from quire.tiers.tier import DamagedError, Reason, SegmentInfo, TierError, TierStats, UnavailableError

@@ -6,8 +6,8 @@
 
 boto3 finds the credentials (environment, shared files, roles) when the store is opened; a URL has none. A bucket has
 no cap and no order of eviction: give it a lifecycle rule. An object's age is the difference of two times of the server
-(`Date`, `Last-Modified`), so the clocks of clients do not matter. An expired value is a miss; a load of its key removes
-it, a store replaces it.
+(of the answer, of the last change), so the clocks of clients do not matter. An expired value is a miss; a load of its
+key removes it, a store replaces it.
 
 Cost: `exists` one HEAD a key and `get` one GET a key, up to 8 at once; `put` one PUT, with one copy and one pass of
 SHA-256 (not over TLS).
@@ -26,7 +26,7 @@ from typing import Any
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote.limited_socket import Allowance
 from quire.tiers.remote.record import pack, unpack
-from quire.tiers.remote.store import Record, StoredItem
+from quire.tiers.remote.store_protocol import Record, StoredItem
 from quire.tiers.remote.store_url import take_options
 from quire.tiers.remote.timed_calls import TimedCalls
 from quire.tiers.tier import TierError
@@ -41,7 +41,7 @@ _LOGINS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"}
 
 
 class S3Store:
-    """See the module's text, and `store.Store`.
+    """See the module's text, and `store_protocol.Store`.
 
     *raises:* BackendError: boto3 is not installed. ArgumentError: an invalid URL. TierError: no credentials.
     """

@@ -1,4 +1,5 @@
-"""The stores by the scheme of their URL. `register` adds one: a file with a class of `store.Store` is enough.
+"""The stores by the scheme of their URL. `by_url.register_store` adds one: a file with a class of
+`store_protocol.Store`.
 
 Cost: a look-up in a dictionary, once for each engine.
 """
@@ -10,7 +11,7 @@ from typing import TypeAlias
 
 from quire.registry import Registry
 from quire.tiers.remote.limited_socket import Allowance
-from quire.tiers.remote.store import Store
+from quire.tiers.remote.store_protocol import Store
 
 __all__ = ["STORES", "MakeStore", "open_store"]
 

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _JOIN_S = 1.0
 
 
-class _Call:
+class _TimedCall:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
         self.done = threading.Event()
@@ -40,7 +40,7 @@ class TimedCalls:
         self._num_threads = num_threads
         self._allowance = allowance
         self._changed = threading.Condition()
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_TimedCall] = deque()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._closed = False
@@ -49,7 +49,7 @@ class TimedCalls:
         """The result of each function, called at once as far as there are threads. *raises:* TimeoutError; the first
         error of a function."""
         seconds, num_bytes = self._allowance.seconds_left(), self._allowance.bytes_left()
-        calls = [_Call(self._within(function, seconds, num_bytes)) for function in functions]
+        calls = [_TimedCall(self._within(function, seconds, num_bytes)) for function in functions]
         with self._changed:
             if self._closed:
                 raise OSError("this store was closed")
