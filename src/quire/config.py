@@ -227,8 +227,8 @@ def parse_speculation(text: Any) -> tuple[str, int] | None:
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name == "mtp":
         raise ArgumentError(
-            f"expected a proposer that this version has, got {text!r}: transformers does not load the weights of a "
-            f"checkpoint's own heads; use {' or '.join(PROPOSERS)}, or model:PATH - in `speculation`"
+            f"expected a proposer that this version has, got {text!r}: the heads of a checkpoint for several "
+            f"tokens are not loaded; use {' or '.join(PROPOSERS)}, or model:PATH - in `speculation`"
         )
     if name == "model":
         if draft_model_of(text) is None:

@@ -12,7 +12,7 @@ from support import state_layers, tiny_llm
 from support.preempted import generate_preempted
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, plan
 from quire.config import draft_model_of, parse_speculation
 from quire.engine.draft_model import DraftModel
 from quire.errors import ArgumentError
@@ -208,3 +208,8 @@ def test_the_option_has_a_path_and_a_number() -> None:
         assert draft_model_of(text) == path
         assert parse_speculation(text) == ("model", number)
     assert draft_model_of("ngram:4") is None
+
+
+def test_a_plan_refuses_a_draft_model_by_name() -> None:
+    with pytest.raises(ArgumentError, match="a plan does not count a draft model"):
+        plan(speculation="model:folder:4")

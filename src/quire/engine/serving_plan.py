@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
-from quire.config import EngineConfig
+from quire.config import EngineConfig, draft_model_of
 from quire.engine.cluster_plan import ClusterPlan, cluster_plan
 from quire.engine.decode_bound import DecodeBound, decode_bound
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
@@ -233,6 +233,11 @@ def plan(
     config = EngineConfig.from_arguments(model, options)
     forms = {"kv_dtype": kv_dtype, "weights": weights}
     config = replace(config, **{name: value for name, value in forms.items() if value is not None})
+    if draft_model_of(config.speculation) is not None:
+        raise ArgumentError(
+            f"expected a plan of one model, got {config.speculation!r}: a plan does not count a draft model; plan each "
+            "model by itself with speculation off - in `speculation`"
+        )
     for name, value, minimum in (
         ("context", context, 1),
         ("concurrency", concurrency, 1),

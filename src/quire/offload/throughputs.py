@@ -8,6 +8,7 @@ __all__ = ["Throughputs"]
 
 _SECONDS_PER_BYTE = 1 / 4e9  # before the first copy
 _SECONDS_PER_TOKEN = 1e-3  # before the first prompt
+_LEAST_TOKENS = 16  # of a step that tells the seconds of a token: one of fewer costs about as much as one of a single token
 
 
 class Throughputs:
@@ -23,7 +24,8 @@ class Throughputs:
 
     def add_computation(self, num_tokens: int, seconds: float) -> None:
         """Adds a step that computed tokens of a prompt."""
-        self._computing.add(seconds, num_tokens)
+        if num_tokens >= _LEAST_TOKENS:
+            self._computing.add(seconds, num_tokens)
         self.computed_s += seconds
 
     def copy_s(self, num_bytes: int) -> float:
