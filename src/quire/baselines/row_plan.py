@@ -1,7 +1,8 @@
 """The plan of a step for contiguous sequences: a table has one entry, the beginning of the sequence's range.
 
 A slot is `entry * row_tokens + position`. In a step with beams of a `SharedPlace` a table has an entry for each token,
-which is its slot as well. All tables lie one after another in one matrix; a table's part is made at its first reading. See `step.GroupPlan` for every field's shape and dtype. Immutable.
+which is its slot as well. All tables lie one after another in one matrix; a table's part is made at its first reading.
+See `step.GroupPlan` for every field's shape and dtype. Immutable.
 """
 
 from __future__ import annotations
