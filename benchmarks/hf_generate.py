@@ -34,6 +34,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from quire.hf import QuireCache, accelerate
+from quire.model.cache_keyword import cache_keyword
 
 WAYS = (
     "dynamic",
@@ -114,7 +115,7 @@ def take_turn(model: PreTrainedModel, kind: str, context: int, steps: int) -> Tu
     cast(Any, model).generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{str(cache_keyword(model.forward)): cache},
         max_new_tokens=steps,
         min_new_tokens=steps,
         do_sample=False,

@@ -2,12 +2,11 @@
 
 Look at the texts: the first three ways give the same one. Look at the seconds: `accelerate` runs Quire's kernels. The
 fork continues the same prompt in another direction: it computes only the tokens that are new, and shares the memory of
-the others. Run: python examples/drop_in.py [MODEL]
+the others. Before transformers 5.24 the argument is `past_key_values=cache`. Run: python examples/drop_in.py [MODEL]
 """
 
 import sys
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quire.hf import QuireCache, accelerate
 from quire.weights.load import EMBEDDED
 
-warnings.simplefilter("ignore", FutureWarning)  # from transformers 5.24 on the keyword may be `cache`
 PROMPT = (
     "".join(f"def value_{i}(self):\n    return self._value[{i}]\n\n\n" for i in range(40))
     + "def size(self):\n"
@@ -34,7 +32,7 @@ def main(name=str(EMBEDDED)):
     def generate(title, ids, cache=None):
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         started = time.perf_counter()
-        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NUM_NEW, do_sample=False)
+        out = model.generate(**inputs, cache=cache, max_new_tokens=NUM_NEW, do_sample=False)
         new = out[0, ids.shape[1] :].tolist()
         print(f"{title:<26} {time.perf_counter() - started:5.2f} s  {tokenizer.decode(new)[:56]!r}")
         return new

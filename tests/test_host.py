@@ -165,6 +165,7 @@ with LLM(num_threads=1, max_model_len=1024, kv_memory="64MiB") as llm:
 
     threads_started_during(streams)
 from transformers import AutoModelForCausalLM
+from quire.model.cache_keyword import cache_keyword
 from quire.weights.load import EMBEDDED
 
 model = AutoModelForCausalLM.from_pretrained(EMBEDDED)
@@ -173,7 +174,7 @@ options = {"max_new_tokens": 600, "eos_token_id": None, "do_sample": False}
 threads_started_during(
     lambda is_over: model.generate(
         torch.tensor([[1, 2, 3]]),
-        past_key_values=QuireCache(model.config),
+        **{cache_keyword(model.forward): QuireCache(model.config)},
         stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), is_over())],
         **options,
     )

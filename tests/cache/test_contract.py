@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import pytest
 
 import quire
+from quire.baselines.row import Row
 from quire.baselines.row_cache import RowCache
-from quire.baselines.row_space import Row
 from quire.cache.cache import Cache, Sequence
 from quire.cache.manager import block_manager
 from quire.cache.manager.block_manager import PythonBlockManager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import hf_case
+from support.cache_argument import CACHE
 from support.card import card, counted
 from support.hf_case import MODES, as_lists, expected, model_of, prompts, quire_cache
 from transformers import DynamicCache, PreTrainedModel
@@ -64,7 +65,7 @@ def test_another_cache_is_served_by_the_models_own_forward(on_card: Any) -> None
     assert as_lists(MODES["greedy"](model, lambda: DynamicCache(config=model.config))) == wanted
     ids = hf_case.prompts()[0]
     with torch.no_grad(), pytest.raises(ArgumentError, match="which runs the model, reads"):
-        model(ids, past_key_values=quire_cache(model))
+        model(ids, **{CACHE: quire_cache(model)})
 
 
 def test_a_model_of_the_host_is_lent_to_the_card(device: torch.device) -> None:
@@ -86,12 +87,12 @@ def test_a_file_goes_from_the_card_to_the_host(on_card: Any, tmp_path: Path) -> 
     cache = cache_of(model)
     ids, _ = hf_case.prompts()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     cache.save(tmp_path / "one.kv")
     host: Any = QuireCache.load(tmp_path / "one.kv", model_of("llama"))
     with torch.no_grad():
         want = DynamicCache(config=model.config)
-        model(ids, past_key_values=want)
+        model(ids, **{CACHE: want})
     for (k, v, _), (k_twin, v_twin, _) in zip(host, want, strict=True):
         torch.testing.assert_close(k, k_twin.cpu(), atol=1e-4, rtol=0)
         torch.testing.assert_close(v, v_twin.cpu(), atol=1e-4, rtol=0)
@@ -106,7 +107,7 @@ def test_logits_stay_on_the_card(on_card: Any) -> None:
     with torch.inference_mode():
         for _ in range(3):
             with counted() as counts:
-                logits = model(ids, past_key_values=cache).logits
+                logits = model(ids, **{CACHE: cache}).logits
             assert logits.device == ids.device
             assert (counts.to_card, counts.to_host, counts.to_host_bytes) == (1, 2, ids.nbytes + 8)
             assert counts.races == 0

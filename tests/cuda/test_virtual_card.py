@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import hf_case
+from support.cache_argument import CACHE
 from support.driver_device import DriverDevice, driver_device
 from support.fake_driver import OUT_OF_MEMORY, UNKNOWN, FakeDriver
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
@@ -537,9 +538,9 @@ def test_a_cache_grows_without_a_copy_and_forks_copy_on_write(card: tuple[Driver
     cache = hf_case.quire_cache(model, "virtual", backend="driver", max_length=4096)
     ids = torch.randint(3, 120, (1, 300), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        model(input_ids=ids[:, :100], past_key_values=cache)
+        model(input_ids=ids[:, :100], **{CACHE: cache})
         before, taken = cache.layers[0].keys, device.pool.num_in_use
-        model(input_ids=ids[:, 100:], past_key_values=cache)
+        model(input_ids=ids[:, 100:], **{CACHE: cache})
         after = cache.layers[0].keys
         assert after.data_ptr() == before.data_ptr()
         assert device.pool.num_in_use > taken
@@ -550,11 +551,11 @@ def test_a_cache_grows_without_a_copy_and_forks_copy_on_write(card: tuple[Driver
         theirs = fork.layers[0].keys
         assert theirs.data_ptr() != after.data_ptr()
         assert driver.handle_at(theirs.data_ptr()) == driver.handle_at(after.data_ptr()) > 0
-        model(input_ids=ids[:, :1], past_key_values=fork)
+        model(input_ids=ids[:, :1], **{CACHE: fork})
         assert driver.calls("cuMemcpyDtoDAsync") > 0  # of the pieces that the fork wrote to
         assert torch.equal(fork.layers[0].keys[:, :, :300], cache.layers[0].keys)
         twin = DynamicCache(config=model.config)
-        model(input_ids=ids, past_key_values=twin)
+        model(input_ids=ids, **{CACHE: twin})
         torch.testing.assert_close(cache.layers[0].keys, twin.layers[0].keys, atol=1e-4, rtol=1e-4)
     del before, after, theirs
     fork.reset()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import gguf_case, quantized_checkpoints, tiny_llm
 from support.architectures import tiny
+from support.cache_argument import CACHE
 from support.preempted import generate_preempted
 from support.state_layers import tiny_model
 
@@ -152,4 +153,4 @@ def test_generate_of_transformers() -> None:
         model = tiny_model(name) if name == "bamba" else tiny(name)
         accelerate(model, backend="python")
         cache = QuireCache(model.config, kv_memory="4MiB", storage=storage, backend="python")
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)

@@ -19,9 +19,10 @@ from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
 from quire.memory.placement import unsupported_reason
 
-STORAGES: list[dict[str, str]] = [{"storage": "paged"}]
+STORAGES: list[dict[str, str]] = [{"storage": name} for name in ("paged", "growing", "contiguous")]
 if unsupported_reason() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
+ELASTIC = ("paged", "virtual")  # their memory can be resized, and sequences swapped
 EMBEDDED = Path(quire.weights.__file__).parent / "embedded"
 ENDS = [7, 9, 11, 50, 60, 70, 80, 90, 100, 110, 120, 130]
 STATES = ["qwen3_5_text", "falcon_mamba"]  # with state layers: a fork copies a state slot
@@ -69,7 +70,9 @@ def check(output: Any, expected: list[tuple[list[int], float]], ends: list[int])
         pytest.param(name, storage, id=f"{name}-{storage['storage']}")
         for name in ["qwen3", "gemma3_text", "deepseek_v3", "gpt_oss", *STATES]
         for storage in STORAGES
-        if (name, storage["storage"]) != ("falcon_mamba", "virtual")  # it has no keys and values to map
+        if name not in STATES
+        or storage["storage"] == "paged"
+        or (name, storage["storage"]) == (STATES[0], "virtual")
     ],
 )
 def test_answers_are_those_of_generate(name: str, storage: dict[str, str]) -> None:
@@ -222,7 +225,50 @@ def test_reordering_moves_tables_and_copies_only_partial_blocks(backend: str) ->
     assert all(num_copies <= max(0, num_beams - 1) for num_beams, num_copies in copied)
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
+@pytest.mark.parametrize("storage", ["growing", "contiguous"])
+def test_preempted_beams_of_storages_in_one_piece_resume_with_the_same_answers(storage: str) -> None:
+    """In memory for little more than one sequence: a beam that waits is computed anew in a place of its own."""
+    prompts = [[(7 * i + j) % 90 + 5 for j in range(20 + 5 * i)] for i in range(5)]
+    params = SamplingParams(beam_width=4, n=4, max_tokens=24, ignore_eos=True)
+    with tiny_llm.llm() as llm:
+        alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    with tiny_llm.llm(storage=storage, kv_memory="32KiB", max_model_len=64, max_num_seqs=12) as llm:
+        together = llm.generate(prompts, params)
+        assert llm.stats()["num_preemptions"] > 0
+        llm.cache.check()
+        assert llm.stats()["held"] == 0
+    for one, other in zip(alone, together, strict=True):
+        assert [(c.token_ids, c.score) for c in one.outputs] == [
+            (c.token_ids, c.score) for c in other.outputs
+        ]
+
+
+@pytest.mark.parametrize("storage", ["growing", "contiguous"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 8}, {"kv_dtype": "int8"}], ids=["float32", "window", "int8"]
+)
+def test_beams_of_a_shared_place_have_the_bits_of_paged_and_move_nothing(
+    storage: str, backend: str, options: dict[str, Any]
+) -> None:
+    """Through further extents of the place, beside requests without beams."""
+    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    params = [SamplingParams(beam_width=4, n=4, max_tokens=40, ignore_eos=True), greedy, greedy]
+    prompts = [PROMPT * 3, PROMPT, PROMPT[:5]]
+    answers = []
+    for name in ("paged", storage):
+        with tiny_llm.llm(storage=name, backend=backend, max_model_len=128, **options) as llm:
+            found = llm.generate(prompts, params)
+            llm.cache.check()
+            assert llm.stats()["held"] == 0
+            assert name == "paged" or llm.cache.stats()["moved_tokens"] == 0
+        answers.append([[(c.token_ids, c.score) for c in one.outputs] for one in found])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "storage", [s for s in STORAGES if s["storage"] in ELASTIC], ids=lambda s: s["storage"]
+)
 @pytest.mark.parametrize(
     "options", [{}, {"preemption": "swap", "swap_memory": "1MiB"}], ids=["recompute", "swap"]
 )
@@ -314,12 +360,3 @@ def test_an_aborted_search_shows_its_best_beams_and_holds_nothing() -> None:
 def test_parameters_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         SamplingParams(**params)
-
-
-@pytest.mark.parametrize("storage", ["contiguous", "growing"])
-def test_storages_that_would_copy_beams_refuse_them(storage: str) -> None:
-    with (
-        tiny_llm.llm(storage=storage) as llm,
-        pytest.raises(ArgumentError, match="use storage paged or virtual - in `beam_width`"),
-    ):
-        llm.generate([PROMPT], SamplingParams(beam_width=2))

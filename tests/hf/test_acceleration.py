@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.architectures import CORE
+from support.cache_argument import CACHE
 from support.hf_case import (
     MODES,
     STORAGES,
@@ -96,10 +97,10 @@ def test_windows_and_chunks_on_plain_memory(storage: str, monkeypatch: pytest.Mo
         model = model_of(name)
         ids = prompts()[0][1:2]
         options = {"max_new_tokens": 170, "min_new_tokens": 170, "do_sample": False}
-        want = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        want = model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, **options)
         with _accelerated(model):
             counter = _Counter(monkeypatch)
-            got = model.generate(ids, past_key_values=quire_cache(model, storage), **options)
+            got = model.generate(ids, **{CACHE: quire_cache(model, storage)}, **options)
             assert torch.equal(got, want)
             assert counter.count == 170
 
@@ -108,9 +109,9 @@ def test_logits_are_those_of_the_model() -> None:
     model = model_of("qwen3")
     ids, mask = prompts()
     with torch.no_grad():
-        want = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
+        want = model(ids, attention_mask=mask, **{CACHE: DynamicCache(config=model.config)}).logits
         with _accelerated(model):
-            whole = model(ids, attention_mask=mask, past_key_values=quire_cache(model), use_cache=True).logits
+            whole = model(ids, attention_mask=mask, **{CACHE: quire_cache(model)}, use_cache=True).logits
             last = model(ids, mask, None, quire_cache(model), logits_to_keep=2).logits  # by position
     real = mask.bool()
     torch.testing.assert_close(whole[real], want[real], atol=1e-4, rtol=0)
@@ -133,8 +134,8 @@ def test_what_a_step_does_not_give_is_the_models_own(monkeypatch: pytest.MonkeyP
             {"return_dict": False},
         ):
             cache = quire_cache(model)
-            got = model(ids, past_key_values=cache, use_cache=True, **options)
-            want = model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, **options)
+            got = model(ids, **{CACHE: cache}, use_cache=True, **options)
+            want = model(ids, **{CACHE: DynamicCache(config=model.config)}, use_cache=True, **options)
             assert torch.equal(
                 got[1] if "labels" in options else got[0], want[1] if "labels" in options else want[0]
             )
@@ -143,15 +144,15 @@ def test_what_a_step_does_not_give_is_the_models_own(monkeypatch: pytest.MonkeyP
         assert counter.count == 0
         # And a cache goes on from either: padding is zeros, not what memory held.
         cache = quire_cache(model)
-        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True)
         assert counter.count == 1
         twin = DynamicCache(config=model.config)
-        model(ids, attention_mask=mask, past_key_values=twin, use_cache=True)
+        model(ids, attention_mask=mask, **{CACHE: twin}, use_cache=True)
         longer = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
         position = longer.sum(1, keepdim=True) - 1
         outputs = [
             model(
-                torch.full((3, 1), 9), attention_mask=longer, position_ids=position, past_key_values=one,
+                torch.full((3, 1), 9), attention_mask=longer, position_ids=position, **{CACHE: one},
                 use_cache=True, output_hidden_states=True,
             ).logits
             for one in (cache, twin)
@@ -168,10 +169,10 @@ def test_logits_are_nobody_elses_in_any_mode() -> None:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 cache = quire_cache(model)
-                padded = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
-                whole = [model(ids, past_key_values=quire_cache(model), use_cache=True).logits for _ in "ab"]
+                padded = model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits
+                whole = [model(ids, **{CACHE: quire_cache(model)}, use_cache=True).logits for _ in "ab"]
                 kept = whole[0].clone()
-                model(ids.flip(1), past_key_values=quire_cache(model), use_cache=True)
+                model(ids.flip(1), **{CACHE: quire_cache(model)}, use_cache=True)
             assert not padded.is_inference()
             assert not whole[0].is_inference()
             assert torch.equal(whole[0], kept)
@@ -189,7 +190,7 @@ def test_a_cache_that_was_emptied_takes_another_batch(storage: str) -> None:
 
         def tokens(cache: Any, rows: slice) -> list[list[int]]:
             options = {"attention_mask": mask[rows], "max_new_tokens": 4, "do_sample": False}
-            return as_lists(cast(Any, model).generate(ids[rows], past_key_values=cache, **options))
+            return as_lists(cast(Any, model).generate(ids[rows], **{CACHE: cache}, **options))
 
         cache = quire_cache(model, storage)
         for rows in (slice(1, 2), slice(0, 3), slice(0, 2)):
@@ -229,7 +230,7 @@ def test_generate_has_one_torch_thread_beside_the_kernels(monkeypatch: pytest.Mo
     def between(cache: Any, **options: Any) -> set[int]:
         threads = _Threads()
         options = {"max_new_tokens": 3, **options}
-        cast(Any, model).generate(ids, past_key_values=cache, do_sample=False, streamer=threads, **options)
+        cast(Any, model).generate(ids, **{CACHE: cache}, do_sample=False, streamer=threads, **options)
         assert torch.get_num_threads() == 3
         return threads.seen
 
@@ -297,10 +298,10 @@ def test_memory_is_not_held_by_the_accelerated_model() -> None:
     with _accelerated(model):
         cache = quire_cache(model)
         memory = cache.memory
-        model.generate(prompts()[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+        model.generate(prompts()[0], **{CACHE: cache}, max_new_tokens=3, do_sample=False)
         cache.reset()
         assert memory.used_bytes == 0
-        model.generate(prompts()[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+        model.generate(prompts()[0], **{CACHE: cache}, max_new_tokens=3, do_sample=False)
         assert memory.used_bytes > 0
         del cache
         gc.collect()

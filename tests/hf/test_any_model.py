@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import tiny
+from support.cache_argument import CACHE
 from support.every_type import build, tiny_config
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +29,7 @@ IDS = torch.randint(3, 131, (3, 21), generator=torch.Generator().manual_seed(11)
 
 
 def _generate(model: Any, cache: Any = None, num_new: int = 9, **inputs: Any) -> list[list[int]]:
-    options = {} if cache is None else {"past_key_values": cache}
+    options = {} if cache is None else {CACHE: cache}
     inputs = inputs or {"inputs": IDS, "attention_mask": torch.ones_like(IDS)}
     return model.generate(
         **inputs, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, pad_token_id=0, **options

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.adapters import add_adapter, disable_adapters, enable_adapters, set_adapter
 from support.architectures import tiny
+from support.cache_argument import CACHE
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -32,9 +33,7 @@ def make() -> Any:
 
 
 def tokens(model: Any, quire: bool = False) -> list[list[int]]:
-    options: dict[str, Any] = (
-        {"past_key_values": QuireCache(model.config, kv_memory="16MiB")} if quire else {}
-    )
+    options: dict[str, Any] = {CACHE: QuireCache(model.config, kv_memory="16MiB")} if quire else {}
     return model.generate(
         input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=8, do_sample=False, **options
     ).tolist()
@@ -223,7 +222,7 @@ def test_a_forward_outside_of_generate_looks_first() -> None:
     for one in (model, plain):
         linears(one)[0].weight.data.mul_(3.0)
     with torch.no_grad():
-        got = model(IDS, past_key_values=QuireCache(model.config, kv_memory="16MiB")).logits
+        got = model(IDS, **{CACHE: QuireCache(model.config, kv_memory="16MiB")}).logits
         torch.testing.assert_close(got, plain(IDS).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -283,7 +282,7 @@ def test_autocast_is_followed_or_refused() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
         with pytest.raises(ArgumentError, match=r"torch\.autocast"):
-            model(IDS, past_key_values=QuireCache(model.config, kv_memory="16MiB"))
+            model(IDS, **{CACHE: QuireCache(model.config, kv_memory="16MiB")})
 
 
 class Scaled(torch.Tensor):
@@ -366,7 +365,7 @@ def test_a_saved_cache_is_of_the_adapter_that_was_on(tmp_path: Path) -> None:
     accelerate(model)
     cache = QuireCache(model.config, kv_memory="16MiB")
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
     cache.save(tmp_path / "cache")
     assert QuireCache.load(tmp_path / "cache", model).get_seq_length() == 9
     with no_adapters(model), pytest.raises(LoadError, match="adapters on or off"):
@@ -398,6 +397,6 @@ def test_a_compiled_model_with_a_quire_cache_is_refused_and_goes_on_without() ->
     compiled: Any = torch.compile(model, backend="eager")
     with torch.no_grad():
         with pytest.raises(ArgumentError, match="not compiled"):
-            compiled(IDS, past_key_values=QuireCache(model.config, kv_memory="16MiB"))
-        got = model(IDS, past_key_values=QuireCache(model.config, kv_memory="16MiB")).logits
+            compiled(IDS, **{CACHE: QuireCache(model.config, kv_memory="16MiB")})
+        got = model(IDS, **{CACHE: QuireCache(model.config, kv_memory="16MiB")}).logits
         torch.testing.assert_close(got, plain(IDS).logits, atol=1e-4, rtol=1e-4)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.forked import in_child, refusal
 from support.hf_case import STORAGES, model_of, quire_cache
 from transformers import DynamicCache
@@ -27,14 +28,14 @@ IDS = torch.randint(3, 120, (1, 40), generator=torch.Generator().manual_seed(5))
 
 def ask(model: Any, cache: Any) -> list[int]:
     return model.generate(
-        IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=5, do_sample=False
+        IDS, attention_mask=torch.ones_like(IDS), **{CACHE: cache}, max_new_tokens=5, do_sample=False
     )[0].tolist()  # fmt: skip
 
 
 def filled(model: Any, storage: str = "virtual") -> QuireCache:
     cache = quire_cache(model, storage)
     with torch.no_grad():
-        model(IDS[:, :37], past_key_values=cache, use_cache=True)
+        model(IDS[:, :37], **{CACHE: cache}, use_cache=True)
     return cache
 
 

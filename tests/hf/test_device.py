@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.fake_device import FakeDevice, OnDevice, registered
 from support.hf_case import MODES, as_lists, expected, model_of, prompts, quire_cache
 from transformers import DynamicCache, PreTrainedModel
@@ -78,10 +79,10 @@ def test_buffers_that_grow_are_copied_by_the_device(device: FakeDevice) -> None:
     steps = torch.randint(3, 120, (3, 2, 90), generator=torch.Generator().manual_seed(5))
     twin = DynamicCache(config=model.config)
     with torch.no_grad():
-        want = [model(ids, past_key_values=twin).logits for ids in steps]
+        want = [model(ids, **{CACHE: twin}).logits for ids in steps]
         with accelerated("gemma3_text"):
             cache = quire_cache(model, "growing", backend="fake", max_length=None)
-            got = [model(ids, past_key_values=cache).logits for ids in steps]
+            got = [model(ids, **{CACHE: cache}).logits for ids in steps]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert device.calls["gather"] > 0
 
@@ -91,10 +92,10 @@ def test_logits_and_keys_are_those_of_the_model(storage: str, device: FakeDevice
     model, (ids, mask) = model_of("qwen3"), prompts()
     twin: Any = DynamicCache(config=model.config)
     with torch.no_grad():
-        want = model(ids, attention_mask=mask, past_key_values=twin).logits
+        want = model(ids, attention_mask=mask, **{CACHE: twin}).logits
         with accelerated("qwen3"):
             cache: Any = cache_of(model, storage)
-            got = model(ids, attention_mask=mask, past_key_values=cache).logits
+            got = model(ids, attention_mask=mask, **{CACHE: cache}).logits
     assert type(got) is torch.Tensor
     real = mask.bool()
     torch.testing.assert_close(got[real], want[real], atol=1e-4, rtol=0)
@@ -110,10 +111,10 @@ def test_forks_are_copies_of_their_own(storage: str, device: FakeDevice) -> None
     ids = prompts()[0]
     with accelerated("llama") as model, torch.no_grad():
         cache: Any = cache_of(model, storage)
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         before = kept(cache)
         fork = cache.fork()
-        model(ids, past_key_values=fork)
+        model(ids, **{CACHE: fork})
         assert fork.get_seq_length() == 2 * ids.shape[1]
         assert all(map(torch.equal, kept(cache), before))
         fork.reset()
@@ -132,13 +133,13 @@ def test_a_file_goes_from_device_to_host_and_back(device: FakeDevice, tmp_path: 
     options = {"max_new_tokens": 6, "do_sample": False}
     model: Any = model_of("gemma3_text")
     twin = DynamicCache(config=model.config)
-    first = model.generate(ids, attention_mask=mask, past_key_values=twin, **options)
+    first = model.generate(ids, attention_mask=mask, **{CACHE: twin}, **options)
     mask = torch.cat([mask, torch.ones(3, 6, dtype=mask.dtype)], dim=1)
-    want = model.generate(first, attention_mask=mask, past_key_values=twin, **options)
+    want = model.generate(first, attention_mask=mask, **{CACHE: twin}, **options)
     with accelerated("gemma3_text"):
         cache = cache_of(model)
         assert torch.equal(
-            model.generate(ids, attention_mask=mask[:, :-6], past_key_values=cache, **options), first
+            model.generate(ids, attention_mask=mask[:, :-6], **{CACHE: cache}, **options), first
         )
         cache.save(tmp_path / "one.kv")
     host = QuireCache.load(tmp_path / "one.kv", model)
@@ -148,25 +149,25 @@ def test_a_file_goes_from_device_to_host_and_back(device: FakeDevice, tmp_path: 
         there = QuireCache.load(
             tmp_path / "two.kv", model, storage="contiguous", max_length=64, backend="fake"
         )
-        assert torch.equal(model.generate(first, attention_mask=mask, past_key_values=there, **options), want)
-    assert torch.equal(model.generate(first, attention_mask=mask, past_key_values=host, **options), want)
+        assert torch.equal(model.generate(first, attention_mask=mask, **{CACHE: there}, **options), want)
+    assert torch.equal(model.generate(first, attention_mask=mask, **{CACHE: host}, **options), want)
 
 
 def test_a_step_that_does_not_fit_changes_nothing(device: FakeDevice) -> None:
     ids = prompts()[0]
     with accelerated("llama") as model, torch.no_grad():
         cache = cache_of(model, kv_memory="256KiB")
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         before, used = kept(cache), cache.used_bytes
         with pytest.raises(CapacityError, match="max_length=64"):
-            model(ids.repeat(1, 3), past_key_values=cache)
+            model(ids.repeat(1, 3), **{CACHE: cache})
         with pytest.raises(CapacityError, match="raise kv_memory"):
             cache.fork()
         assert cache.used_bytes == used
         assert all(map(torch.equal, kept(cache), before))
         larger = QuireCache(model.config, storage="contiguous", max_length=1 << 18, backend="fake")
         with pytest.raises(CapacityError, match="the fake device has"):
-            model(ids, past_key_values=larger)
+            model(ids, **{CACHE: larger})
         assert larger.used_bytes == 0
 
 
@@ -184,11 +185,11 @@ def test_a_forward_of_the_models_own_is_refused(device: FakeDevice) -> None:
     hole[1, 4] = 0
     with accelerated("llama") as model, torch.no_grad():
         cache = cache_of(model)
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         before, used = kept(cache), cache.used_bytes
         for options in ({"output_hidden_states": True}, {"attention_mask": torch.cat([mask, hole], dim=1)}):
             with pytest.raises(ArgumentError, match="got a forward of the model's own"):
-                model(ids, past_key_values=cache, **options)
+                model(ids, **{CACHE: cache}, **options)
         with pytest.raises(ArgumentError, match="got a forward of the model's own"):
             cache.update(torch.ones(3, 2, 1, 16), torch.ones(3, 2, 1, 16), 0)
         assert cache.get_seq_length() == ids.shape[1]
@@ -196,15 +197,15 @@ def test_a_forward_of_the_models_own_is_refused(device: FakeDevice) -> None:
         assert all(map(torch.equal, kept(cache), before))
         # Another cache is served by the model's own forward, on linear layers packed for the device.
         multiplied = device.calls["multiply"]
-        model(ids, past_key_values=DynamicCache(config=model.config))
+        model(ids, **{CACHE: DynamicCache(config=model.config)})
         assert device.calls["multiply"] > multiplied
         with pytest.raises(ArgumentError, match="which runs the model, reads"):
-            model(ids, past_key_values=quire_cache(model))
+            model(ids, **{CACHE: quire_cache(model)})
     with torch.no_grad(), pytest.raises(ArgumentError, match=r"accelerate\(model, backend='fake'\)"):
-        model(ids, past_key_values=cache_of(model))
+        model(ids, **{CACHE: cache_of(model)})
     if accelerate(model).level == "whole":  # by the extension
         with torch.no_grad(), pytest.raises(ArgumentError, match="make it without backend="):
-            model(ids, past_key_values=cache_of(model))
+            model(ids, **{CACHE: cache_of(model)})
     restore(model)
 
 

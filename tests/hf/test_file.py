@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.architectures import tiny
+from support.cache_argument import CACHE
 from support.faulty_calls import FaultyCalls
 from support.hf_case import STORAGES, model_of, quire_cache
 
@@ -41,7 +42,7 @@ def _filled(name: str, storage: str = "virtual") -> QuireCache:
     model = model_of(name)
     cache = quire_cache(model, storage)
     ids = torch.randint(3, 131, (2, 37), generator=torch.Generator().manual_seed(1))
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     return cache
 
 
@@ -56,7 +57,7 @@ def test_a_cache_comes_back_as_it_was(name: str, storage: str, tmp_path: Path) -
     loaded = QuireCache.load(path, model, storage=storage, **OPTIONS)
     ids = torch.randint(3, 131, (2, 50), generator=torch.Generator().manual_seed(2))
     answers = [
-        model.generate(ids, past_key_values=one, max_new_tokens=6, do_sample=False) for one in (cache, loaded)
+        model.generate(ids, **{CACHE: one}, max_new_tokens=6, do_sample=False) for one in (cache, loaded)
     ]
     assert torch.equal(*answers)
     assert os.listdir(tmp_path) == ["cache.kv"]
@@ -267,7 +268,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
         quire_cache(model_of("llama")).save(tmp_path / "cache")
     model = tiny("llama")
     cache = quire_cache(model)
-    model.generate(torch.randint(3, 131, (1, 5)), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    model.generate(torch.randint(3, 131, (1, 5)), **{CACHE: cache}, max_new_tokens=2, do_sample=False)
     cache.save(tmp_path / "cache", model)
     del model
     import gc
@@ -428,6 +429,7 @@ def test_a_system_call_that_fails_while_loading_leaves_nothing(
 _OTHER = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
+from support.cache_argument import CACHE
 from support.hf_case import model_of
 from quire.hf import QuireCache
 model = model_of("llama")
@@ -438,12 +440,12 @@ options = {"max_new_tokens": 4, "do_sample": False}
 """
 _WRITER = """
 cache = QuireCache(model.config, kv_memory="64MiB", max_length=256)
-model.generate(ids, past_key_values=cache, **options)
+model.generate(ids, **{CACHE: cache}, **options)
 cache.save(path)
 print("saved", flush=True)
 longer = cache.fork()
 with torch.no_grad():
-    model(torch.full((2, 1), 5), past_key_values=longer, use_cache=True)
+    model(torch.full((2, 1), 5), **{CACHE: longer}, use_cache=True)
 while sys.argv[3] == "on":
     longer.save(path)
     cache.save(path)
@@ -455,7 +457,7 @@ for _ in range(int(sys.argv[3])):
     lengths.add(cache.get_seq_length())
 more = torch.cat([ids, torch.arange(3, 33).view(2, 15)], dim=1)
 cache.crop(40 - cache.get_seq_length())
-print(sorted(lengths), model.generate(more, past_key_values=cache, **options).tolist())
+print(sorted(lengths), model.generate(more, **{CACHE: cache}, **options).tolist())
 """
 
 
@@ -470,7 +472,7 @@ def _continue(cache: QuireCache) -> list[list[int]]:
     ids = torch.randint(3, 131, (2, 37), generator=torch.Generator().manual_seed(1))
     more = torch.cat([ids, torch.arange(3, 33).view(2, 15)], dim=1)
     model = model_of("llama") if len(cache) == 2 else model_of("gemma3_text")
-    return model.generate(more, past_key_values=cache, max_new_tokens=4, do_sample=False).tolist()
+    return model.generate(more, **{CACHE: cache}, max_new_tokens=4, do_sample=False).tolist()
 
 
 @pytest.mark.ci

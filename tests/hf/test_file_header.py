@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.hf_case import model_of, quire_cache
 
 from quire.errors import LoadError
@@ -39,7 +40,7 @@ def _saved(name: str) -> bytes:
     filled = quire_cache(model, kv_dtype=kv_dtype or "auto")
     ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model(ids, past_key_values=filled, use_cache=True)
+        model(ids, **{CACHE: filled}, use_cache=True)
     if kv_dtype:
         filled.formats.set_offset(0, torch.zeros(2, 16))  # as if its keys needed one
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +138,7 @@ def test_whatever_a_field_holds_is_refused_or_loaded_and_never_another_error(
     assert refused > 0.9 * len(values)
 
 
-K, V, CACHE = ("layers.1.k", "shape"), ("layers.1.v", "shape"), "quire_cache"
+K, V, CACHE_KEY = ("layers.1.k", "shape"), ("layers.1.v", "shape"), "quire_cache"
 Changes = list[tuple[tuple[Any, ...], Any]]
 
 
@@ -157,17 +158,17 @@ Changes = list[tuple[tuple[Any, ...], Any]]
         ("gemma3_text", [(("layers.1.v",), _put)], "got others: 'layers.1.k'"),
         ("gemma3_text", [(("layers.3.k",), {"dtype": "F32", "shape": [2, 9, 2, 16]})], "got others: 'layers.3.k'"),
         ("gemma3_text", [(("layers.0.conv_states.0",), {"dtype": "F32", "shape": [2, 9, 2]})], "got others"),
-        ("gemma3_text", [((CACHE, "fingerprint", "weights"), "x")], "got 'x' - in '__metadata__.quire_cache"),
-        ("gemma3_text", [((CACHE, "fingerprint", "behaviour"), _put)], "another state of its modules"),
-        ("gemma3_text", [((CACHE, "format"), 2)], "got 2 - in '__metadata__.quire_cache.format'"),
-        ("gemma3_text", [((CACHE, "num_tokens"), 5)], "tokens, got 7 - in layers.0"),
-        ("llama int8", [((CACHE, "kv_dtype"), "int3")], "stored as 'int3'"),
-        ("llama int8", [((CACHE, "kv_dtype"), "auto")], "expected torch.float32, got torch.int8"),
-        ("llama int8", [((CACHE, "kv_dtype"), "int4")], "expected uint8 [2, 9, 2, 8], got int8"),
+        ("gemma3_text", [((CACHE_KEY, "fingerprint", "weights"), "x")], "got 'x' - in '__metadata__.quire_cache"),
+        ("gemma3_text", [((CACHE_KEY, "fingerprint", "behaviour"), _put)], "another state of its modules"),
+        ("gemma3_text", [((CACHE_KEY, "format"), 2)], "got 2 - in '__metadata__.quire_cache.format'"),
+        ("gemma3_text", [((CACHE_KEY, "num_tokens"), 5)], "tokens, got 7 - in layers.0"),
+        ("llama int8", [((CACHE_KEY, "kv_dtype"), "int3")], "stored as 'int3'"),
+        ("llama int8", [((CACHE_KEY, "kv_dtype"), "auto")], "expected torch.float32, got torch.int8"),
+        ("llama int8", [((CACHE_KEY, "kv_dtype"), "int4")], "expected uint8 [2, 9, 2, 8], got int8"),
         ("llama int8", [((*K, 2), 1)], "expected int8 [2, 9, 2, 16], got int8 [2, 9, 1, 16] - in layers.1.k"),
-        ("llama int8", [((CACHE, "own_shapes"), [1]), ((*V, 3), 8)], "got int8 [2, 9, 2, 8] - in layers.1.v"),
+        ("llama int8", [((CACHE_KEY, "own_shapes"), [1]), ((*V, 3), 8)], "got int8 [2, 9, 2, 8] - in layers.1.v"),
         ("llama int8", [(("layers.1.v_scale",), _put)], "[2, 9, 2], got none - in layers.1.v_scale"),
-        ("llama int8", [((CACHE, "coded_dtypes", "1"), _put)], "got none of layers.1"),
+        ("llama int8", [((CACHE_KEY, "coded_dtypes", "1"), _put)], "got none of layers.1"),
         ("llama int8", [(("layers.0.k_offset", "shape", 0), 1)], "expected float32 [2, 16], got float32 [1, 16]"),
         ("falcon_h1", [(("layers.1.conv_states.0", "shape", 0), 1)], "expected 2 rows in every layer, got 1"),
         ("falcon_h1", [(("layers.1.recurrent_states.0", "shape", 0), 3)], "expected 2 rows in every layer, got 3"),
@@ -221,14 +222,13 @@ def test_a_cache_cropped_to_nothing_comes_back(tmp_path: Path) -> None:
     model = model_of("gemma3_text")
     filled = quire_cache(model)
     with torch.no_grad():
-        model(torch.full((2, 5), 7), past_key_values=filled, use_cache=True)
+        model(torch.full((2, 5), 7), **{CACHE: filled}, use_cache=True)
     filled.crop(-5)
     filled.save(tmp_path / "cache", model)
     loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
     assert loaded.get_seq_length() == 0
     with torch.no_grad():
         got, want = (
-            model(torch.full((2, 5), 9), past_key_values=one, use_cache=True).logits
-            for one in (loaded, filled)
+            model(torch.full((2, 5), 9), **{CACHE: one}, use_cache=True).logits for one in (loaded, filled)
         )
     assert torch.equal(got, want)

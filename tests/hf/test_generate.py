@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import ALL
+from support.cache_argument import CACHE
 from support.hf_case import MODES, OTHERS, STORAGES, as_lists, expected, model_of, modes_of, quire_cache
 from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
@@ -56,7 +57,7 @@ def test_iteration_and_length_are_those_of_a_dynamic_cache() -> None:
     ids = torch.randint(3, 131, (2, 17))
     ours, theirs = quire_cache(model), DynamicCache(config=model.config)
     for cache in (ours, theirs):
-        model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=5, do_sample=False)
     assert len(ours) == len(theirs) == 3
     assert ours.get_seq_length() == theirs.get_seq_length()
     assert ours.is_sliding == theirs.is_sliding
@@ -74,14 +75,14 @@ def test_streaming_and_pipeline_on_the_embedded_model() -> None:
     for cache in (quire_cache(model), DynamicCache(config=model.config)):
         streamer = TextIteratorStreamer(tokenizer)
         tokens = model.generate(
-            **inputs, past_key_values=cache, streamer=streamer, max_new_tokens=8, do_sample=False
+            **inputs, **{CACHE: cache}, streamer=streamer, max_new_tokens=8, do_sample=False
         )
         texts.append("".join(streamer))
         assert texts[-1].strip() == tokenizer.decode(tokens[0]).strip()
     assert texts[0] == texts[1]
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     answers = [
-        generate("Once upon a time", past_key_values=cache, max_new_tokens=8, do_sample=False)
+        generate("Once upon a time", **{CACHE: cache}, max_new_tokens=8, do_sample=False)
         for cache in (quire_cache(model), DynamicCache(config=model.config))
     ]
     assert answers[0] == answers[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.hf_case import (
     MODES,
     STORAGES,
@@ -113,9 +114,9 @@ def test_every_format_and_layers_of_their_own(
     kept = {layer: one for layer, one in enumerate(formats) if one}
     ids, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    want = model.generate(ids, past_key_values=CodedTwin(model.config, kept), **options)
+    want = model.generate(ids, **{CACHE: CodedTwin(model.config, kept)}, **options)
     cache = quire_cache(model, storage, kv_dtype=kv_dtype)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), want)
     cache.save(tmp_path / "cache")
     loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
     assert loaded.kv_dtype == cache.kv_dtype
@@ -140,11 +141,11 @@ def test_tokens_under_accelerate(name: str, kv_dtype: str) -> None:
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
     with _accelerated(model):
         cache = quire_cache(model, kv_dtype=kv_dtype)
-        got = model.generate(ids, past_key_values=cache, **options)
+        got = model.generate(ids, **{CACHE: cache}, **options)
         assert cache.formats.is_known
     pair = ("int8", "int4") if kv_dtype == "k8v4" else ("int8", "int8")
     twin = CodedTwin(model.config, dict.fromkeys(range(len(cache.row_layers)), pair), cache.key_offsets)
-    want = model.generate(ids, past_key_values=twin, **options)
+    want = model.generate(ids, **{CACHE: twin}, **options)
     assert torch.equal(got, want)
 
 
@@ -189,7 +190,7 @@ def test_codes_of_a_step_are_those_of_its_keys_and_offsets_the_engine_s(
     with _accelerated(model), torch.no_grad():
         plain, coded = quire_cache(model), _cache(model)
         for cache in (plain, coded, _cache(model)):
-            model(ids, past_key_values=cache, use_cache=True)
+            model(ids, **{CACHE: cache}, use_cache=True)
     assert len(measured) == 1  # of a model, once
     assert torch.equal(coded.key_offsets.pop(0), offset)
     by_update = _cache(model, key_offsets={0: offset})
@@ -245,14 +246,14 @@ def test_layers_that_cannot_have_an_offset_stay_in_the_models_dtype(
     options = {"max_new_tokens": 4, "do_sample": False}
     with _accelerated(model):
         cache = _cache(model)
-        got = model.generate(ids, past_key_values=cache, **options)
+        got = model.generate(ids, **{CACHE: cache}, **options)
         assert [layer.shape.is_coded for layer in cache.row_layers] == [True, False]
         cache.save(tmp_path / "cache")
         # One that was measured by the model's own forward goes on there.
         own = _cache(model, key_offsets={0: torch.ones(HEADS, WIDTH)})
-        assert torch.equal(model.generate(ids, past_key_values=own, **options), got)
+        assert torch.equal(model.generate(ids, **{CACHE: own}, **options), got)
     assert "layers 1 of a QuireCache keep K and V in float32" in caplog.text
-    want = model.generate(ids, past_key_values=CodedTwin(model.config, {0: ("int8", "int8")}, {}), **options)
+    want = model.generate(ids, **{CACHE: CodedTwin(model.config, {0: ("int8", "int8")}, {})}, **options)
     assert torch.equal(got, want)
     loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
     assert [layer.shape.is_coded for layer in loaded.row_layers] == [True, False]
@@ -303,7 +304,7 @@ def test_a_file_keeps_codes_and_offsets(storage: Any, tmp_path: Path) -> None:
     model = model_of("gemma3_text")
     cache = _cache(model)
     ids = torch.randint(3, 131, (2, 37), generator=torch.Generator().manual_seed(1))
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     # As if its keys needed one: any will do for what is stored from now on.
     cache.formats.set_offset(1, torch.randn(HEADS, WIDTH))
     cache.save(tmp_path / "one")
@@ -320,8 +321,7 @@ def test_a_file_keeps_codes_and_offsets(storage: Any, tmp_path: Path) -> None:
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     again = QuireCache.load(tmp_path / "two", model, storage=storage, kv_dtype="int8", **OPTIONS)
     answers = [
-        model.generate(more, past_key_values=one, max_new_tokens=6, do_sample=False)
-        for one in (loaded, again)
+        model.generate(more, **{CACHE: one}, max_new_tokens=6, do_sample=False) for one in (loaded, again)
     ]
     assert torch.equal(*answers)
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.faulty_calls import FaultyCalls
 from support.hf_case import STORAGES, model_of, quire_cache
 
@@ -36,13 +37,13 @@ def test_a_step_that_does_not_fit_changes_nothing(storage: str) -> None:
     ids = torch.randint(3, 131, (2, 90))
     model = model_of("llama")
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE: cache}, use_cache=True)
         before, used = _contents(cache), cache.used_bytes
         with pytest.raises(CapacityError, match=r"256(KiB| tokens|,)"):
-            model(torch.randint(3, 131, (2, 200)), past_key_values=cache, use_cache=True)
+            model(torch.randint(3, 131, (2, 200)), **{CACHE: cache}, use_cache=True)
         assert cache.used_bytes == used
         assert _same(_contents(cache), before)
-        model(torch.randint(3, 131, (2, 5)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 131, (2, 5)), **{CACHE: cache}, use_cache=True)
     assert cache.get_seq_length() == 95
 
 
@@ -53,7 +54,7 @@ def test_a_prompt_that_does_not_fit_leaves_the_cache_empty(storage: str) -> None
         model, storage, kv_memory="128KiB", max_length=64 if storage == "contiguous" else 4096
     )
     with pytest.raises(CapacityError):
-        model.generate(torch.randint(3, 131, (3, 400)), past_key_values=cache, max_new_tokens=2)
+        model.generate(torch.randint(3, 131, (3, 400)), **{CACHE: cache}, max_new_tokens=2)
     assert cache.used_bytes == 0
     assert cache.get_seq_length() == 0
 
@@ -62,14 +63,14 @@ def test_states_that_went_on_without_their_step_are_refused_until_reset() -> Non
     model = model_of("bamba")
     cache = quire_cache(model, "growing", kv_memory="64KiB")
     with torch.no_grad():
-        model(torch.randint(3, 131, (1, 20)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 131, (1, 20)), **{CACHE: cache}, use_cache=True)
         k = torch.randn(1, 2, 400, 16)
         with pytest.raises(CapacityError):  # as an attention that asks for no mask would find it
             cache.update(k, k, 1)
         with pytest.raises(ArgumentError, match="reset"):
-            model(torch.randint(3, 131, (1, 1)), past_key_values=cache, use_cache=True)
+            model(torch.randint(3, 131, (1, 1)), **{CACHE: cache}, use_cache=True)
         cache.reset()
-        model(torch.randint(3, 131, (1, 20)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 131, (1, 20)), **{CACHE: cache}, use_cache=True)
     assert cache.get_seq_length() == 20
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import state_layers
+from support.cache_argument import CACHE
 from support.hf_case import model_of, quire_cache
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -125,17 +126,17 @@ def test_generating_without_a_cache_on_one(name: str, accelerated: bool) -> None
         cache = quire_cache(model)
         without: dict[str, Any] = {} if name == "mpt" else {"use_cache": False}
         with pytest.raises(ArgumentError, match="use_cache=True"):
-            model.generate(ids, past_key_values=cache, **without, **options)
+            model.generate(ids, **{CACHE: cache}, **without, **options)
         assert cache.get_seq_length() == cache.used_bytes == 0
-        answer = model.generate(ids, past_key_values=cache, use_cache=True, **options)
+        answer = model.generate(ids, **{CACHE: cache}, use_cache=True, **options)
         assert cache.get_seq_length() == 12
         with pytest.raises(ArgumentError, match="use_cache=True"):  # on a filled one too
-            model.generate(answer.repeat(1, 2), past_key_values=cache, **without, **options)
+            model.generate(answer.repeat(1, 2), **{CACHE: cache}, **without, **options)
         assert cache.get_seq_length() == 12
     finally:
         restore(model)
     twin = DynamicCache(config=model.config)
-    assert torch.equal(answer, model.generate(ids, past_key_values=twin, use_cache=True, **options))
+    assert torch.equal(answer, model.generate(ids, **{CACHE: twin}, use_cache=True, **options))
 
 
 def test_it_is_a_dynamic_cache() -> None:
@@ -152,7 +153,7 @@ def test_a_crop_that_one_layer_cannot_do_changes_none() -> None:
     cache = quire_cache(model)
     with torch.no_grad():
         for num_tokens in (40, 1, 1, 1, 1):
-            model(torch.randint(3, 120, (1, num_tokens)), past_key_values=cache, use_cache=True)
+            model(torch.randint(3, 120, (1, num_tokens)), **{CACHE: cache}, use_cache=True)
     before = [tensor.clone() for k, v, _ in cache for tensor in (k, v)]
     for count, words in ((1, "0 or below"), (-45, "at most the 44 tokens"), (-30, "activate_past_recording")):
         for _ in range(2):
@@ -168,7 +169,7 @@ def test_a_crop_of_states_that_recorded_nothing_changes_no_layer() -> None:
     model = model_of("bamba")
     cache = quire_cache(model)
     with torch.no_grad():
-        model(torch.randint(3, 120, (1, 9)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 120, (1, 9)), **{CACHE: cache}, use_cache=True)
     rows = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
     cache.layers.reverse()
     with pytest.raises(ArgumentError, match="activate_past_recording"):
@@ -185,7 +186,7 @@ def test_a_crop_of_recurrent_states_is_refused_and_changes_no_layer(name: str) -
     with pytest.raises(ArgumentError, match="a filled cache"):
         cache.crop(-1)
     with torch.no_grad():
-        model(torch.randint(3, 120, (1, 9)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 120, (1, 9)), **{CACHE: cache}, use_cache=True)
     states = [
         state.clone()
         for layer in cache.layers
@@ -209,7 +210,7 @@ def test_rows_of_states_alone_are_counted_before_they_are_reordered() -> None:
     model = state_layers.tiny_model("mamba2")
     cache = quire_cache(model)
     with torch.no_grad():
-        model(torch.randint(3, 60, (2, 9)), cache_params=cache, use_cache=True)
+        model(torch.randint(3, 60, (2, 9)), **{state_layers.keyword_of(model): cache}, use_cache=True)
     with pytest.raises(ArgumentError, match="rows of 0 to 1"):
         cache.reorder_cache(torch.tensor([0, 2]))
     before = [layer.recurrent_states[0].clone() for layer in cache.layers]

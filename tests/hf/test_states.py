@@ -164,7 +164,7 @@ def test_rows_of_states_are_chosen(name: str) -> None:
 def test_what_cannot_be_put_into_a_state_is_refused(mamba: Any) -> None:
     cache = quire_cache(mamba)
     with pytest.raises(ArgumentError, match=r"without a gradient in layer 0 .*no_grad"):
-        mamba(IDS, cache_params=cache, use_cache=True)
+        mamba(IDS, **{state_layers.keyword_of(mamba): cache}, use_cache=True)
     _run(mamba, cache)
     before = _states(cache)
     with pytest.raises(

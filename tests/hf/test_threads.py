@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.hf_case import STORAGES, model_of, quire_cache
 from transformers import DynamicCache
 
@@ -188,7 +189,7 @@ def test_a_sum_that_threads_share() -> None:
 
 def _ask(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, min_new_tokens=6,
+        ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, max_new_tokens=6, min_new_tokens=6,
         do_sample=False, pad_token_id=0,
     )[0].tolist()  # fmt: skip
 
@@ -200,7 +201,7 @@ def _many_answers(model: Any, make: Callable[[int], Any], rounds: int, expected_
     expected = [_ask(expected_by, one[None], DynamicCache(config=model.config)) for one in ids]
     root = quire_cache(model)
     with torch.no_grad():
-        model(ids[:1, :20], past_key_values=root, use_cache=True)
+        model(ids[:1, :20], **{CACHE: root}, use_cache=True)
 
     def work(number: int) -> None:
         for turn in range(rounds):

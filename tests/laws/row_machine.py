@@ -138,10 +138,11 @@ class RowMachine(RuleBasedStateMachine):
             plan = self.cache.reserve(sequences, counts)
         if plan is None:
             assert self._state() == state
-            if len(chosen) == 1 and not failed() and needed <= free:
+            if len(chosen) == 1 and not failed() and needed <= free and chosen[0].sequence.shared is None:
                 assert self._no_gap_for(chosen[0], chosen[0].num_computed + counts[0], needed)
             return
-        assert not failed()
+        # A further extent is refused at its usual size, and given at the size that is needed.
+        assert not failed() or any(known.sequence.shared is not None for known in chosen)
         assert needed <= free
         parts = []
         for known, count in zip(chosen, counts, strict=True):
@@ -193,6 +194,17 @@ class RowMachine(RuleBasedStateMachine):
             if any(len(known.tokens) > known.num_computed for known in self.open.values()):
                 self.close(len(self.open) - 1)
 
+    @precondition(lambda self: 0 < len(self.open) < 8)
+    @rule(pick=st.integers(0, 99))
+    def fork(self, pick: int) -> None:
+        """The steps under way have run: a beam is forked once its step's candidates are known."""
+        self._run_all()
+        parent = list(self.open.values())[pick % len(self.open)]
+        sequence = self.cache.fork(parent.sequence)
+        self.open[sequence.id] = Known(
+            sequence, parent.most, list(parent.tokens), parent.num_computed, parent.num_computed
+        )
+
     @precondition(lambda self: len(self.open) > 1)
     @rule(pick=st.integers(0, 99))
     def close(self, pick: int) -> None:
@@ -228,7 +240,8 @@ class RowMachine(RuleBasedStateMachine):
             for source, destination, count in part.copies.tolist():
                 memory[destination : destination + count] = memory[source : source + count]
             slots = part.slot_mapping
-            places = slots // ROW + slots % ROW
+            by_token = plan.rows.tokens is not None
+            places = slots if by_token else slots // ROW + slots % ROW
             assert len(set(places.tolist())) == len(places)
             for row, (_, first, tokens) in enumerate(planned.parts):
                 begin, end = plan.query_start[row : row + 2].tolist()
@@ -236,8 +249,10 @@ class RowMachine(RuleBasedStateMachine):
                 assert plan.context_lengths[row] == len(tokens)
             assert plan.rows.tops[table] <= len(memory)
             for row, (_, _, tokens) in enumerate(planned.parts):
-                start = int(part.block_tables[row, 0])
-                found = memory[start : start + len(tokens)].tolist()
+                entries = part.block_tables[row]
+                read = entries[: len(tokens)] if by_token else np.arange(entries[0], entries[0] + len(tokens))
+                assert by_token <= (entries[len(tokens) :] == -1).all()
+                found = memory[read].tolist()
                 assert found == tokens, f"table {table}: {found} is not what was written"
         self.cache.complete(plan.step)
 
@@ -249,18 +264,24 @@ class RowMachine(RuleBasedStateMachine):
         for planned in self.under_way:
             for table in range(len(self.bytes)):
                 part = planned.plan.group(table)
-                entries = part.block_tables[:, 0].tolist()
-                in_use += [
-                    (table, start, start + len(tokens))
-                    for start, (_, _, tokens) in zip(entries, planned.parts, strict=True)
-                ]
+                for entries, (_, _, tokens) in zip(part.block_tables.tolist(), planned.parts, strict=True):
+                    if planned.plan.rows.tokens is not None:
+                        in_use += [(table, entry, entry + 1) for entry in entries if entry >= 0]
+                    else:
+                        in_use.append((table, entries[0], entries[0] + len(tokens)))
                 in_use += [(table, source, source + count) for source, _, count in part.copies.tolist()]
         for table, start, stop in plan.rows.released.tolist():
             assert not any(one == table and start < last and first < stop for one, first, last in in_use)
 
     def _state(self) -> Any:
         places = [
-            (row.id, row.reserved, row.num_computed, row.place and row.place.starts.tolist())
+            (
+                row.id,
+                row.reserved,
+                row.num_computed,
+                row.place and row.place.starts.tolist(),
+                row.offsets.tolist(),
+            )
             for row in self.cache.rows.values()
         ]
         ranges = [self.space.ranges] if isinstance(self.space, Arena) else self.space._ranges
@@ -277,7 +298,12 @@ class RowMachine(RuleBasedStateMachine):
         assert 0 <= use.used <= use.used + use.later <= use.reserved <= use.peak <= use.total
         assert use.reserved + use.external <= use.total
         tokens = 64 * len(self.cache.spec.layers)  # bytes of one
-        assert use.used == tokens * sum(known.num_computed for known in self.open.values())
+        computed = {
+            (part.shared, part.offsets[at]) if part.shared is not None else (part.id, at)
+            for part in self.cache.rows.values()
+            for at in range(part.num_computed)
+        }
+        assert use.used == tokens * len(computed)
 
 
 class failing_take:  # noqa: N801 - a context manager in the form of contextlib's

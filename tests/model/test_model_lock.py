@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_llm
+from support.cache_argument import CACHE
 from support.cache_case import BACKENDS, LONG_BACKENDS
 
 from quire import LLM, SamplingParams
@@ -50,7 +51,7 @@ def test_accelerate_and_an_llm_refuse_each_other() -> None:
 
     def accelerated() -> torch.Tensor:
         with torch.no_grad():
-            return model(ids, past_key_values=QuireCache(model.config, kv_memory="16MiB")).logits
+            return model(ids, **{CACHE: QuireCache(model.config, kv_memory="16MiB")}).logits
 
     with open_llm(model) as llm:
         want = tokens(llm)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.at_length import at_length
+from support.cache_argument import CACHE
 from support.preempted import generate_preempted
 from support.real_text import library_text, licence_text, tokens_of
 from support.scorer import model_logprobs, paged_logprobs, perplexity
@@ -98,7 +99,7 @@ def test_generate_on_a_quire_cache(accelerated: LoadedModel, prompts: list[list[
                 max_new_tokens=8,
                 min_new_tokens=8,
                 do_sample=False,
-                past_key_values=cache,
+                **{CACHE: cache},
             )
         assert output.shape[1] == len(prompt) + 8
         assert len(set(output[0, len(prompt) :].tolist())) > 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_argument import CACHE
 from support.preempted import generate_preempted
 from support.real_text import MEETINGS, library_text, licence_text, meeting_text, tokens_of
 
@@ -114,7 +115,7 @@ def test_on_a_quire_cache(case: Case) -> None:
     try:
         for prompt, answer in list(zip(case.prompts, case.answers, strict=True))[:4]:
             cache = QuireCache(case.loaded.model.config, kv_memory="1GiB")
-            tokens, _ = _generate(case.loaded, prompt, past_key_values=cache)
+            tokens, _ = _generate(case.loaded, prompt, **{CACHE: cache})
             assert tokens == answer
     finally:
         restore(case.loaded.model)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import ALL, VOCAB_SIZE, tiny
+from support.cache_argument import CACHE
 from transformers import AutoConfig, DynamicCache
 
 from quire.errors import ArgumentError, ConfigError, LoadError, UnsupportedModelError
@@ -246,7 +247,7 @@ def test_shapes_are_those_the_model_stores(name: str) -> None:
     cache = _Recording(config=model.config)
     cache.seen = {}
     with torch.inference_mode():
-        model(torch.arange(2, 5)[None] % VOCAB_SIZE, past_key_values=cache, use_cache=True)
+        model(torch.arange(2, 5)[None] % VOCAB_SIZE, **{CACHE: cache}, use_cache=True)
     stored = {
         index: (layer.num_kv_heads, *layer.input_dims)
         for index, layer in enumerate(KVSpec.from_config(model.config).layers)

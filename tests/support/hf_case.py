@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from support.architectures import VOCAB_SIZE, randomize, tiny
+from support.cache_argument import CACHE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -128,19 +129,19 @@ Make = Callable[[], Cache]
 
 def _greedy(model: Any, make: Make) -> Any:
     ids, mask = prompts()
-    return model.generate(ids, attention_mask=mask, past_key_values=make(), **_options())
+    return model.generate(ids, attention_mask=mask, **{CACHE: make()}, **_options())
 
 
 def _beams(model: Any, make: Make) -> Any:
     ids, mask = prompts()
-    return model.generate(ids, attention_mask=mask, past_key_values=make(), num_beams=3, **_options())
+    return model.generate(ids, attention_mask=mask, **{CACHE: make()}, num_beams=3, **_options())
 
 
 def _sequences(model: Any, make: Make) -> Any:
     ids, mask = prompts()
     torch.manual_seed(3)
     options = {**_options(), "do_sample": True, "num_return_sequences": 2}
-    return model.generate(ids, attention_mask=mask, past_key_values=make(), **options)
+    return model.generate(ids, attention_mask=mask, **{CACHE: make()}, **options)
 
 
 def _lookup(model: Any, make: Make) -> Any:
@@ -148,7 +149,7 @@ def _lookup(model: Any, make: Make) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=make(),
+        **{CACHE: make()},
         prompt_lookup_num_tokens=4,
         **_options(),
     )
@@ -159,7 +160,7 @@ def _assisted(model: Any, make: Make) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=make(),
+        **{CACHE: make()},
         assistant_model=model_of("llama"),
         **_options(),
     )
@@ -167,16 +168,14 @@ def _assisted(model: Any, make: Make) -> Any:
 
 def _chunks(model: Any, make: Make) -> Any:
     ids, mask = prompts()
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=make(), prefill_chunk_size=4, **_options()
-    )
+    return model.generate(ids, attention_mask=mask, **{CACHE: make()}, prefill_chunk_size=4, **_options())
 
 
 def _continued(model: Any, make: Make) -> Any:
     """A conversation of two turns on one cache, and a copy of it that goes another way."""
     ids = prompts()[0][1:2]
     cache = make()
-    first = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **_options())
+    first = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **_options())
     other = copy.deepcopy(cache)
     answers = []
     for turn, past in ((ids[:, :5], cache), (ids[:, 5:14], other), (ids[:, 2:4], cache)):
@@ -184,7 +183,7 @@ def _continued(model: Any, make: Make) -> Any:
         if past is cache and answers:
             more = torch.cat([answers[0], turn], dim=1)
         answers.append(
-            model.generate(more, attention_mask=torch.ones_like(more), past_key_values=past, **_options())
+            model.generate(more, attention_mask=torch.ones_like(more), **{CACHE: past}, **_options())
         )
     return answers
 

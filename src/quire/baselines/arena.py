@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.baselines.ranges import Ranges
-from quire.baselines.row_space import Row, RowRanges
+from quire.baselines.row import Row, RowRanges
 from quire.errors import ArgumentError
 
 __all__ = ["RESERVATIONS", "Arena"]
@@ -71,9 +71,16 @@ class Arena:
         return self.range_for(row.most_tokens) if row.place is None else 0
 
     def find(self, row: Row, end: int) -> RowRanges | None:
-        size = self.range_for(row.most_tokens)
-        start = self.ranges.take(size)
-        return None if start is None else RowRanges(np.array([start], np.int64), np.array([size], np.int64))
+        return self.find_extent(self.range_for(row.most_tokens))
+
+    def blocks_of_extent(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def find_extent(self, num_tokens: int) -> RowRanges | None:
+        start = self.ranges.take(num_tokens)
+        if start is None:
+            return None
+        return RowRanges(np.array([start], np.int64), np.array([num_tokens], np.int64))
 
     def give(self, place: RowRanges, kept: RowRanges | None) -> None:
         if kept is None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.baselines.ranges import Ranges
-from quire.baselines.row_space import Row, RowRanges
+from quire.baselines.row import Row, RowRanges
 from quire.cache.protocol import Int64Array
 from quire.errors import ArgumentError, InvariantError
 from quire.memory.spare_tokens import spare_tokens
@@ -164,14 +164,24 @@ class Buffers:
     # Taking and giving
 
     def find(self, row: Row, end: int) -> RowRanges | None:
-        grows, wanted = self._grows(row, end), self._wanted(row, end)
+        return self._take(self._grows(row, end), self._wanted(row, end), row.place)
+
+    def blocks_of_extent(self, num_tokens: int) -> int:
+        return int(self._pages(np.full(self.num_tables, num_tokens, np.int64)).sum())
+
+    def find_extent(self, num_tokens: int) -> RowRanges | None:
+        every_table = np.ones(self.num_tables, bool)
+        return self._take(every_table, np.full(self.num_tables, num_tokens, np.int64), None)
+
+    def _take(self, grows: np.ndarray, wanted: Int64Array, place: RowRanges | None) -> RowRanges | None:
+        """Take buffers of `wanted` tokens in the tables that grow; the others keep those of `place`."""
         pages = int(self._pages(wanted)[grows].sum())
         if pages > self.num_free:
             return None
-        if row.place is None:
+        if place is None:
             starts, capacities = np.zeros(self.num_tables, np.int64), wanted
         else:
-            starts, capacities = row.place.starts.copy(), np.where(grows, wanted, row.place.capacities)
+            starts, capacities = place.starts.copy(), np.where(grows, wanted, place.capacities)
         taken: list[int] = []
         for table in np.flatnonzero(grows).tolist():
             size = self._granule_tokens[table]

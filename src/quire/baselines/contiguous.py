@@ -8,6 +8,8 @@ token e of the arena, so that block_stride = token_stride, and
 
     address of a slot = (slot // row_tokens + slot % row_tokens) * token_stride
 
+In a step with beams an entry is one token, so that a slot is a token of the arena.
+
 Invariants
     N1  rows reach `row_tokens` beyond the arena's last token: that much address space is reserved behind the last line,
         so that every address of a view belongs to the heap. It is never written or committed.
@@ -18,6 +20,7 @@ Cost: `prepare` O(new tokens); it never copies.
 
 from __future__ import annotations
 
+from quire.baselines.row_plan import RowPlan
 from quire.errors import ArgumentError
 from quire.memory.heap import Heap
 from quire.memory.state_slots import StateSlots
@@ -40,7 +43,6 @@ class ContiguousStorage:
     capabilities = Capabilities(shares_prefix=False, elastic=False)
     states: StateSlots | None = None  # no model with state layers runs on it
     num_tables = 1
-    generation = 0
 
     def __init__(self, spec: KVSpec, num_tokens: int, row_tokens: int) -> None:
         if not 1 <= num_tokens <= _MAX_TOKENS or not 1 <= row_tokens <= _MAX_TOKENS:
@@ -51,6 +53,8 @@ class ContiguousStorage:
         self.dtype = format_of(spec.dtype).torch_dtype
         self.num_blocks = num_tokens
         self.row_tokens = row_tokens
+        self.generation = 0
+        self._entry_tokens = row_tokens  # tokens of a view's block: 1 in steps with beams
         self._offsets: dict[
             int, tuple[int, int]
         ] = {}  # first element of the rows of K and of V, by layer with KV
@@ -79,12 +83,13 @@ class ContiguousStorage:
         return 0
 
     def view(self, layer: int) -> KVView:
-        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry, or in a
+        step with beams a token."""
         owner = self.spec.stored_in(layer)
         shape, elements = self.spec.layers[owner], self._heap.tensor(self.dtype)
         rows = [
             elements.as_strided(
-                (self.num_blocks, shape.num_kv_heads, self.row_tokens, dim),
+                (self.num_blocks, shape.num_kv_heads, self._entry_tokens, dim),
                 (dim, self.num_blocks * dim, dim, 1),
                 offset,
             )
@@ -96,6 +101,10 @@ class ContiguousStorage:
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """The plan's own table; writes commit memory."""
+        assert isinstance(plan, RowPlan)  # of the `RowCache` that is this storage's logical side
+        entry_tokens = self.row_tokens if plan.rows.tokens is None else 1
+        self.generation += entry_tokens != self._entry_tokens
+        self._entry_tokens = entry_tokens
         return [(plan.block_tables, plan.slot_mapping)]
 
     def forget(self, sequence_ids: Int64Array) -> None:

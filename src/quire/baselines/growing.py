@@ -58,7 +58,6 @@ class GrowingStorage:
 
     capabilities = Capabilities(shares_prefix=False, elastic=False)
     states: StateSlots | None = None  # no model with state layers runs on it
-    generation = 0
     block_bytes = mmap.PAGESIZE
 
     def __init__(self, spec: KVSpec, num_pages: int, row_tokens: int) -> None:
@@ -71,6 +70,8 @@ class GrowingStorage:
         self.num_blocks = num_pages
         self.row_tokens = row_tokens
         self.copied_bytes = 0
+        self.generation = 0
+        self._entry_tokens = row_tokens  # tokens of a view's block: 1 in steps with beams
         itemsize = self.dtype.itemsize
         self.layers = [index for index, layer in enumerate(spec.layers) if layer.stores_kv]
         self._table_of = {layer: table for table, layer in enumerate(self.layers)}
@@ -112,16 +113,24 @@ class GrowingStorage:
         return self._table_of[layer]
 
     def view(self, layer: int) -> KVView:
-        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
-        return self._view(layer, self.row_tokens)
-
-    def token_view(self, layer: int) -> KVView:
-        """The same bytes as blocks of one token, for a beam's table (`quire.memory.beam`)."""
-        return self._view(layer, 1)
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry, or in a
+        step with beams a token."""
+        owner, tokens = self.spec.stored_in(layer), self._entry_tokens
+        rows = [
+            lines.as_strided(
+                (lines.shape[1], lines.shape[0], tokens, lines.shape[2]),
+                (lines.stride(1), lines.stride(0), lines.stride(1), 1),
+            )
+            for lines in self._tensors(self._table_of[owner])
+        ]
+        return KVView.of_rows(rows, self.spec.layers[owner])
 
     def prepare(self, plan: StepPlan, sequence_ids: Int64Array) -> list[TablePlan]:
         """Give back the released ranges, and copy the past of the buffers that this step replaces."""
         assert isinstance(plan, RowPlan)  # of the `RowCache` that is this storage's logical side
+        entry_tokens = self.row_tokens if plan.rows.tokens is None else 1
+        self.generation += entry_tokens != self._entry_tokens
+        self._entry_tokens = entry_tokens
         self._tops = [max(pair) for pair in zip(self._tops, plan.rows.tops.tolist(), strict=True)]
         for table, start, stop in plan.rows.released.tolist():
             for first, last in self._byte_ranges(table, start, stop):
@@ -145,17 +154,6 @@ class GrowingStorage:
     def close(self) -> None:
         """Give all memory back."""
         self._heap.close()
-
-    def _view(self, layer: int, row_tokens: int) -> KVView:
-        owner = self.spec.stored_in(layer)
-        rows = [
-            lines.as_strided(
-                (lines.shape[1], lines.shape[0], row_tokens, lines.shape[2]),
-                (lines.stride(1), lines.stride(0), lines.stride(1), 1),
-            )
-            for lines in self._tensors(self._table_of[owner])
-        ]
-        return KVView.of_rows(rows, self.spec.layers[owner])
 
     def _tensors(self, table: int) -> tuple[torch.Tensor, ...]:
         """Rows of K and V of a layer: [kv_head, buffer_tokens, row elements]; only K of a latent layer."""

@@ -7,7 +7,7 @@ It has the calls of `protocol.KVCache`, so that the same scheduler drives it, wi
               with it (the plan's copies), and the old place is free once the step has ended
     commit    counts; no token becomes findable, so no content is kept once a sequence ends, and a cache priority has no
               effect
-    fork      refused: two sequences would need one past. Open the tokens anew
+    fork      for beams: parent and fork become members of one `SharedPlace`, and name tokens there
     owners    are counted and have no limits: every sequence has a place of its own, so an idle owner has no cached
               blocks to take for a running one. An engine that wants to limit an owner admits fewer of its requests
 
@@ -17,10 +17,12 @@ space (tokens of an arena, pages of buffers) and reports how many are wasted. No
 Invariants
     W1  no two places overlap, and free + held + in flight = num_blocks; a place in flight was released, but a running
         step may still read it.
-    W2  a row has a place exactly if it has reserved; the place has room for its `reserved` tokens.
+    W2  a row has a place, its own or a shared one, exactly if it has reserved; the place has room for its `reserved`
+        tokens.
     W3  reserve is all or nothing: if it returns None, nothing has changed.
 
-Cost: open and append O(tokens), reserve O(sequences + tables + new tokens), the rest O(1) a sequence.
+Cost: open and append O(tokens), reserve O(sequences + tables + new tokens), the rest O(1) a sequence. With members of a
+`SharedPlace`, reserve is O(tokens of its sequences), fork O(tokens).
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.baselines.row_plan import RowLayout, RowPlan
-from quire.baselines.row_space import Row, RowRanges, RowSpace
+from quire.baselines.row import Row, RowRanges, SharedPlace
+from quire.baselines.row_plan import RowLayout, RowPlan, token_entries
+from quire.baselines.row_space import RowSpace
 from quire.cache import arguments
 from quire.cache.block_map import FREE, HELD, IN_FLIGHT, BlockMap
 from quire.cache.memory_use import MemoryUse
@@ -49,6 +52,7 @@ __all__ = ["RowCache"]
 
 _Sequences = SequenceOf[CacheSequence] | Int64Array
 _Counts = SequenceOf[int] | NDArray[np.integer]
+_EXTENT_TOKENS = 64  # of a shared place's further extents, if memory has room for so many
 
 
 class RowCache(KVCache):
@@ -167,14 +171,18 @@ class RowCache(KVCache):
 
     def fork(self, sequence: CacheSequence | int) -> Row:
         row = self._row(sequence, "fork")
-        raise ArgumentError(
-            f"expected a storage whose sequences share their past, got a fork of sequence {row.id} in one where "
-            "each lies in one piece of its own; open its tokens anew, or use storage paged or virtual"
-        )
+        fork = Row(self.num_opened, row.tokens, row.most_tokens, row.owner_id)
+        if row.place is not None or row.shared is not None:
+            shared = row.shared or SharedPlace(row)
+            shared.join(fork, row.offsets[: row.num_computed].copy())
+            fork.num_computed = fork.reserved = row.num_computed
+        self.num_opened += 1
+        self.rows[fork.id] = fork
+        return fork
 
     def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
         self._row(sequence, "has_room_to_fork")
-        return False
+        return True
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:
         position = arguments.count(position, "position", 0)
@@ -186,6 +194,8 @@ class RowCache(KVCache):
         self._settle()
         row.truncate(position)
         row.num_computed = row.reserved = min(position, row.num_computed)
+        if row.shared is not None:
+            row.offsets, row.room = row.offsets[: row.reserved], row.reserved
         return row.num_computed
 
     def close(self, sequence: CacheSequence | int) -> None:
@@ -193,9 +203,13 @@ class RowCache(KVCache):
         del self.rows[row.id]
         row.is_open = False
         self._settle()
-        if row.place is not None:
-            self._flight(row, row.place, None)
-            self._settle()
+        places = [] if row.place is None else [row.place]
+        if row.shared is not None:
+            row.shared.members.remove(row)
+            places = [] if row.shared.members else row.shared.extents
+        for place in places:
+            self._flight(row, place, None)
+        self._settle()
 
     def _row(self, sequence: CacheSequence | int, where: str) -> Row:
         if isinstance(sequence, Row):
@@ -218,7 +232,11 @@ class RowCache(KVCache):
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
     ) -> int:
         step = arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
-        return sum(self.space.blocks_needed(row, end) for row, end in self._wanted(*step) if end > row.room)
+        wanted = self._wanted(*step)
+        own = sum(
+            self.space.blocks_needed(row, end) for row, end in wanted if end > row.room and row.shared is None
+        )
+        return own + sum(self.space.blocks_of_extent(count) for _, count in _lacking(wanted))
 
     def reserve(
         self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
@@ -232,17 +250,26 @@ class RowCache(KVCache):
         wanted = self._wanted(sequence_ids, num_new_tokens, num_lookahead_tokens)
         self._settle()
         places: list[tuple[Row, RowRanges]] = []
+        extents: list[tuple[SharedPlace, RowRanges]] = []
         for row, end in wanted:
-            if end <= row.room:
+            if end <= row.room or row.shared is not None:
                 continue
             place = self.space.find(row, end)
             if place is None:
-                for other, taken in reversed(places):
-                    self.space.give(taken, other.place)
+                self._give_back(places, extents)
                 return None
             places.append((row, place))
+        for shared, count in _lacking(wanted):
+            extent = self.space.find_extent(max(count, _EXTENT_TOKENS)) or self.space.find_extent(count)
+            if extent is None:
+                self._give_back(places, extents)
+                return None
+            extents.append((shared, extent))
 
         self.newest_step += 1
+        for shared, extent in extents:
+            self.num_held += self.space.blocks_of(extent, None)
+            shared.add(extent)
         copies: list[tuple[int, int, int, int]] = []
         for row, place in places:
             self.num_held += self.space.blocks_of(place, row.place)
@@ -253,10 +280,21 @@ class RowCache(KVCache):
                 self._flight(row, row.place, place)
             row.settle_in(place)
         for row, end in wanted:
+            if row.shared is not None and end > row.room:
+                row.shared.take(row, end)
             row.reserved = end
         self.num_moved_tokens += sum(copy[3] for copy in copies)
         self.most_blocks = max(self.most_blocks, self.num_held + self.num_in_flight)
         return self._plan([row for row, _ in wanted], num_new_tokens, num_lookahead_tokens, copies)
+
+    def _give_back(
+        self, places: list[tuple[Row, RowRanges]], extents: list[tuple[SharedPlace, RowRanges]]
+    ) -> None:
+        """Gives the places and extents back that a refused call took."""
+        for _, extent in reversed(extents):
+            self.space.give(extent, None)
+        for row, taken in reversed(places):
+            self.space.give(taken, row.place)
 
     def _wanted(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
@@ -300,8 +338,8 @@ class RowCache(KVCache):
         positions = np.arange(int(query_start[-1])) + (computed - query_start[:-1])[row_of_token]
         starts = np.empty((self.space.num_tables, n), np.int64)
         for index, row in enumerate(rows):
-            assert row.place is not None
-            starts[:, index] = row.place.starts
+            starts[:, index] = 0 if row.place is None else row.place.starts
+        has_members = any(row.shared is not None for row in rows)
         released, self._released = self._released, []
         made = RowLayout(
             step=self.newest_step,
@@ -315,6 +353,7 @@ class RowCache(KVCache):
             all_copies=np.array(copies, np.int64).reshape(-1, 4),
             released=np.array(released, np.int64).reshape(-1, 3),
             tops=np.array(self.space.tops, np.int64),
+            tokens=token_entries(rows, computed + counts + num_lookahead) if has_members else None,
         )
         return RowPlan.of_rows(made)
 
@@ -389,6 +428,16 @@ class RowCache(KVCache):
             self.space.give(place, kept)
         self._flights = waiting
 
+    def _shared_places(self) -> list[SharedPlace]:
+        return list(dict.fromkeys(row.shared for row in self.rows.values() if row.shared is not None))
+
+    def _places(self) -> list[tuple[Row, RowRanges]]:
+        """Every place and extent, once, with its row; of a shared place with its first member."""
+        own = [(row, row.place) for row in self.rows.values() if row.place is not None]
+        return own + [
+            (shared.members[0], part) for shared in self._shared_places() for part in shared.extents
+        ]
+
     # Owners
 
     def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
@@ -402,8 +451,9 @@ class RowCache(KVCache):
 
     def owner_counts(self, owner_id: int) -> OwnerCounts:
         owner_id = arguments.owner_number(owner_id)
-        places = [row.place for row in self.rows.values() if row.owner_id == owner_id]
-        held = sum(self.space.blocks_of(place, None) for place in places if place is not None)
+        held = sum(
+            self.space.blocks_of(place, None) for row, place in self._places() if row.owner_id == owner_id
+        )
         flights = [(place, kept) for _, place, kept, number in self._flights if number == owner_id]
         return OwnerCounts(held, 0, sum(self.space.blocks_of(place, kept) for place, kept in flights))
 
@@ -473,6 +523,10 @@ class RowCache(KVCache):
             if row.place is not None:
                 used += row.num_computed
                 later += max(0, self.space.useful(row) - row.num_computed)
+        for shared in self._shared_places():
+            num_named = shared.num_named
+            used += num_named
+            later += shared.capacity - num_named
         return MemoryUse(
             reserved=(self.num_held + self.num_in_flight) * block_bytes,
             used=used * token_bytes,
@@ -486,7 +540,9 @@ class RowCache(KVCache):
     def spans(self) -> list[tuple[int, int, int]]:
         """(sequence id, first block, blocks) of all taken blocks; id -1: in flight. Buffers, which lie in many layer
         buffers, are listed one after another."""
-        out = [(row.id, row.place, None) for row in self.rows.values() if row.place is not None]
+        out: list[tuple[int, RowRanges, RowRanges | None]] = [
+            (row.id, place, None) for row, place in self._places()
+        ]
         out += [(-1, place, kept) for _, place, kept, _ in self._flights]
         spans: list[tuple[int, int, int]] = []
         end = 0
@@ -499,6 +555,8 @@ class RowCache(KVCache):
     def computed_share(self, sequence_id: int) -> float:
         """The share of the sequence's place whose K and V are computed."""
         row = self.rows[sequence_id]
+        if row.shared is not None:
+            return row.shared.num_named / row.shared.capacity
         return row.num_computed / row.room if row.room else 0.0
 
     def block_map(self) -> BlockMap:
@@ -511,7 +569,7 @@ class RowCache(KVCache):
         arguments.count(block_id, "a block", 0)  # no content is findable again
 
     def check(self) -> None:
-        places = [row.place for row in self.rows.values() if row.place is not None]
+        places = [place for _, place in self._places()]
         held = sum(self.space.blocks_of(place, None) for place in places)
         in_flight = sum(self.space.blocks_of(place, kept) for _, place, kept, _ in self._flights)
         counted = (self.num_held, self.num_in_flight, self.space.num_free + held + in_flight)
@@ -521,6 +579,8 @@ class RowCache(KVCache):
                 f"({self.num_in_flight} counted) are not {self.space.num_blocks} blocks"
             )
         self.space.check(places + [place for _, place, _, _ in self._flights])
+        for shared in self._shared_places():
+            shared.check()
         for row in self.rows.values():
             if row.room < row.reserved or row.num_computed > min(row.reserved, row.num_tokens):
                 raise InvariantError(
@@ -533,3 +593,13 @@ def _moves(row: Row, old: RowRanges, new: RowRanges) -> list[tuple[int, int, int
     """(table, from, to, tokens) of each range of the row that moves."""
     moved = np.flatnonzero(old.starts != new.starts)
     return [(t, int(old.starts[t]), int(new.starts[t]), row.num_computed) for t in moved.tolist()]
+
+
+def _lacking(wanted: list[tuple[Row, int]]) -> list[tuple[SharedPlace, int]]:
+    """Each shared place whose members lack offsets for these ends, and how many."""
+    counts: dict[SharedPlace, int] = {}
+    for row, end in wanted:
+        if row.shared is not None and end > row.room:
+            counts[row.shared] = counts.get(row.shared, 0) + end - row.room
+    lacking = [(shared, shared.num_lacking(count)) for shared, count in counts.items()]
+    return [(shared, count) for shared, count in lacking if count]

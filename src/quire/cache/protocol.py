@@ -159,8 +159,8 @@ class KVCache(Protocol):
 
     spec: cost of a token, and the groups. block_name: the word for a block in messages. block_bytes: bytes of one.
     block_size: tokens of a table entry. num_blocks: in all. num_groups: tables of a plan. backend: "native" or
-    "python". can_fork: whether its sequences share blocks: there is a `fork`, owners may have limits, it is a
-    `PrefixKVCache`. A constant of the cache; `has_room_to_fork` says whether a fork would be refused now.
+    "python". can_fork: whether its sequences share blocks: owners may have limits, it is a `PrefixKVCache`; else `fork`
+    is for the beams of a search. A constant of the cache; `has_room_to_fork` says whether a fork would be refused now.
     prefix_caching: whether other sequences find committed tokens. pins: the pinned content; empty without sharing.
     exchange: moves memory between state slots and blocks; None unless the cache keeps states and their numbers change.
     """
@@ -265,12 +265,12 @@ class KVCache(Protocol):
     def fork(self, sequence: CacheSequence | int) -> CacheSequence:
         """A second sequence with the same tokens; the two share computed blocks until one of them writes. O(blocks).
 
-        Raises ArgumentError unless `can_fork` and `has_room_to_fork(sequence)`.
+        Raises ArgumentError unless `has_room_to_fork(sequence)`.
         """
         ...
 
     def has_room_to_fork(self, sequence: CacheSequence | int) -> bool:
-        """Whether `fork` of this sequence would be granted now; always False unless `can_fork`."""
+        """Whether `fork` of this sequence would be granted now."""
         ...
 
     def rewind(self, sequence: CacheSequence | int, position: int) -> int:

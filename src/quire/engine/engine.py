@@ -96,7 +96,6 @@ class Engine:
             memory_limits=self.memory_limits,
             tenants=self.tenants,
             pins=self.pins,
-            can_fork=parts.cache.can_fork,
         )
         self.max_model_len = model.max_model_len
         self.sessions = SessionRegistry(parts.cache, self.check_requests)

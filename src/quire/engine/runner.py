@@ -44,12 +44,10 @@ class Runner:
         self._profile = profile
         self._launch_ahead = launch_ahead
         self.prepare_seconds = 0.0  # total time of the preparation of the storage
-        # Tokens per entry of each table; constant, like a view's shape except its number of blocks. Without attention
-        # layers the only table is unused, and its blocks are the cache's.
+        # Tokens per entry of each table, in the storage's present views. Without attention layers the only table is
+        # unused, and its blocks are the cache's.
         self._table_tokens = [getattr(storage, "block_size", 1)] * storage.num_tables
-        for group in storage.spec.groups:
-            for layer in group.layers:
-                self._table_tokens[storage.table_of(layer)] = storage.view(layer).block_size
+        self._generation = -1
         prepared.attach(storage)
         if profile is not None:
             prepared.time_calls(profile.record)
@@ -69,6 +67,11 @@ class Runner:
             tables = storage.prepare(plan, batch.sequence_ids)
         except CapacityError as error:
             raise StepRefusedError from error
+        if self._generation != storage.generation:
+            self._generation = storage.generation
+            for group in storage.spec.groups:
+                for layer in group.layers:
+                    self._table_tokens[storage.table_of(layer)] = storage.view(layer).block_size
         self.prepare_seconds += time.perf_counter() - began
         positions = torch.from_numpy(batch.positions)
         states: RecurrenceStep | None = None

@@ -236,7 +236,7 @@ _NAME = "_quire_accelerated"  # in the model's __dict__, so that it lives as lon
 
 
 def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceleration:
-    """Have `model.generate(..., past_key_values=QuireCache(model.config))` run on Quire's kernels, until `restore`.
+    """Have `model.generate(..., cache=QuireCache(model.config))` run on Quire's kernels, until `restore`.
 
     A second call only returns the present state. A PeftModel is accelerated through its base model, with the adapters
     in it.

@@ -1,4 +1,4 @@
-"""A cache for `model.generate(..., past_key_values=QuireCache(model.config))` whose keys and values grow in place.
+"""A cache for `model.generate(..., cache=QuireCache(model.config))` whose keys and values grow in place.
 
 It behaves as a `transformers.DynamicCache`: same calls, same shapes, same tokens. Every layer with keys and values has
 them in rows (`layer_rows`) of one memory with one limit; states (`state_layers`) count against it. Rows are numbers of

@@ -8,7 +8,8 @@ assign blocks, and knows no prefixes: that is `quire.cache`.
     contiguous  a table has one entry, where the sequence's range in the arena begins
     growing     a table for each layer, of one entry, where the sequence's buffer of that layer begins
 
-so that one kernel reads all four: `view(layer).block_size` is the number of tokens that an entry stands for.
+so that one kernel reads all four: `view(layer).block_size` is the number of tokens that an entry stands for. In a step
+with beams the tables of contiguous and growing have an entry for each token.
 
 Invariants
     R1  between two calls of `prepare` every address reached by the tables of the first one stays valid, and
@@ -63,7 +64,7 @@ class Storage(Protocol):
 
     @property
     def generation(self) -> int:
-        """Changes whenever views that were handed out become invalid."""
+        """Changes whenever views that were handed out become invalid, at the latest in `prepare`."""
         ...
 
     @property

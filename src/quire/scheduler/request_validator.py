@@ -50,7 +50,7 @@ class ServedModel:
 
 
 class RequestValidator:
-    """Requests for one model over one cache: arguments as in `Engine`. can_fork: of the cache."""
+    """Requests for one model over one cache: arguments as in `Engine`."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class RequestValidator:
         memory_limits: MemoryLimits,
         tenants: Tenants,
         pins: Pins,
-        can_fork: bool = True,
     ) -> None:
         self._vocab_size = vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
@@ -82,7 +81,6 @@ class RequestValidator:
         self._memory_limits = memory_limits
         self._tenants = tenants
         self._pins = pins
-        self._can_fork = can_fork
         self._num_arrivals = 0
 
     def request(
@@ -154,11 +152,6 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
-        if params.beam_width > 1 and not self._can_fork:
-            raise ArgumentError(
-                f"expected a storage whose sequences share blocks for beam_width {params.beam_width}, got one that "
-                "would copy all keys and values of each beam; use storage paged or virtual - in `beam_width`"
-            )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_token_ids"):
             ids = getattr(params, name) or ()
             beyond = [token for token in ids if token >= self._vocab_size]

@@ -157,7 +157,7 @@ class Scheduler:
         runs; at its admission it finds the content that the parent has committed.
         """
         is_decoding = parent.state is SequenceStatus.RUNNING and parent.num_computed + 1 == parent.num_tokens
-        may_run = is_decoding and len(self.running) < self.max_num_seqs
+        may_run = self._cache.can_fork and is_decoding and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             return False
         self.waiting.remove(sequence)
@@ -873,7 +873,9 @@ class Scheduler:
 
     def fork(self, parent: RequestSequence, sequence: RequestSequence) -> None:
         """Lets a sequence of the parent's request run over the parent's blocks, or wait if it cannot."""
-        may_run = parent.state is SequenceStatus.RUNNING and len(self.running) < self.max_num_seqs
+        is_shared = self._cache.can_fork or parent.request.beams is not None
+        is_running = parent.state is SequenceStatus.RUNNING
+        may_run = is_shared and is_running and len(self.running) < self.max_num_seqs
         if not may_run or not self._cache.has_room_to_fork(parent.cache_sequence):
             if parent.cache_sequence is not None:
                 sequence.is_withdrawn = self._is_withdrawn(parent)
