@@ -178,7 +178,8 @@ def test_auto_takes_what_is_expected_to_be_quicker() -> None:
     speeds = Throughputs()
     assert speeds.copy_s(10**9) > 0
     speeds.add_copy(1000, 1.0)
-    speeds.add_computation(10, 1.0)
+    speeds.add_computation(100, 10.0)
+    speeds.add_computation(1, 10.0)  # too few to tell
     assert speeds.copy_s(2000) == pytest.approx(2.0)
     assert speeds.compute_s(20) == pytest.approx(2.0)
     speeds.add_copy(1000, 2.0)

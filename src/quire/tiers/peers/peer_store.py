@@ -90,7 +90,7 @@ class PeerStore:
     def refresh(self, key: bytes) -> bool:
         return False
 
-    def put(self, key: bytes, record: Record) -> None:
+    def put(self, key: bytes, record: Record) -> bool:
         raise WireError("a peer stores what it computes, and nothing else")
 
     def delete(self, key: bytes) -> bool:
