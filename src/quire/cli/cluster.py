@@ -23,7 +23,7 @@ __all__ = ["cluster"]
 
 cluster = typer.Typer(
     name="cluster",
-    help="Several engines behind one door, on Ray Serve: start, status, end.",
+    help="Engines behind one door, on Ray Serve: start, status, end.",
     rich_markup_mode=None,
 )
 

@@ -8,7 +8,9 @@ __all__ = ["Throughputs"]
 
 _SECONDS_PER_BYTE = 1 / 4e9  # before the first copy
 _SECONDS_PER_TOKEN = 1e-3  # before the first prompt
-_LEAST_TOKENS = 16  # of a step that tells the seconds of a token; those of fewer cost about as much as one token
+_LEAST_TOKENS = (
+    16  # of a step that tells the seconds of a token; those of fewer cost about as much as one token
+)
 
 
 class Throughputs:
