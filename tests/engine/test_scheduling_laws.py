@@ -222,6 +222,25 @@ def test_who_joins_an_attempt_that_finds_no_room_has_its_swapped_bytes_dropped()
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("num_states", [2, 3])
+def test_idle_beams_leave_for_a_beam_that_has_no_room_to_compute(num_states: int) -> None:
+    """There is room for the blocks of the last beams, but not for their states too: admitted and preempted in turn,
+    they would never compute."""
+    prompt = (0, 12, 26, 42, 60, 80, 12, 36, 62)
+    twice = Arrival(step=10, prompt=prompt, max_tokens=9, n=2, priority=1, abort_after=None)
+    search = Arrival(
+        step=3, prompt=(0, 12, 2, 2, 3), max_tokens=9, n=1, priority=-1, abort_after=None, client="a", beam_width=4,
+        stop_ids=(5, 17, 40, 77),
+    )  # fmt: skip
+    aborted = Arrival(step=3, prompt=(0, 12, 3, 2), max_tokens=5, n=1, priority=0, abort_after=0)
+    check_case(
+        requests=[twice, aborted, twice, search],
+        num_blocks=11, block_size=2, window=1, budget=28, max_seqs=3, caching=False, preemption="swap",
+        tier_bytes=None, policy="eviction", faults=3, num_states=num_states, right_drafts=1.0,
+        pauses=[(9, 0), (13, 5), (5, 5), (12, 3), (4, 1)],
+    )  # fmt: skip
+
+
 @pytest.mark.ci
 @settings(max_examples=at_length(1500), deadline=None)
 @given(**CASES)

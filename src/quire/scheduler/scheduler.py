@@ -732,7 +732,10 @@ class Scheduler:
             self._memory_limits.preemption_candidates(live, chosen), live
         )
         if len(candidates) > 1:
-            self._preempt(candidates[-1])
+            last = candidates[-1]
+            if len(chosen) == 1 and chosen[0][0] is last:  # nothing would compute: an idle beam leaves
+                last = next((one for one in reversed(candidates) if one.candidates is not None), last)
+            self._preempt(last)
             return True
         sequence = candidates[0]
         if self._chunk_limit > 1:
