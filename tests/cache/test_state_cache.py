@@ -430,7 +430,7 @@ def test_more_drafts_than_slots_set_aside_are_refused_and_evict_nothing(backend:
 
 
 class StateCacheLaws(RuleBasedStateMachine):
-    """Whatever is done, in whatever order: S1 to S4, and the states of the machine beside it."""
+    """Any calls in any order keep S1 to S4, and the states equal those of the machine beside it."""
 
     backend = "python"
 

@@ -7,33 +7,22 @@ import json
 import os
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
+from support.command_line import Run, runner
 from support.tier_values import ROOT, chain, value
 
 from quire.cache.block_hash import root_key
-from quire.cli.main import main
 from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.tiers.disk.disk_tier import DiskTier
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run_main(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["quire", "cache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return left.value.code, out, err
-
-    return run_main
+    return runner(capsys, monkeypatch, "cache")
 
 
 @pytest.fixture

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command_line import Run, runner
 from support.tiers_case import chain
 
-from quire.cli.main import main
 from quire.tiers.remote.remote_tier import RemoteTier
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run_main(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["quire", "cache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return left.value.code, out, err
-
-    return run_main
+    return runner(capsys, monkeypatch, "cache")
 
 
 @pytest.fixture

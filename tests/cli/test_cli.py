@@ -9,17 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import gguf_case
+from support.command_line import Run, runner
 
 import quire
-from quire.cli.main import main
 from quire.errors import with_flag_names
 
-Run = Callable[..., tuple[int, str, str]]
 # Of a user who has said nothing to transformers.
 _SILENT = {
     k: v for k, v in os.environ.items() if not k.startswith("HF_HUB_") and k != "TRANSFORMERS_VERBOSITY"
@@ -28,15 +26,7 @@ _SILENT = {
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run_main(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["quire", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return left.value.code, out, err
-
-    return run_main
+    return runner(capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(

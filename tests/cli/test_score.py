@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import tiny_llm
+from support.command_line import Run, runner
 
 from quire.cli import score as verb
-from quire.cli.main import main
 from quire.cli.score import windows
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -22,15 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """The command with a tiny model of bytes whose longest sequence has 256 tokens."""
     monkeypatch.setattr(verb, "open_llm", lambda config: tiny_llm.llm())
 
-    def run_main(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["quire", "score", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return left.value.code, out, err
-
-    return run_main
+    return runner(capsys, monkeypatch, "score")
 
 
 @pytest.mark.parametrize("prefix", [[], [99]], ids=["plain", "prefix"])

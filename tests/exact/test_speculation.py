@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from support import state_layers, tiny_llm
 from support.architectures import tiny
 from support.drafts import SteadySpeculation, TruthProposer, texts_of
@@ -139,6 +141,8 @@ def test_states_go_back_to_the_last_accepted_draft(backend: str, name: str) -> N
     """
     if backend == "native":
         pytest.importorskip("quire._native")
+    if name == "mamba2" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(f"Mamba 2 of transformers {transformers.__version__} takes no cache")
     served = state_layers.tiny_model(name)
     vocab_size = served.config.get_text_config().vocab_size
     prompts = [[token % (vocab_size - 2) + 1 for token in prompt] for prompt in PROMPTS]

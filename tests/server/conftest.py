@@ -38,8 +38,8 @@ def url(server: tuple[str, object]) -> str:
 
 @pytest.fixture(scope="module")
 def small_llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Whatever a request asks for, it gets few tokens. The parameter is a `speculation`: each step that may have drafts
-    has as many as it may."""
+    """Each request gets few tokens, also one that asks for more. The parameter is a `speculation`: each step that may
+    have drafts has as many as it may."""
     speculation = getattr(request, "param", "off")
     with LLM(kv_memory="16MiB", max_model_len=48, speculation=speculation) as one:
         if speculation != "off":

@@ -218,10 +218,9 @@ class TierStores:
     def save_ended(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
     ) -> None:
-        """A request with these tokens has ended: `save_path`, if tiers have readers."""
-        if self.has_readers:
-            self.collect()
-            self.save_path(namespace, tokens, extra_keys)
+        """A request with these tokens has ended, and tiers have readers: `save_path`."""
+        self.collect()
+        self.save_path(namespace, tokens, extra_keys)
 
     def _update_priorities(self) -> None:
         """Reads the cache priorities from the tree: a use after the store makes no event."""
