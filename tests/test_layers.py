@@ -16,6 +16,7 @@ ORDER = [
     "step",
     "atomic_file",
     "registry",
+    "file_digest",
     "sizes",
     "saved_folder",
     "peer_address",
@@ -50,6 +51,7 @@ ORDER = [
     "simulate",
     "server",
     "cluster",
+    "connect",
     "cli",
 ]
 

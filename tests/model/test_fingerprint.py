@@ -48,20 +48,20 @@ def test_digests_of_large_files_are_kept_while_the_files_stay(
     monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
     [weights] = folder.glob("*.safetensors")
     read: list[Path] = []
-    digest = fingerprint_module._sha256
-    monkeypatch.setattr(fingerprint_module, "_sha256", lambda path: read.append(path) or digest(path))
-    kept = fingerprint_module._file_digest(weights)
+    digest = file_digest_module.sha256_of
+    monkeypatch.setattr(file_digest_module, "sha256_of", lambda path: read.append(path) or digest(path))
+    kept = file_digest_module.file_digest(weights)
     assert kept == digest(weights)
     assert read == [weights]
-    assert fingerprint_module._file_digest(weights) == kept
+    assert file_digest_module.file_digest(weights) == kept
     assert read == [weights]
     status = weights.stat()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))  # its ctime tells
-    assert fingerprint_module._file_digest(weights) == digest(weights) != kept
+    assert file_digest_module.file_digest(weights) == digest(weights) != kept
     (folder / "quire-sha256.json").write_text("[1, 2")
-    assert fingerprint_module._file_digest(weights) == digest(weights)
+    assert file_digest_module.file_digest(weights) == digest(weights)
     assert list(json.loads((folder / "quire-sha256.json").read_text())) == [weights.name]
     assert not list(folder.glob(".quire-*"))

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from quire.atomic_file import AtomicFile
 from quire.backends import native_module
 from quire.devices import device_of
+from quire.file_digest import file_digest, sha256_of
 from quire.model.prove.model_record import behaviour
 from quire.modules.hooks import first_hook
 from quire.spec import KVSpec
@@ -41,9 +40,6 @@ from quire.weights.quantized_modules import quantized_weights
 from quire.weights.sources import LiveSource, WeightSource
 
 __all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
-
-_DIGESTS = "quire-sha256.json"  # next to the digested files
-_MIN_SAVED_BYTES = 64 << 20  # of a file whose digest is saved
 
 # Fields of a config that say where it came from or how a forward is run, and do not change the numbers.
 _INCIDENTAL = frozenset({
@@ -76,7 +72,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         parts["hooks"] = os.urandom(16).hex()  # their effect is unknown
     if device.is_native:
         native: Any = native_module()
-        parts["kernels"] = [device.version, _sha256(Path(native.__file__))]
+        parts["kernels"] = [device.version, sha256_of(Path(native.__file__))]
     elif not device.is_host:
         parts["kernels"] = device.version
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
@@ -126,32 +122,7 @@ def _config_digest(model: PreTrainedModel) -> str:
 
 def _files_digest(paths: tuple[Path, ...]) -> str:
     """Digest of files of weights, by name; saved digests are trusted."""
-    return json.dumps(sorted((path.name, _file_digest(path)) for path in paths))
-
-
-def _file_digest(path: Path) -> str:
-    status = path.stat()
-    if status.st_size < _MIN_SAVED_BYTES:
-        return _sha256(path)
-    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    saved: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        read = json.loads((path.parent / _DIGESTS).read_text())
-        saved = read if isinstance(read, dict) else {}
-    entry = saved.get(path.name)
-    if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("sha256"), str):
-        return entry["sha256"]
-    digest = _sha256(path)
-    saved[path.name] = {"stamp": stamp, "sha256": digest}
-    # In a read-only folder the digest is computed again next time.
-    with suppress(OSError), AtomicFile(path.parent / _DIGESTS) as file:
-        file.write(json.dumps(saved).encode())
-    return digest
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return json.dumps(sorted((path.name, file_digest(path)) for path in paths))
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ The only file that knows all tiers. A tier that cannot be reached at the start i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from quire.tiers.remote.remote_tier import RemoteTier
     from quire.tiers.stack import TierStack
 
-__all__ = ["OpenTiers", "fingerprint_tag", "open_swap", "open_tiers"]
+__all__ = ["OpenTiers", "fingerprint_tag", "open_stack", "open_swap", "open_tiers", "tiers_of"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
 _HEADER_BYTES = 1 << 20  # more than a value's header and signature take
@@ -203,26 +203,15 @@ def open_tiers(
 
     *raises:* ArgumentError: an option that no machine could serve.
     """
-    tiers = _open_each(config)
+    tiers = tiers_of(config)
     if not tiers:
         return None
     from quire.tiers.disk.disk_tier import DiskTier
     from quire.tiers.host import HostTier
-    from quire.tiers.stack import TierStack
 
     layout = PayloadLayout.from_spec(cache.spec)
     num_tokens = segment_tokens(layout, cache.node_tokens)
-    largest = max(layout.num_bytes(num_tokens), cache.spec.bytes_per_state) + _HEADER_BYTES
-    stack = TierStack(
-        tiers,
-        layout,
-        max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a large model's state may need it
-        check_finite=_SHARED,
-        read_only=("peers",),
-    )
-    for server in _servers(tiers):
-        server.raise_max_value_bytes(largest)
-    _ping_servers(tiers, stack)
+    stack = open_stack(tiers, layout, max(layout.num_bytes(num_tokens), cache.spec.bytes_per_state), _SHARED)
     shared = (cache, storage, stack, fingerprint, num_tokens)
     states = None
     if isinstance(cache, StateCache) and storage.states is not None:
@@ -260,6 +249,27 @@ def open_tiers(
     )
 
 
+def open_stack(
+    tiers: list[Tier], layout: PayloadLayout, largest_bytes: int, check_finite: Collection[str] = ()
+) -> TierStack:
+    """The tiers behind one interface, their servers pinged. largest_bytes: of a payload. check_finite: see
+    `TierStack`."""
+    from quire.tiers.stack import TierStack
+
+    largest = largest_bytes + _HEADER_BYTES
+    stack = TierStack(
+        tiers,
+        layout,
+        max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a large model's state may need it
+        check_finite=check_finite,
+        read_only=("peers",),
+    )
+    for server in _servers(tiers):
+        server.raise_max_value_bytes(largest)
+    _ping_servers(tiers, stack)
+    return stack
+
+
 def _ping_servers(tiers: list[Tier], stack: TierStack) -> None:
     """Pings the servers, so that the first request need not wait for one that is down, and the log tells now."""
     for server in _servers(tiers):
@@ -276,7 +286,11 @@ def _servers(tiers: list[Tier]) -> list[RemoteTier | PeerTier]:
     return [tier for tier in inner if isinstance(tier, RemoteTier | PeerTier)]
 
 
-def _open_each(config: EngineConfig) -> list[Tier]:
+def tiers_of(config: EngineConfig) -> list[Tier]:
+    """The tiers of a config that can be used, top down; the caller closes them.
+
+    *raises:* ArgumentError: an option that no machine could serve.
+    """
     tiers: list[Tier] = []
     try:
         for name, make in (
