@@ -20,7 +20,9 @@ from quire.errors import ArgumentError
 
 
 def test_options_have_the_names_of_an_engines_tiers() -> None:
-    options = ConnectorOptions.parse({"disk_cache": "/tmp/kv", "disk_cache_size": "1GiB", "salt_quota": "10MiB"})
+    options = ConnectorOptions.parse(
+        {"disk_cache": "/tmp/kv", "disk_cache_size": "1GiB", "salt_quota": "10MiB"}
+    )
     assert options.tiers.disk_cache == "/tmp/kv"
     assert options.tiers.disk_cache_size == "1GiB"
     assert options.salt_quota == 10 << 20
@@ -47,7 +49,9 @@ def test_a_wrong_option_is_refused_by_name(given: dict[str, Any], words: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("split", [1, 4])
-def test_blocks_that_are_saved_and_loaded_elsewhere_have_the_same_bytes(dtype: torch.dtype, split: int) -> None:
+def test_blocks_that_are_saved_and_loaded_elsewhere_have_the_same_bytes(
+    dtype: torch.dtype, split: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = [(5 * split, 2, 4, 6), (5 * split, 1, 4, 3)]
     layers = {f"layer {i}": _random(shape, dtype, generator) for i, shape in enumerate(shapes)}

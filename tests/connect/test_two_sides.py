@@ -73,7 +73,13 @@ def test_salts_adapters_and_images_keep_prompts_apart(tmp_path: Path) -> None:
     (tmp_path / "adapter.safetensors").write_bytes(b"one")
     adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
     image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=9))
-    kinds = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"lora_request": adapter}, {"mm_features": [image]}]
+    kinds = [
+        {},
+        {"cache_salt": "x"},
+        {"cache_salt": "y"},
+        {"lora_request": adapter},
+        {"mm_features": [image]},
+    ]
     for kind in kinds:
         loaded = run_one(tier, FakeRequest("a", prompt, **kind)).num_loaded
         assert loaded == (8 if "mm_features" in kind else 0)  # the blocks before the image are the same

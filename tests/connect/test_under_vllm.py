@@ -85,7 +85,9 @@ def test_after_kill_9_and_from_a_process_beside_it(tmp_path: Path, plain: Any) -
 def test_damaged_values_are_computed_again(tmp_path: Path, plain: Any) -> None:
     options = {"disk_cache": str(tmp_path / "kv")}
     run(tmp_path, BATCHES[:1], options=options)
-    for path in (tmp_path / "kv").glob("*.slab"):
+    slabs = list((tmp_path / "kv").glob("slab-*"))
+    assert slabs
+    for path in slabs:
         content = bytearray(path.read_bytes())
         for at in range(0, len(content), 4096):
             content[at + 2000] ^= 0xFF
@@ -164,8 +166,6 @@ def _num_tokens(folder: Path) -> int:
         return 0
     tier = DiskTier(folder, None)
     try:
-        return sum(
-            len(entry.info.tokens) // 4 for root in tier.roots() for entry in tier.entries(root.root)
-        )
+        return sum(len(entry.info.tokens) // 4 for root in tier.roots() for entry in tier.entries(root.root))
     finally:
         tier.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import tiny_llm
 
+from quire import file_digest as file_digest_module
 from quire.model import fingerprint as fingerprint_module
 from quire.model.fingerprint import engine_fingerprint
 from quire.weights.load import load
@@ -45,7 +46,7 @@ def test_a_world_is_the_same_at_every_start_and_another_for_what_changes_bits(
 def test_digests_of_large_files_are_kept_while_the_files_stay(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(file_digest_module, "_MIN_SAVED_BYTES", 1)
     [weights] = folder.glob("*.safetensors")
     read: list[Path] = []
     digest = file_digest_module.sha256_of

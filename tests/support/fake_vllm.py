@@ -80,7 +80,13 @@ class FakeVllm:
     """
 
     def __init__(
-        self, side: SchedulerSide, *, num_blocks: int, block_size: int, step_tokens: int = 10**6, split: int = 1
+        self,
+        side: SchedulerSide,
+        *,
+        num_blocks: int,
+        block_size: int,
+        step_tokens: int = 10**6,
+        split: int = 1,
     ) -> None:
         self.side, self.size, self._step_tokens = side, block_size, step_tokens
         self.worker = WorkerSide(num_blocks)

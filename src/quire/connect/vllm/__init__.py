@@ -16,8 +16,6 @@ Nothing here imports transformers: vLLM has its own version of it.
 
 from typing import Any
 
-__all__ = ["QuireConnector"]
-
 
 def __getattr__(name: str) -> Any:
     """Imports vllm only when the connector itself is asked for."""

@@ -164,11 +164,10 @@ def _open(vllm_config: Any, options: ConnectorOptions, block_bytes: dict[str, in
     layout = PayloadLayout("vllm", 1, tuple(layers))
     tiers = tiers_of(options.tiers)
     stack = open_stack(tiers, layout, layout.num_bytes(segment_tokens(layout, block_size)))
-    disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
     text = f"vllm {vllm_config.model_config.model} {fingerprint_tag(fingerprint)}"
 
     def describe(root: bytes) -> None:
-        if disk is not None:
+        if (disk := next((tier for tier in tiers if isinstance(tier, DiskTier)), None)) is not None:
             stack.submit_job(disk.name, "name a root", lambda: disk.describe(root, text))
 
     role = vllm_config.kv_transfer_config
@@ -224,7 +223,7 @@ def _check(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
         block_bytes[name] = spec.unpadded_page_size_bytes
         if block_bytes[name] % block_size:
             raise ArgumentError(
-                f"expected the same bytes for each of the {block_size} tokens of a block, got {block_bytes[name]} bytes "
-                f"of a block in the layer {name}"
+                f"expected a multiple of {block_size} bytes in a block of {block_size} tokens, got {block_bytes[name]} "
+                f"in the layer {name}"
             )
     return block_bytes

@@ -1,7 +1,7 @@
 """`WorkerSide`: copies blocks between vLLM's memory and payloads, in the worker that owns the memory.
 
-vLLM gives a tensor for each layer, [blocks, ...]. What lies within a block is the attention back end's affair: a block's
-bytes are copied as they are, and are read by the same back end with the same block size (`model_identity`).
+vLLM gives a tensor for each layer, [blocks, ...]. The attention back end decides what lies within a block: its bytes
+are copied as they are, for the same back end with the same block size (`model_identity`).
 
 Cost: one copy of the bytes on a CPU; on a device one gather or scatter a layer, and one copy between it and the host.
 """
