@@ -145,7 +145,6 @@ def test_a_trained_model_with_sliding_windows(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent), dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **where
     )
-    del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(source.parent), **where).save_pretrained(folder)
     engine = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20, "max_model_len": 2048}
