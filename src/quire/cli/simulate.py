@@ -86,6 +86,13 @@ def simulate(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the cost line with MODEL on this machine.")
     ] = False,
+    time: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="queue: one prompt after another, seconds a row; scheduler: the engine's own steps, minutes a row.",
+        ),
+    ] = "queue",
     step_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a prompt in one step.")] = 2048,
     block_tokens: Annotated[
         int | None,
@@ -111,8 +118,8 @@ def simulate(
 ) -> None:
     """Predicts hits and seconds to a first token for TRACE.
 
-    The cache, its eviction, sessions and the router are the real ones; cost lines stand for the time of a model and of
-    a store.
+    The cache, its eviction, sessions, the router and with --time scheduler the steps are the real ones; cost lines stand
+    for the time of a model and of a store.
     """
     numbers = {
         "replicas": replicas,
@@ -152,8 +159,10 @@ def simulate(
 
     from quire.simulate import CostLine, read_trace
     from quire.simulate.simulated_cache import SIMULATED_POLICIES
-    from quire.simulate.trace_simulation import TraceSimulation, simulate_trace
+    from quire.simulate.trace_simulation import TIMES, TraceSimulation, simulate_trace
 
+    if time not in TIMES:
+        raise ArgumentError(f"expected {' or '.join(TIMES)}, got {time!r} - in `time`")
     if plot is not None:
         from quire.simulate.plot import require_plotting
 
@@ -175,6 +184,7 @@ def simulate(
         store_blocks=0 if store is None else _blocks(store, block_bytes, "store"),
         store_cost=load_line,
         step_tokens=step_tokens,
+        time=time,
     )
     if measure:  # last: it takes long
         from quire.simulate.measured_cost import measured_cost
@@ -279,6 +289,7 @@ def _json_of(
         "block_bytes": block_bytes or None,
         "num_replicas": simulation.num_replicas,
         "step_tokens": simulation.step_tokens,
+        "time": simulation.time,
         "cost": str(simulation.cost),
         "cost_origin": origin,
         "store_blocks": simulation.store_blocks,
@@ -293,11 +304,14 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    first, workload = rows[0].figures, simulation.workload
+    workload = simulation.workload
     print(
-        f"{first.num_requests} requests of {workload.name}: {first.num_prompt_tokens} prompt tokens in blocks of "
+        f"{len(workload.requests)} requests of {workload.name}: "
+        f"{sum(request.num_prompt_tokens for request in workload.requests)} prompt tokens in blocks of "
         f"{workload.block_tokens}, {simulation.num_replicas} replica{'s' * (simulation.num_replicas > 1)}"
     )
+    if num_refused := max(row.figures.num_refused for row in rows):
+        print(f"up to {num_refused} requests are larger than a replica's memory; their rows leave them out")
     print(f"a step takes {simulation.cost} ({origin})")
     if simulation.store_cost is not None:
         print(f"a store of {simulation.store_blocks} blocks, a load takes {simulation.store_cost}")
@@ -309,6 +323,7 @@ def _print_table(
         ("hits", lambda row: f"{row.figures.hit_rate:.4f}"),
         ("from store", lambda row: f"{row.figures.store_rate:.4f}"),
         ("computed", lambda row: str(row.figures.computed_tokens)),
+        ("refused", lambda row: str(row.figures.num_refused)),
         ("first token", lambda row: f"{row.figures.first_token_s_mean:.3g} s"),
         ("p50", lambda row: f"{row.figures.first_token_s_p50:.3g} s"),
         ("p99", lambda row: f"{row.figures.first_token_s_p99:.3g} s"),
@@ -317,6 +332,7 @@ def _print_table(
     ]
     left_out = {"memory"} if not block_bytes else set()
     left_out |= {"router", "largest/mean"} if simulation.num_replicas == 1 else set()
+    left_out |= {"refused"} if not num_refused else set()
     left_out |= {"from store"} if simulation.store_cost is None else set()
     shown = [(title, cell) for title, cell in columns if title not in left_out]
     table = Table(*(title for title, _ in shown))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from quire.cluster.routed_blocks import RecentWork, RoutedBlocks
 from quire.cluster.router import BlockTiers, ReplicaLoad, RouteCosts, rank_replicas
 from quire.simulate import TraceRequest
+from quire.simulate.replica import Replica
 from quire.simulate.routing import Routing
-from quire.simulate.simulated_replica import ServedRequest, SimulatedReplica
 from quire.simulate.simulated_store import SimulatedStore
 
 __all__ = ["RankedRouting"]
@@ -26,18 +26,18 @@ class RankedRouting(Routing):
     """replicas: with caches that report their blocks. costs: of `rank_replicas`."""
 
     def __init__(
-        self, replicas: Sequence[SimulatedReplica], block_tokens: int, costs: RouteCosts, digest_s: float
+        self, replicas: Sequence[Replica], block_tokens: int, costs: RouteCosts, digest_s: float
     ) -> None:
         self.digest_s = digest_s
         self._block_tokens, self._costs = block_tokens, costs
         self._known = {replica.name: RoutedBlocks(2 * digest_s) for replica in replicas}
         self._recent = {replica.name: RecentWork() for replica in replicas}
 
-    def take_digests(self, replicas: Sequence[SimulatedReplica]) -> None:
+    def take_digests(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
-            self._known[replica.name].set_digest(dict.fromkeys(replica.cache.block_ids(), "memory"))
+            self._known[replica.name].set_digest(dict.fromkeys(replica.block_ids(), "memory"))
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
         now, loads = request.arrival_s, []
         for replica in replicas:
             known = self._known[replica.name]
@@ -48,10 +48,8 @@ class RankedRouting(Routing):
         ids = request.content_ids
         best = rank_replicas(ids, request.num_prompt_tokens, self._block_tokens, loads, self._costs)[0]
         self._known[best.name].note_sent(ids, now)
+        self._recent[best.name].add(best.work_s, now)
         return next(replica for replica in replicas if replica.name == best.name)
-
-    def note_served(self, request: TraceRequest, served: ServedRequest) -> None:
-        self._recent[served.replica].add(served.prefill_s, request.arrival_s)
 
 
 class _WithStore:

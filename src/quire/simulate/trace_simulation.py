@@ -1,7 +1,8 @@
 """`simulate_trace`: a trace at several capacities, by policies and routings; one row each.
 
-Real: blocks, prefix tree and eviction (`quire.Cache`), sessions, the ranking of replicas. Modelled: the time, by cost
-lines (`simulated_replica`), and the shared store (`simulated_store`).
+Real: blocks, prefix tree and eviction (`quire.Cache`), sessions, the ranking of replicas; with time "scheduler" the
+step loop too (`engine_replica`). Modelled: the time, by cost lines, with time "queue" as one prompt after another
+(`simulated_replica`); and the shared store (`simulated_store`).
 
 Cost: a replay for each row.
 """
@@ -14,22 +15,26 @@ from typing import Any
 
 from quire.errors import ArgumentError
 from quire.simulate.cost_line import CostLine
+from quire.simulate.engine_replica import EngineReplica
 from quire.simulate.replay import TraceFigures, replay
+from quire.simulate.replica import Replica
 from quire.simulate.routing import Routing
 from quire.simulate.simulated_cache import SimulatedCache
 from quire.simulate.simulated_replica import SimulatedReplica
 from quire.simulate.simulated_store import SimulatedStore
 from quire.simulate.workload import Workload
 
-__all__ = ["MakeRouting", "SimulatedRow", "TraceSimulation", "simulate_trace"]
+__all__ = ["TIMES", "MakeRouting", "SimulatedRow", "TraceSimulation", "simulate_trace"]
 
-MakeRouting = Callable[[list[SimulatedReplica]], Routing]
+MakeRouting = Callable[[list[Replica]], Routing]
+TIMES = ("queue", "scheduler")
 
 
 @dataclass(frozen=True)
 class TraceSimulation:
     """The settings of all rows. capacities: blocks of a replica. policies: of `SIMULATED_POLICIES`. routings: by name.
-    store_blocks, store_cost: of the shared store; 0: there is none. step_tokens: of a prompt in one step."""
+    store_blocks, store_cost: of the shared store; 0: there is none. step_tokens: of a prompt in one step. time: of
+    `TIMES`."""
 
     workload: Workload
     capacities: Sequence[int]
@@ -40,6 +45,7 @@ class TraceSimulation:
     store_blocks: int = 0
     store_cost: CostLine | None = None
     step_tokens: int = 2048
+    time: str = "queue"
 
     def __post_init__(self) -> None:
         if not any(request.content_ids for request in self.workload.requests):
@@ -81,18 +87,32 @@ def simulate_trace(simulation: TraceSimulation) -> Iterator[SimulatedRow]:
                 yield SimulatedRow(num_blocks, policy, routing, run.figures(replicas))
 
 
-def _replicas(simulation: TraceSimulation, policy: str, num_blocks: int) -> list[SimulatedReplica]:
+def _replicas(simulation: TraceSimulation, policy: str, num_blocks: int) -> list[Replica]:
     store = None
     if simulation.store_blocks and simulation.store_cost is not None:
         store = SimulatedStore(simulation.store_blocks, simulation.store_cost)
+    names = [f"replica-{number}" for number in range(simulation.num_replicas)]
+    if simulation.time == "scheduler":
+        return [
+            EngineReplica(
+                name,
+                simulation.workload,
+                num_blocks,
+                simulation.cost,
+                policy=policy,
+                step_tokens=simulation.step_tokens,
+                store=store,
+            )
+            for name in names
+        ]
     return [
         SimulatedReplica(
-            f"replica-{number}",
+            name,
             SimulatedCache(num_blocks, policy, reports_blocks=simulation.num_replicas > 1),
             simulation.cost,
             block_tokens=simulation.workload.block_tokens,
             step_tokens=simulation.step_tokens,
             store=store,
         )
-        for number in range(simulation.num_replicas)
+        for name in names
     ]
