@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli import options
+from quire.cli.cache_store import is_store
 from quire.cli.opening import ask_hub, open_llm
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
@@ -18,6 +19,7 @@ from quire.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from quire.simulate import CostLine, Workload
+    from quire.simulate.measured_store import MeasuredStore
     from quire.simulate.trace_simulation import MakeRouting, SimulatedRow, TraceSimulation
 
 __all__ = ["simulate"]
@@ -70,11 +72,19 @@ def simulate(
     store: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of a tier that all replicas share, as a capacity; needs --store-cost."
+            metavar="SIZE|URL",
+            help="A tier that all replicas share: its size, as a capacity, with --store-cost; or the URL of a store, as "
+            "--remote-cache, which is measured with values of a block, with --model or --config.",
         ),
     ] = None,
     store_cost: Annotated[
         str | None, typer.Option(metavar="LINE", help='Of a load from it, such as "1ms + 20us/token".')
+    ] = None,
+    store_size: Annotated[
+        str | None,
+        typer.Option(
+            "--store-size", metavar="SIZE", help="Of a measured store. Default: all of the trace's blocks."
+        ),
     ] = None,
     cost: Annotated[
         str | None,
@@ -140,19 +150,30 @@ def simulate(
         raise ArgumentError(
             f"expected router ranked with --digest-s, got {router!r}: the others read no digest - in `router`"
         )
-    if (store is None) != (store_cost is None):
+    store_url = store if store is not None and is_store(store) else None
+    if store_url is not None and store_cost is not None:
+        raise ArgumentError("expected no --store-cost with the URL of a store, which is measured, got one")
+    if store_url is None and store_size is not None:
+        raise ArgumentError("expected the URL of a store in --store with --store-size, got none")
+    if store_url is None and (store is None) != (store_cost is None):
         raise ArgumentError("expected --store and --store-cost together, got one of them")
+    store_blocks = store if store_url is None else store_size
     if cost is not None and measure:
         raise ArgumentError("expected either --cost or --measure, got both")
     if config is not None and ("model" in engine or measure):
         raise ArgumentError("expected --config without --model and --measure: a config has no weights")
     sizes = [] if capacity is None else [size.strip() for size in capacity.split(",")]
-    in_bytes = [size for size in (*sizes, *filter(None, [store])) if not size.isdigit()]
+    in_bytes = [size for size in (*sizes, *filter(None, [store_blocks])) if not size.isdigit()]
     if in_bytes and "model" not in engine and config is None:
         raise ArgumentError(f"expected a number of blocks, or --model or --config too, got {in_bytes[0]!r}")
-    if not in_bytes and not measure and (engine or config is not None):
+    if store_url is not None and "model" not in engine and config is None:
         raise ArgumentError(
-            "expected --model, --config, --dtype or --kv-dtype with a capacity in bytes or with --measure, got neither"
+            "expected --model or --config with the URL of a store, for the bytes of a block, got neither"
+        )
+    if not in_bytes and store_url is None and not measure and (engine or config is not None):
+        raise ArgumentError(
+            "expected --model, --config, --dtype or --kv-dtype with a capacity in bytes, the URL of a store or "
+            "--measure, got neither"
         )
     checked = EngineConfig(**engine)
     ask_hub(checked)
@@ -173,19 +194,25 @@ def simulate(
         raise ArgumentError(f"expected no term of context for a load, got {store_cost!r} - in `store_cost`")
     workload = read_trace(trace, block_tokens=block_tokens, session_every_s=session_every_s)
     workload = replace(workload, requests=workload.requests[:requests])
-    block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes else 0
+    block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes or store_url else 0
     simulation = TraceSimulation(
         workload=workload,
-        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes] or _default(workload, replicas),
+        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes] or _default(workload, replicas, time),
         policies=_names(policy or _policy_of(workload), SIMULATED_POLICIES, "policy"),
         routings={},
         cost=line,
         num_replicas=replicas,
-        store_blocks=0 if store is None else _blocks(store, block_bytes, "store"),
+        store_blocks=_store_blocks(workload, store_url, store_blocks, block_bytes),
         store_cost=load_line,
         step_tokens=step_tokens,
         time=time,
     )
+    measured_store = None
+    if store_url is not None:
+        from quire.simulate.measured_store import measure_store
+
+        measured_store = measure_store(store_url, block_bytes)
+        simulation = replace(simulation, store_cost=measured_store.cost(workload.block_tokens))
     if measure:  # last: it takes long
         from quire.simulate.measured_cost import measured_cost
 
@@ -205,9 +232,9 @@ def simulate(
         else "an example, give --cost or --measure"
     )
     if as_json:
-        print(json.dumps(_json_of(simulation, origin, block_bytes, rows)))
+        print(json.dumps(_json_of(simulation, origin, block_bytes, measured_store, rows)))
     else:
-        _print_table(simulation, origin, block_bytes, rows)
+        _print_table(simulation, origin, block_bytes, measured_store, rows)
     if plot is not None:
         from quire.simulate.plot import draw_hit_rates
 
@@ -228,9 +255,12 @@ def _policy_of(workload: Workload) -> str:
     return "sessions" if any(request.session for request in workload.requests) else "frequency"
 
 
-def _default(workload: Workload, num_replicas: int) -> list[int]:
-    num_blocks = len({block for request in workload.requests for block in request.content_ids})
-    return sorted({max(1, round(share * num_blocks / num_replicas)) for share in _SHARES})
+def _default(workload: Workload, num_replicas: int, time: str) -> list[int]:
+    num_blocks, least = _num_blocks(workload), 1
+    if time == "scheduler":  # the longest request fits, beside the blocks that an admission leaves free
+        longest = max(request.num_tokens for request in workload.requests)
+        least = 2 + round(1.02 * longest / workload.block_tokens)
+    return sorted({max(least, round(share * num_blocks / num_replicas)) for share in _SHARES})
 
 
 def _block_bytes(checked: EngineConfig, config: str | None, block_tokens: int) -> int:
@@ -257,6 +287,24 @@ def _blocks(size: str, block_bytes: int, option: str) -> int:
     return num_blocks
 
 
+def _store_blocks(workload: Workload, url: str | None, size: str | None, block_bytes: int) -> int:
+    if size is not None:
+        return _blocks(size, block_bytes, "store" if url is None else "store_size")
+    return 0 if url is None else _num_blocks(workload)
+
+
+def _num_blocks(workload: Workload) -> int:
+    return len({block for request in workload.requests for block in request.content_ids})
+
+
+def _told(store: MeasuredStore) -> str:
+    rates = [format_size(int(store.value_bytes / seconds)) for seconds in (store.load_s, store.store_s)]
+    return (
+        f"{store.where}, measured here: a look-up {1e3 * store.lookup_s:.3g} ms, values of "
+        f"{format_size(store.value_bytes)}: {rates[0]}/s loaded, {rates[1]}/s stored"
+    )
+
+
 def _routings(
     routers: list[str], simulation: TraceSimulation, line: CostLine, digest_s: float
 ) -> dict[str, MakeRouting]:
@@ -281,7 +329,11 @@ def _routings(
 
 
 def _json_of(
-    simulation: TraceSimulation, origin: str, block_bytes: int, rows: list[SimulatedRow]
+    simulation: TraceSimulation,
+    origin: str,
+    block_bytes: int,
+    measured_store: MeasuredStore | None,
+    rows: list[SimulatedRow],
 ) -> dict[str, Any]:
     return {
         "trace": simulation.workload.name,
@@ -294,12 +346,17 @@ def _json_of(
         "cost_origin": origin,
         "store_blocks": simulation.store_blocks,
         "store_cost": None if simulation.store_cost is None else str(simulation.store_cost),
+        "measured_store": None if measured_store is None else asdict(measured_store),
         "rows": [row.as_dict() for row in rows],
     }
 
 
 def _print_table(
-    simulation: TraceSimulation, origin: str, block_bytes: int, rows: list[SimulatedRow]
+    simulation: TraceSimulation,
+    origin: str,
+    block_bytes: int,
+    measured_store: MeasuredStore | None,
+    rows: list[SimulatedRow],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -314,7 +371,8 @@ def _print_table(
         print(f"up to {num_refused} requests are larger than a replica's memory; their rows leave them out")
     print(f"a step takes {simulation.cost} ({origin})")
     if simulation.store_cost is not None:
-        print(f"a store of {simulation.store_blocks} blocks, a load takes {simulation.store_cost}")
+        measured = "" if measured_store is None else f" ({_told(measured_store)})"
+        print(f"a store of {simulation.store_blocks} blocks, a load takes {simulation.store_cost}{measured}")
     columns: list[tuple[str, Callable[[SimulatedRow], str]]] = [
         ("blocks", lambda row: str(row.num_blocks)),
         ("memory", lambda row: format_size(row.num_blocks * block_bytes)),
