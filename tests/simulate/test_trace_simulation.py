@@ -211,6 +211,39 @@ def test_replicas_share_a_store(trace: str, capsys: pytest.CaptureFixture[str]) 
         assert row["computed_tokens"] == 22 * 512, "each block once"
 
 
+def test_the_scheduler_gives_the_time_of_its_steps(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [trace, "--replicas", "2", "--router", "ranked,longest-prefix", "--time", "scheduler"]
+    found = run(capsys, *words, "--store", "100", "--store-cost", "1us/token", "--cost", "1ms + 1ms/token")
+    assert found["time"] == "scheduler"
+    assert {row["num_requests"] for row in found["rows"]} == {20}, "each default capacity holds the longest"
+    assert all(row["computed_tokens"] == 22 * 512 for row in found["rows"]), "each block once"
+    assert all(row["decode_step_s_mean"] >= 2e-3 for row in found["rows"])
+    lone = run(capsys, trace, "--capacity", "100", "--time", "scheduler", "--cost", "1ms + 1ms/token")["rows"][0]
+    assert lone["computed_tokens"] == found["rows"][0]["computed_tokens"]
+
+
+def test_a_request_beyond_memory_is_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["simulate", trace, "--capacity", "8", "--time", "scheduler"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "up to 8 requests are larger than a replica's memory; their rows leave them out" in text
+
+
+def test_a_store_is_measured(trace: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [trace, "--capacity", "100", "--model", "embedded", "--replicas", "2", "--router", "round-robin"]
+    found = run(capsys, *words, "--store", f"folder://{tmp_path}", "--store-size", "9")
+    assert found["store_blocks"] == 9
+    measured = found["measured_store"]
+    assert measured["value_bytes"] == found["block_bytes"]
+    assert measured["where"] == str(tmp_path)
+    line = CostLine(measured["lookup_s"], measured["load_s"] / 512, 0.0)
+    assert found["store_cost"] == str(line)
+    whole = run(capsys, *words, "--store", f"folder://{tmp_path}")
+    assert whole["store_blocks"] == 22, "all blocks of the trace"
+    assert not list(tmp_path.rglob("*.kv"))
+    app(["simulate", *words, "--store", f"folder://{tmp_path}"], standalone_mode=False)
+    assert f"({tmp_path}, measured here: a look-up" in " ".join(capsys.readouterr().out.split("\n"))
+
+
 def test_a_measured_cost_is_that_of_the_model(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, trace, "--measure", "--capacity", "100", "--model", "embedded")
     assert found["cost_origin"] == "measured here"
@@ -244,14 +277,17 @@ def test_the_table_names_an_assumed_cost(
         (["--store", "10"], "expected --store and --store-cost together"),
         (["--store-cost", "1us/token"], "expected --store and --store-cost together"),
         (["--store", "10", "--store-cost", "1us/context"], "expected no term of context"),
-        (
-            ["--store", "redis://there", "--store-cost", "1us/token"],
-            "expected a number of blocks, or --model",
-        ),
+        (["--store", "redis://there", "--store-cost", "1us/token"], "expected no --store-cost with the URL"),
+        (["--store", "redis://there"], "expected --model or --config with the URL of a store"),
+        (["--store", "redis://127.0.0.1:1", "--model", "embedded"], "expected a store that answers"),
+        (["--store-size", "4"], "expected the URL of a store in --store with --store-size"),
+        (["--store", "4", "--store-cost", "1ms", "--store-size", "4"], "expected the URL of a store in --store"),
+        (["--time", "clock"], "expected queue or scheduler, got 'clock' - in `time`"),
+        (["--time", "scheduler", "--capacity", "1"], "expected a replica that holds a request"),
         (["--measure", "--cost", "1us/token"], "expected either --cost or --measure"),
         (["--config", "x", "--measure"], "expected --config without --model and --measure"),
         (["--capacity", "4GiB"], "expected a number of blocks, or --model or --config too, got '4GiB'"),
-        (["--capacity", "4", "--model", "embedded"], "with a capacity in bytes or with --measure"),
+        (["--capacity", "4", "--model", "embedded"], "with a capacity in bytes, the URL of a store or --measure"),
         (["--capacity", "1B", "--model", "embedded"], "expected at least one block of .* bytes, got 1B"),
         (["--capacity", "0"], "expected at least one block, got 0"),
         (["--capacity", "4,x", "--model", "embedded"], "expected a size such as"),

@@ -1,7 +1,7 @@
 """`RankedRouting`: the rule of `rank_replicas` for a simulation, with the knowledge that a router would have.
 
-It knows a replica by digests, which are up to `digest_s` old, and by the prompts that it sent there since. It reads
-queues as they are.
+It knows a replica by digests, which are up to `digest_s` old, and by the prompts that it sent there in the last
+`HISTORY_S` seconds, as the door of a cluster. It counts the work that it predicts, and reads queues as they are.
 
 Cost: that of `rank_replicas`; O(blocks of the pool) a digest.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cluster.routed_blocks import RecentWork, RoutedBlocks
+from quire.cluster.routed_blocks import HISTORY_S, RecentWork, RoutedBlocks
 from quire.cluster.router import BlockTiers, ReplicaLoad, RouteCosts, rank_replicas
 from quire.simulate import TraceRequest
 from quire.simulate.replica import Replica
@@ -30,7 +30,7 @@ class RankedRouting(Routing):
     ) -> None:
         self.digest_s = digest_s
         self._block_tokens, self._costs = block_tokens, costs
-        self._known = {replica.name: RoutedBlocks(2 * digest_s) for replica in replicas}
+        self._known = {replica.name: RoutedBlocks(HISTORY_S) for replica in replicas}
         self._recent = {replica.name: RecentWork() for replica in replicas}
 
     def take_digests(self, replicas: Sequence[Replica]) -> None:

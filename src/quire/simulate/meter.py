@@ -73,7 +73,8 @@ class SimulatedRunner:
         if self._storage is not None:
             self._prepare(self._storage, step)
         num_context_tokens = int(step.plan.context_lengths.sum())
-        self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens)
+        num_decodes = int(np.count_nonzero(step.num_new_tokens == 1))
+        self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens, num_decodes)
         return torch.zeros((len(step.logit_rows), 2))
 
     def _prepare(self, storage: Storage, step: Batch[Any]) -> None:

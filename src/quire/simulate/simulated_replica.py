@@ -107,7 +107,7 @@ class SimulatedReplica:
     def _decode_step_s(self, *more_contexts: int) -> float:
         """Seconds of a step of those that decode, and of more with these contexts."""
         contexts = [*(context for _, context in self._decoding), *more_contexts]
-        return self.cost.seconds(len(contexts), sum(contexts))
+        return self.cost.seconds(len(contexts), sum(contexts), len(contexts))
 
     def _prefill_s(self, num_cached_tokens: int, num_tokens: int) -> float:
         """Seconds of the steps from the first token that is computed to the prompt's end."""
@@ -116,5 +116,6 @@ class SimulatedReplica:
         while done < num_tokens:
             num_new = min(self.step_tokens, num_tokens - done)
             done += num_new
-            seconds += self.cost.seconds(num_new + len(self._decoding), done + num_context)
+            num_decodes = len(self._decoding)
+            seconds += self.cost.seconds(num_new + num_decodes, done + num_context, num_decodes)
         return seconds
