@@ -3,8 +3,8 @@
     python benchmarks/simulated_cluster.py [--quick] [--replicas N] [--seeds N]
 
 `quire cluster serve` runs replicas of the embedded model; requests of chats arrive at the trace's times, on streams of
-a client. Then the trace runs through `EngineReplica`s and `SimulatedReplica`s behind `RankedRouting`, with the cost line
-that `measured_cost` finds for the same model on this machine. A figure a seed of the trace:
+a client. Then the trace runs through `EngineReplica`s and `SimulatedReplica`s behind `RankedRouting`, with the cost
+line that `measured_cost` finds for the same model on this machine. A figure a seed of the trace:
     hits           tokens of prompts found in memory, over all
     equal          requests with the same hit in cluster and simulation
     first token    mean seconds since a request was due
@@ -60,8 +60,8 @@ class Measured(NamedTuple):
 
 
 def made_trace(seed: int, num_requests: int, every_s: float) -> Workload:
-    """12 chats that grow by 1 to 4 blocks a turn, up to 24, among prompts of 8 blocks that are seen once; a request each
-    `every_s` seconds on average, at random times."""
+    """12 chats that grow by 1 to 4 blocks a turn, up to 24, among prompts of 8 blocks that are seen once; a request
+    each `every_s` seconds on average, at random times."""
     generator = random.Random(seed)
     chats = [[0] for _ in range(12)]
     num_ids, now, requests = 1, 0.0, []
@@ -93,7 +93,11 @@ def cluster(num_replicas: int, kv_memory: int) -> Iterator[str]:
     environment = {**os.environ, "HOME": str(folder), "RAY_TMPDIR": sessions, "RAY_USAGE_STATS_ENABLED": "0"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire", *words.split()], env=environment, stdout=log, stderr=log, cwd=folder
+            [sys.executable, "-m", "quire", *words.split()],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}", num_replicas, folder / "log")

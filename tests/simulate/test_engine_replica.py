@@ -105,7 +105,11 @@ def test_others_compute_while_one_loads() -> None:
     store = SimulatedStore(100, CostLine.parse("0.9s"))
     requests = [TraceRequest(0.0, 100, 1, tuple(range(6)))]  # on the first replica, which stores it
     requests += [TraceRequest(50.0, 9, 1), TraceRequest(100.0, 9, 1)]  # the second and the first, elsewhere
-    requests += [TraceRequest(200.0, 100, 1, tuple(range(6))), TraceRequest(200.1, 9, 1), TraceRequest(200.2, 32, 1)]
+    requests += [
+        TraceRequest(200.0, 100, 1, tuple(range(6))),
+        TraceRequest(200.1, 9, 1),
+        TraceRequest(200.2, 32, 1),
+    ]
     found = run(*requests, number=2, store=store)
     assert found[3].num_loaded_tokens == 96
     assert found[5].first_token_s < 1 + 0.33 + 0.04, "it does not wait for the load"
@@ -134,8 +138,9 @@ def test_every_token_is_found_loaded_or_computed(routing: Any) -> None:
         found = replay(workload, replicas, routing())
         figures = found.figures(replicas)
         assert figures.num_requests == 150
-        assert figures.hit_rate + figures.store_rate + figures.computed_tokens / figures.num_prompt_tokens == (
-            pytest.approx(1)
+        assert (
+            figures.hit_rate + figures.store_rate + figures.computed_tokens / figures.num_prompt_tokens
+            == (pytest.approx(1))
         )
         for one in replicas:
             one.check()
@@ -159,7 +164,9 @@ def test_the_ranking_reads_its_blocks_and_its_queue() -> None:
     hits = {}
     for name in ("ranked", "round-robin"):
         replicas = made(workload, 4, 60, cost=CostLine(0.0, 1e-3, 0.0), step_tokens=2048)
-        routing = RankedRouting(replicas, BLOCK, RouteCosts(1e-3, {}), 0.5) if name == "ranked" else RoundRobin()
+        routing = (
+            RankedRouting(replicas, BLOCK, RouteCosts(1e-3, {}), 0.5) if name == "ranked" else RoundRobin()
+        )
         hits[name] = replay(workload, replicas, routing).figures(replicas).hit_rate
     assert hits["ranked"] > 1.5 * hits["round-robin"]
 
@@ -187,7 +194,9 @@ def test_a_request_larger_than_memory_is_counted_apart() -> None:
     assert (figures.num_requests, figures.num_refused, figures.num_prompt_tokens) == (1, 1, 20)
     alone = Workload("one", requests[:1], block_tokens=BLOCK)
     replicas = made(alone, num_blocks=10)
-    with pytest.raises(ArgumentError, match="expected a replica that holds a request of one, got one that holds none"):
+    with pytest.raises(
+        ArgumentError, match="expected a replica that holds a request of one, got one that holds none"
+    ):
         replay(alone, replicas, RoundRobin()).figures(replicas)
 
 

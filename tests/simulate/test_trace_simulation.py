@@ -217,8 +217,10 @@ def test_the_scheduler_gives_the_time_of_its_steps(trace: str, capsys: pytest.Ca
     assert found["time"] == "scheduler"
     assert {row["num_requests"] for row in found["rows"]} == {20}, "each default capacity holds the longest"
     assert all(row["computed_tokens"] == 22 * 512 for row in found["rows"]), "each block once"
-    assert all(row["decode_step_s_mean"] >= 2e-3 for row in found["rows"])
-    lone = run(capsys, trace, "--capacity", "100", "--time", "scheduler", "--cost", "1ms + 1ms/token")["rows"][0]
+    assert all(row["decode_step_s_mean"] > 1.99e-3 for row in found["rows"])
+    lone = run(capsys, trace, "--capacity", "100", "--time", "scheduler", "--cost", "1ms + 1ms/token")[
+        "rows"
+    ][0]
     assert lone["computed_tokens"] == found["rows"][0]["computed_tokens"]
 
 
@@ -281,13 +283,19 @@ def test_the_table_names_an_assumed_cost(
         (["--store", "redis://there"], "expected --model or --config with the URL of a store"),
         (["--store", "redis://127.0.0.1:1", "--model", "embedded"], "expected a store that answers"),
         (["--store-size", "4"], "expected the URL of a store in --store with --store-size"),
-        (["--store", "4", "--store-cost", "1ms", "--store-size", "4"], "expected the URL of a store in --store"),
+        (
+            ["--store", "4", "--store-cost", "1ms", "--store-size", "4"],
+            "expected the URL of a store in --store",
+        ),
         (["--time", "clock"], "expected queue or scheduler, got 'clock' - in `time`"),
         (["--time", "scheduler", "--capacity", "1"], "expected a replica that holds a request"),
         (["--measure", "--cost", "1us/token"], "expected either --cost or --measure"),
         (["--config", "x", "--measure"], "expected --config without --model and --measure"),
         (["--capacity", "4GiB"], "expected a number of blocks, or --model or --config too, got '4GiB'"),
-        (["--capacity", "4", "--model", "embedded"], "with a capacity in bytes, the URL of a store or --measure"),
+        (
+            ["--capacity", "4", "--model", "embedded"],
+            "with a capacity in bytes, the URL of a store or --measure",
+        ),
         (["--capacity", "1B", "--model", "embedded"], "expected at least one block of .* bytes, got 1B"),
         (["--capacity", "0"], "expected at least one block, got 0"),
         (["--capacity", "4,x", "--model", "embedded"], "expected a size such as"),

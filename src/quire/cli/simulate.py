@@ -73,8 +73,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="SIZE|URL",
-            help="A tier that all replicas share: its size, as a capacity, with --store-cost; or the URL of a store, as "
-            "--remote-cache, which is measured with values of a block, with --model or --config.",
+            help="A tier that all replicas share: its size, as a capacity, with --store-cost; or the URL of a store, "
+            "as --remote-cache, which is measured with values of a block, with --model or --config.",
         ),
     ] = None,
     store_cost: Annotated[
@@ -128,8 +128,8 @@ def simulate(
 ) -> None:
     """Predicts hits and seconds to a first token for TRACE.
 
-    The cache, its eviction, sessions, the router and with --time scheduler the steps are the real ones; cost lines stand
-    for the time of a model and of a store.
+    The cache, its eviction, sessions, the router and with --time scheduler the steps are the real ones; cost lines
+    stand for the time of a model and of a store.
     """
     numbers = {
         "replicas": replicas,
@@ -197,7 +197,8 @@ def simulate(
     block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes or store_url else 0
     simulation = TraceSimulation(
         workload=workload,
-        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes] or _default(workload, replicas, time),
+        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes]
+        or _default(workload, replicas, time),
         policies=_names(policy or _policy_of(workload), SIMULATED_POLICIES, "policy"),
         routings={},
         cost=line,

@@ -43,7 +43,9 @@ class CostLine:
             try:
                 assert match is not None
                 term = match[3] or ""
-                seconds_by_term[term] = seconds_by_term.get(term, 0.0) + float(match[1]) * _UNIT_SECONDS[match[2]]
+                seconds_by_term[term] = (
+                    seconds_by_term.get(term, 0.0) + float(match[1]) * _UNIT_SECONDS[match[2]]
+                )
             except (AssertionError, ValueError):
                 raise ArgumentError(
                     f'expected a cost line such as "28ms + 2.4ms/token + 3.5us/context", got {text!r} at '
@@ -66,6 +68,4 @@ class CostLine:
     def seconds(self, num_new_tokens: int, num_context_tokens: int, num_decodes: int = 0) -> float:
         """num_decodes: of the new tokens, those that are alone in their sequence."""
         seconds = self.fixed_s + self.token_s * num_new_tokens + self.context_s * num_context_tokens
-        return (
-            seconds if self.decode_s is None else seconds + (self.decode_s - self.token_s) * num_decodes
-        )
+        return seconds if self.decode_s is None else seconds + (self.decode_s - self.token_s) * num_decodes

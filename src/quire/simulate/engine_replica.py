@@ -1,15 +1,15 @@
 """`EngineReplica`: the engine's step loop with real scheduler and cache, and a cost line in place of a model.
 
-The scheduler decides which prompts and decodes are in a step, as for a model: chunks, admission, preemption, waits for a
-prefix that another request computes. A step's seconds follow from its new tokens and the tokens of context that it reads.
-A block of the trace is a block of the cache, of as many tokens; the tokens are those of `Workload.token_ids`. Answers
-are tokens that no prompt has; they hold memory, and stay in the cache until they are evicted.
+The scheduler decides which prompts and decodes are in a step, as for a model: chunks, admission, preemption, waits for
+a prefix that another request computes. A step's seconds follow from its new tokens, its decodes and the tokens of
+context that it reads. A block of the trace is a block of the cache, of as many tokens; the tokens are those of
+`Workload.token_ids`. Answers are tokens that no prompt has; they hold memory, and stay cached until they are evicted.
 
 Prompts without a first token are the queue, as for the door of a cluster.
 
 Invariants
-    E1  the same requests at the same times give the same steps.
-    E2  the store has a prompt's blocks from the end of the step that computed them on, for every replica.
+    N1  the same requests at the same times give the same steps.
+    N2  the store has a prompt's blocks from the end of the step that computed them on, for every replica.
 
 Cost: some 0.1 ms a step, and O(tokens) a prompt.
 """
@@ -197,7 +197,9 @@ class EngineReplica:
         num_computed = request.num_prompt_tokens - output.num_cached_tokens
         self.num_computed_tokens += num_computed
         queued_s, first_s, total_s = times.queued_s, times.time_to_first_token_s, times.total_s
-        assert queued_s is not None and first_s is not None and total_s is not None
+        assert queued_s is not None
+        assert first_s is not None
+        assert total_s is not None
         num_more = request.num_output_tokens - 1
         return ServedRequest(
             self.name,

@@ -1,5 +1,5 @@
-"""`measure_store`: seconds of a store's calls, with values of a block's size, as an engine with this `remote_cache` makes
-them; `MeasuredStore`: the result.
+"""`measure_store`: seconds of a store's calls with values of a block's size, made as an engine with this `remote_cache`
+makes them; `MeasuredStore`: the result.
 
     lookup_s   one look-up of a key
     load_s     one value loaded
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from quire.errors import ArgumentError
 from quire.simulate.cost_line import CostLine
@@ -77,7 +78,7 @@ def _measured(tier: Tier, keys: list[bytes], value_bytes: int) -> MeasuredStore:
     value, root = memoryview(os.urandom(value_bytes)), os.urandom(32)
     info = SegmentInfo(root, root, 0, b"\0\0\0\0")
     tier.contains(keys[:1])  # connects
-    lookup_s = median(_seconds(lambda: tier.contains([key])) for key in keys)
+    lookup_s = median(_seconds(tier.contains, [key]) for key in keys)
 
     def store(key: bytes) -> None:
         if not tier.store(key, [value], info):
@@ -88,12 +89,12 @@ def _measured(tier: Tier, keys: list[bytes], value_bytes: int) -> MeasuredStore:
         if loaded is None or len(loaded) != value_bytes:
             raise TierError(f"{where} has lost a value of {value_bytes} bytes that it had stored")
 
-    store_s = median(_seconds(lambda: store(key)) for key in keys)
-    load_s = median(_seconds(lambda: load(key)) for key in keys)
+    store_s = median(_seconds(store, key) for key in keys)
+    load_s = median(_seconds(load, key) for key in keys)
     return MeasuredStore(where, value_bytes, lookup_s, load_s, store_s)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[Any], object], argument: Any) -> float:
     began = time.perf_counter()
-    call()
+    call(argument)
     return time.perf_counter() - began

@@ -46,8 +46,8 @@ class TraceFigures:
 
 @dataclass(frozen=True)
 class Replay:
-    """served: each request in order, None for one that its replica can never hold. decision_s: seconds of each choice of
-    a replica, measured, not simulated."""
+    """served: each request in order, None for one that its replica can never hold. decision_s: seconds of each choice
+    of a replica, measured, not simulated."""
 
     workload: Workload
     served: list[ServedRequest | None]

@@ -27,8 +27,8 @@ _TIER = "store"
 
 
 class SimulatedLoads:
-    """cost: of a step of `step_tokens` tokens. content_ids: the blocks of a request, by its id. commit: of the cache, for
-    tokens that arrived. wait_limit_s: the time up to which the clock may move."""
+    """cost: of a step of `step_tokens` tokens. content_ids: the blocks of a request, by its id. commit: of the cache,
+    for tokens that arrived. wait_limit_s: the time up to which the clock may move."""
 
     def __init__(
         self,
