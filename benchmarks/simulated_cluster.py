@@ -49,7 +49,7 @@ from quire.simulate.simulated_replica import SimulatedReplica
 _BLOCK_TOKENS = 16
 _DIGEST_S = 0.5
 _NUM_OUTPUT_TOKENS = 8
-_START_S = 180
+_START_S = 300
 
 
 class Measured(NamedTuple):
@@ -104,7 +104,11 @@ def cluster(num_replicas: int, kv_memory: int) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(120)
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(sessions, ignore_errors=True)
 
@@ -163,7 +167,7 @@ def simulated(
         )
         for name in names
     ]
-    costs = RouteCosts(cost.token_s + cost.fixed_s / 2048, {})
+    costs = RouteCosts(cost.prompt_token_s(2048), {})
     run = replay(workload, replicas, RankedRouting(replicas, _BLOCK_TOKENS, costs, _DIGEST_S))
     return [Measured(one.num_found_tokens, one.first_token_s) for one in run.served if one is not None]
 

@@ -180,18 +180,18 @@ def simulate(
 
     from quire.simulate import CostLine, read_trace
     from quire.simulate.simulated_cache import SIMULATED_POLICIES
-    from quire.simulate.trace_simulation import TIMES, TraceSimulation, simulate_trace
+    from quire.simulate.trace_simulation import TraceSimulation, simulate_trace
 
-    if time not in TIMES:
-        raise ArgumentError(f"expected {' or '.join(TIMES)}, got {time!r} - in `time`")
     if plot is not None:
         from quire.simulate.plot import require_plotting
 
         require_plotting(plot)
     line = CostLine() if cost is None else CostLine.parse(cost)
     load_line = None if store_cost is None else CostLine.parse(store_cost)
-    if load_line is not None and load_line.context_s:
-        raise ArgumentError(f"expected no term of context for a load, got {store_cost!r} - in `store_cost`")
+    if load_line is not None and (load_line.context_s or load_line.decode_s is not None):
+        raise ArgumentError(
+            f"expected no term of context or decode for a load, got {store_cost!r} - in `store_cost`"
+        )
     workload = read_trace(trace, block_tokens=block_tokens, session_every_s=session_every_s)
     workload = replace(workload, requests=workload.requests[:requests])
     block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes or store_url else 0
@@ -317,7 +317,7 @@ def _routings(
         return {"one replica": lambda replicas: RoundRobin()}
     load_line, block_tokens = simulation.store_cost, simulation.workload.block_tokens
     costs = RouteCosts(
-        line.token_s + line.fixed_s / simulation.step_tokens,
+        line.prompt_token_s(simulation.step_tokens),
         {} if load_line is None else {"store": load_line.token_s},
     )
     known: dict[str, MakeRouting] = {

@@ -30,6 +30,7 @@ class RankedRouting(Routing):
     ) -> None:
         self.digest_s = digest_s
         self._block_tokens, self._costs = block_tokens, costs
+        self._loads_pay = costs.load_s.get(_STORE, 0.0) < costs.token_s  # else replicas compute what it has
         self._known = {replica.name: RoutedBlocks(HISTORY_S) for replica in replicas}
         self._recent = {replica.name: RecentWork() for replica in replicas}
 
@@ -42,7 +43,9 @@ class RankedRouting(Routing):
         for replica in replicas:
             known = self._known[replica.name]
             known.expire(now)
-            blocks: BlockTiers = known if replica.store is None else _WithStore(known, replica.store)
+            blocks: BlockTiers = known
+            if replica.store is not None and self._loads_pay:
+                blocks = _WithStore(known, replica.store)
             recent_s = self._recent[replica.name].seconds(now)
             loads.append(ReplicaLoad(replica.name, replica.queue_s(now), recent_s, blocks))
         ids = request.content_ids

@@ -65,6 +65,10 @@ class CostLine:
             f"{self.context_s * 1e6:g}us/context"
         )
 
+    def prompt_token_s(self, step_tokens: int) -> float:
+        """Seconds of a prompt's token in full steps of so many tokens, without its context."""
+        return self.token_s + self.fixed_s / step_tokens
+
     def seconds(self, num_new_tokens: int, num_context_tokens: int, num_decodes: int = 0) -> float:
         """num_decodes: of the new tokens, those that are alone in their sequence."""
         seconds = self.fixed_s + self.token_s * num_new_tokens + self.context_s * num_context_tokens

@@ -73,9 +73,9 @@ class EngineReplica:
     ) -> None:
         self.name, self.store = name, store
         self.num_computed_tokens = 0
-        self._workload, self._cost, self._vocab_size = workload, cost, vocab_size
+        self._workload, self._vocab_size = workload, vocab_size
         self._has_sessions = policy == "sessions"
-        self._token_s = cost.token_s + cost.fixed_s / step_tokens
+        self._token_s = cost.prompt_token_s(step_tokens)
         self.clock = SimulatedClock()
         self.cache = Cache(
             _SPEC,
@@ -84,7 +84,7 @@ class EngineReplica:
             eviction="frequency" if self._has_sessions else policy,
         )
         self.cache.record_events(True)
-        self._runner = _NotingRunner(cost, self.clock)
+        self._runner = _NotingRunner(None, cost, self.clock)
         self._loads = None
         if store is not None:
             self._loads = SimulatedLoads(
@@ -217,8 +217,8 @@ class EngineReplica:
 class _NotingRunner(SimulatedRunner):
     """Notes the requests that a step brings to their first token."""
 
-    def __init__(self, cost: CostLine, clock: SimulatedClock) -> None:
-        super().__init__(None, cost, clock)
+    def __init__(self, storage: None, cost: CostLine, clock: SimulatedClock) -> None:
+        super().__init__(storage, cost, clock)
         self._computed: list[str] = []
 
     def run(self, step: Batch[Any], /) -> torch.Tensor:

@@ -42,7 +42,7 @@ class SimulatedLoads:
         commit: Callable[[Any, int], None],
     ) -> None:
         self._store, self._clock = store, clock
-        self._token_s = cost.token_s + cost.fixed_s / step_tokens
+        self._token_s = cost.prompt_token_s(step_tokens)
         self._block_tokens = block_tokens
         self._content_ids, self._commit = content_ids, commit
         self._loads: set[_Load] = set()
@@ -92,8 +92,8 @@ class SimulatedLoads:
     def set(self) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        ends = [load.ended_s for load in self._loads if not load.done]
-        self._clock.wait_until(min([self.wait_limit_s, *ends]))
+        if ends := [load.ended_s for load in self._loads if not load.done]:
+            self._clock.wait_until(min(self.wait_limit_s, *ends))
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class _Search:
 
     content_ids: tuple[int, ...]
     stored: bool
-    is_seen: bool = False
+    is_seen: bool = True
     done: bool = True
 
 

@@ -24,17 +24,17 @@ from quire.simulate.simulated_replica import SimulatedReplica
 from quire.simulate.simulated_store import SimulatedStore
 from quire.simulate.workload import Workload
 
-__all__ = ["TIMES", "MakeRouting", "SimulatedRow", "TraceSimulation", "simulate_trace"]
+__all__ = ["MakeRouting", "SimulatedRow", "TraceSimulation", "simulate_trace"]
 
 MakeRouting = Callable[[list[Replica]], Routing]
-TIMES = ("queue", "scheduler")
+_TIMES = ("queue", "scheduler")
 
 
 @dataclass(frozen=True)
 class TraceSimulation:
     """The settings of all rows. capacities: blocks of a replica. policies: of `SIMULATED_POLICIES`. routings: by name.
-    store_blocks, store_cost: of the shared store; 0: there is none. step_tokens: of a prompt in one step. time: of
-    `TIMES`."""
+    store_blocks, store_cost: of the shared store; 0: there is none. step_tokens: of a prompt in one step. time: "queue"
+    or "scheduler", see the module's text."""
 
     workload: Workload
     capacities: Sequence[int]
@@ -48,6 +48,8 @@ class TraceSimulation:
     time: str = "queue"
 
     def __post_init__(self) -> None:
+        if self.time not in _TIMES:
+            raise ArgumentError(f"expected {' or '.join(_TIMES)}, got {self.time!r} - in `time`")
         if not any(request.content_ids for request in self.workload.requests):
             raise ArgumentError(
                 f"expected a trace that says which content is equal, got lengths alone ({self.workload.name}); "
