@@ -11,6 +11,7 @@ from support.made_traces import chats
 
 from quire.cluster.router import RouteCosts
 from quire.cluster.simulated_routing import RankedRouting
+from quire.engine.engine_parts import StepLimits
 from quire.errors import ArgumentError
 from quire.simulate import CostLine, TraceRequest, Workload
 from quire.simulate.engine_replica import EngineReplica
@@ -26,7 +27,7 @@ COST = CostLine(fixed_s=1.0, token_s=0.01, context_s=0.001)
 
 
 def made(workload: Workload, number: int = 1, num_blocks: int = 1000, **options: Any) -> list[EngineReplica]:
-    given = {"cost": COST, "step_tokens": 64, **options}
+    given = {"cost": COST, "limits": StepLimits(64), **options}
     cost = given.pop("cost")
     return [EngineReplica(f"r{index}", workload, num_blocks, cost, **given) for index in range(number)]
 
@@ -163,7 +164,7 @@ def test_the_ranking_reads_its_blocks_and_its_queue() -> None:
     workload = chats(0, 400, num_chats=16, every_s=0.05)
     hits = {}
     for name in ("ranked", "round-robin"):
-        replicas = made(workload, 4, 60, cost=CostLine(0.0, 1e-3, 0.0), step_tokens=2048)
+        replicas = made(workload, 4, 60, cost=CostLine(0.0, 1e-3, 0.0), limits=None)
         routing = (
             RankedRouting(replicas, BLOCK, RouteCosts(1e-3, {}), 0.5) if name == "ranked" else RoundRobin()
         )

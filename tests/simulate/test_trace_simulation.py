@@ -220,10 +220,32 @@ def test_the_scheduler_gives_the_time_of_its_steps(trace: str, capsys: pytest.Ca
     assert {row["num_requests"] for row in found["rows"]} == {20}, "each default capacity holds the longest"
     assert all(row["computed_tokens"] == 22 * 512 for row in found["rows"]), "each block once"
     assert all(row["decode_step_s_mean"] > 1.99e-3 for row in found["rows"])
+    assert (found["max_num_seqs"], found["long_prefill_tokens"]) == (256, 64), "an engine's defaults"
     lone = run(capsys, trace, "--capacity", "100", "--time", "scheduler", "--cost", "1ms + 1ms/token")[
         "rows"
     ][0]
     assert lone["computed_tokens"] == found["rows"][0]["computed_tokens"]
+
+
+def test_the_limits_of_the_scheduler_are_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two answers at once, and a long prompt behind them."""
+    records = [(0, 512, 40), (0, 512, 40), (2000, 4096, 1)]
+    lines = [
+        {
+            "timestamp": at_ms,
+            "input_length": num_in,
+            "output_length": num_out,
+            "hash_ids": [*range(at, at + num_in // 512)],
+        }
+        for at, (at_ms, num_in, num_out) in zip((0, 10, 20), records, strict=True)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    words = [str(path), "--capacity", "50", "--time", "scheduler", "--cost", "100ms + 0.1ms/token"]
+    whole = run(capsys, *words, "--long-prefill-tokens", "0")["rows"][0]
+    assert run(capsys, *words)["rows"][0]["first_token_s_p99"] > 2 * whole["first_token_s_p99"]
+    alone = run(capsys, *words, "--long-prefill-tokens", "0", "--max-num-seqs", "1")["rows"][0]
+    assert alone["first_token_s_p99"] > 2 * whole["first_token_s_p99"]
 
 
 def test_a_request_beyond_memory_is_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,6 +312,8 @@ def test_the_table_names_an_assumed_cost(
             ["--store", "4", "--store-cost", "1ms", "--store-size", "4"],
             "expected the URL of a store in --store",
         ),
+        (["--max-num-seqs", "4"], "expected --time scheduler with `max_num_seqs`, got --time queue"),
+        (["--long-prefill-tokens", "4"], "expected --time scheduler with `long_prefill_tokens`"),
         (["--time", "clock"], "expected queue or scheduler, got 'clock' - in `time`"),
         (["--time", "scheduler", "--capacity", "1"], "expected a replica that holds a request"),
         (["--measure", "--cost", "1us/token"], "expected either --cost or --measure"),

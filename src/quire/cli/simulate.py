@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,14 +13,14 @@ import typer
 from quire.cli import options
 from quire.cli.cache_store import is_store
 from quire.cli.opening import ask_hub, open_llm
+from quire.cli.simulated_rows import print_rows, rows_as_json
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
-from quire.sizes import format_size, parse_size
+from quire.sizes import parse_size
 
 if TYPE_CHECKING:
     from quire.simulate import CostLine, Workload
-    from quire.simulate.measured_store import MeasuredStore
-    from quire.simulate.trace_simulation import MakeRouting, SimulatedRow, TraceSimulation
+    from quire.simulate.trace_simulation import MakeRouting, TraceSimulation
 
 __all__ = ["simulate"]
 
@@ -33,9 +33,10 @@ _SHARES = (
     1.0,
 )  # of the trace's different blocks: the default capacities of all replicas
 _DIGEST_S = 0.5
+_OF_SCHEDULER = ("max_num_seqs", "long_prefill_tokens")  # options of an engine that its scheduler reads
 
 
-@options.engine_flags("model", "dtype", "kv_dtype")
+@options.engine_flags("model", "dtype", "kv_dtype", *_OF_SCHEDULER)
 def simulate(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A Mooncake jsonl or an agents' jsonl, plain or gzipped.")
@@ -170,7 +171,12 @@ def simulate(
         raise ArgumentError(
             "expected --model or --config with the URL of a store, for the bytes of a block, got neither"
         )
-    if not in_bytes and store_url is None and not measure and (engine or config is not None):
+    if time != "scheduler" and (given := [name for name in _OF_SCHEDULER if name in engine]):
+        raise ArgumentError(
+            f"expected --time scheduler with `{given[0]}`, got --time {time}: a queue has no use for it"
+        )
+    of_model = engine.keys() - set(_OF_SCHEDULER)
+    if not in_bytes and store_url is None and not measure and (of_model or config is not None):
         raise ArgumentError(
             "expected --model, --config, --dtype or --kv-dtype with a capacity in bytes, the URL of a store or "
             "--measure, got neither"
@@ -178,6 +184,7 @@ def simulate(
     checked = EngineConfig(**engine)
     ask_hub(checked)
 
+    from quire.engine.engine_parts import StepLimits
     from quire.simulate import CostLine, read_trace
     from quire.simulate.simulated_cache import SIMULATED_POLICIES
     from quire.simulate.trace_simulation import TraceSimulation, simulate_trace
@@ -205,7 +212,7 @@ def simulate(
         num_replicas=replicas,
         store_blocks=_store_blocks(workload, store_url, store_blocks, block_bytes),
         store_cost=load_line,
-        step_tokens=step_tokens,
+        limits=StepLimits(step_tokens, checked.max_num_seqs, long_prefill_tokens=checked.long_prompt_limit),
         time=time,
     )
     measured_store = None
@@ -233,9 +240,9 @@ def simulate(
         else "an example, give --cost or --measure"
     )
     if as_json:
-        print(json.dumps(_json_of(simulation, origin, block_bytes, measured_store, rows)))
+        print(json.dumps(rows_as_json(simulation, origin, block_bytes, measured_store, rows)))
     else:
-        _print_table(simulation, origin, block_bytes, measured_store, rows)
+        print_rows(simulation, origin, block_bytes, measured_store, rows)
     if plot is not None:
         from quire.simulate.plot import draw_hit_rates
 
@@ -298,14 +305,6 @@ def _num_blocks(workload: Workload) -> int:
     return len({block for request in workload.requests for block in request.content_ids})
 
 
-def _told(store: MeasuredStore) -> str:
-    rates = [format_size(int(store.value_bytes / seconds)) for seconds in (store.load_s, store.store_s)]
-    return (
-        f"{store.where}, measured here: a look-up {1e3 * store.lookup_s:.3g} ms, values of "
-        f"{format_size(store.value_bytes)}: {rates[0]}/s loaded, {rates[1]}/s stored"
-    )
-
-
 def _routings(
     routers: list[str], simulation: TraceSimulation, line: CostLine, digest_s: float
 ) -> dict[str, MakeRouting]:
@@ -317,7 +316,7 @@ def _routings(
         return {"one replica": lambda replicas: RoundRobin()}
     load_line, block_tokens = simulation.store_cost, simulation.workload.block_tokens
     costs = RouteCosts(
-        line.prompt_token_s(simulation.step_tokens),
+        line.prompt_token_s(simulation.limits.max_batch_tokens),
         {} if load_line is None else {"store": load_line.token_s},
     )
     known: dict[str, MakeRouting] = {
@@ -327,74 +326,3 @@ def _routings(
         "longest-prefix": lambda replicas: LongestPrefix(),
     }
     return {name: known[name] for name in routers}
-
-
-def _json_of(
-    simulation: TraceSimulation,
-    origin: str,
-    block_bytes: int,
-    measured_store: MeasuredStore | None,
-    rows: list[SimulatedRow],
-) -> dict[str, Any]:
-    return {
-        "trace": simulation.workload.name,
-        "block_tokens": simulation.workload.block_tokens,
-        "block_bytes": block_bytes or None,
-        "num_replicas": simulation.num_replicas,
-        "step_tokens": simulation.step_tokens,
-        "time": simulation.time,
-        "cost": str(simulation.cost),
-        "cost_origin": origin,
-        "store_blocks": simulation.store_blocks,
-        "store_cost": None if simulation.store_cost is None else str(simulation.store_cost),
-        "measured_store": None if measured_store is None else asdict(measured_store),
-        "rows": [row.as_dict() for row in rows],
-    }
-
-
-def _print_table(
-    simulation: TraceSimulation,
-    origin: str,
-    block_bytes: int,
-    measured_store: MeasuredStore | None,
-    rows: list[SimulatedRow],
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    workload = simulation.workload
-    print(
-        f"{len(workload.requests)} requests of {workload.name}: "
-        f"{sum(request.num_prompt_tokens for request in workload.requests)} prompt tokens in blocks of "
-        f"{workload.block_tokens}, {simulation.num_replicas} replica{'s' * (simulation.num_replicas > 1)}"
-    )
-    if num_refused := max(row.figures.num_refused for row in rows):
-        print(f"up to {num_refused} requests are larger than a replica's memory; their rows leave them out")
-    print(f"a step takes {simulation.cost} ({origin})")
-    if simulation.store_cost is not None:
-        measured = "" if measured_store is None else f" ({_told(measured_store)})"
-        print(f"a store of {simulation.store_blocks} blocks, a load takes {simulation.store_cost}{measured}")
-    columns: list[tuple[str, Callable[[SimulatedRow], str]]] = [
-        ("blocks", lambda row: str(row.num_blocks)),
-        ("memory", lambda row: format_size(row.num_blocks * block_bytes)),
-        ("policy", lambda row: row.policy),
-        ("router", lambda row: row.routing),
-        ("hits", lambda row: f"{row.figures.hit_rate:.4f}"),
-        ("from store", lambda row: f"{row.figures.store_rate:.4f}"),
-        ("computed", lambda row: str(row.figures.computed_tokens)),
-        ("refused", lambda row: str(row.figures.num_refused)),
-        ("first token", lambda row: f"{row.figures.first_token_s_mean:.3g} s"),
-        ("p50", lambda row: f"{row.figures.first_token_s_p50:.3g} s"),
-        ("p99", lambda row: f"{row.figures.first_token_s_p99:.3g} s"),
-        ("a token", lambda row: f"{1e3 * row.figures.decode_step_s_mean:.3g} ms"),
-        ("largest/mean", lambda row: f"{row.figures.largest_over_mean:.2f}"),
-    ]
-    left_out = {"memory"} if not block_bytes else set()
-    left_out |= {"router", "largest/mean"} if simulation.num_replicas == 1 else set()
-    left_out |= {"refused"} if not num_refused else set()
-    left_out |= {"from store"} if simulation.store_cost is None else set()
-    shown = [(title, cell) for title, cell in columns if title not in left_out]
-    table = Table(*(title for title, _ in shown))
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in shown))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -57,7 +57,8 @@ class _Submitted:
 
 
 class EngineReplica:
-    """policy: of `SIMULATED_POLICIES`. vocab_size: of the tokens that stand for the trace's blocks."""
+    """policy: of `SIMULATED_POLICIES`. limits: of a step; None: an engine's defaults. vocab_size: of the tokens that
+    stand for the trace's blocks."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class EngineReplica:
         cost: CostLine,
         *,
         policy: str = "frequency",
-        step_tokens: int = 2048,
+        limits: StepLimits | None = None,
         store: SimulatedStore | None = None,
         vocab_size: int = _VOCAB_SIZE,
     ) -> None:
@@ -75,7 +76,8 @@ class EngineReplica:
         self.num_computed_tokens = 0
         self._workload, self._vocab_size = workload, vocab_size
         self._has_sessions = policy == "sessions"
-        self._token_s = cost.prompt_token_s(step_tokens)
+        limits = limits or StepLimits()
+        self._token_s = cost.prompt_token_s(limits.max_batch_tokens)
         self.clock = SimulatedClock()
         self.cache = Cache(
             _SPEC,
@@ -92,7 +94,7 @@ class EngineReplica:
                 cost,
                 self.clock,
                 block_tokens=workload.block_tokens,
-                step_tokens=step_tokens,
+                step_tokens=limits.max_batch_tokens,
                 content_ids=lambda request_id: workload.requests[int(request_id)].content_ids,
                 commit=self.cache.commit,
             )
@@ -100,7 +102,7 @@ class EngineReplica:
         self.engine = Engine(
             EngineParts(self._runner, self.cache, loads=self._loads),  # type: ignore[arg-type]
             ServedModel(vocab_size, max_model_len),
-            limits=StepLimits(max_batch_tokens=step_tokens),
+            limits=limits,
             clock=self.clock,
         )
         self._open: dict[int, _Submitted] = {}

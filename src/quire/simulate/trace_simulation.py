@@ -10,9 +10,10 @@ Cost: a replay for each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.engine_parts import StepLimits
 from quire.errors import ArgumentError
 from quire.simulate.cost_line import CostLine
 from quire.simulate.engine_replica import EngineReplica
@@ -33,8 +34,8 @@ _TIMES = ("queue", "scheduler")
 @dataclass(frozen=True)
 class TraceSimulation:
     """The settings of all rows. capacities: blocks of a replica. policies: of `SIMULATED_POLICIES`. routings: by name.
-    store_blocks, store_cost: of the shared store; 0: there is none. step_tokens: of a prompt in one step. time: "queue"
-    or "scheduler", see the module's text."""
+    store_blocks, store_cost: of the shared store; 0: there is none. limits: of a step; time "queue" reads the tokens of
+    a step alone. time: "queue" or "scheduler", see the module's text."""
 
     workload: Workload
     capacities: Sequence[int]
@@ -44,7 +45,7 @@ class TraceSimulation:
     num_replicas: int = 1
     store_blocks: int = 0
     store_cost: CostLine | None = None
-    step_tokens: int = 2048
+    limits: StepLimits = field(default_factory=StepLimits)
     time: str = "queue"
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ def _replicas(simulation: TraceSimulation, policy: str, num_blocks: int) -> list
                 num_blocks,
                 simulation.cost,
                 policy=policy,
-                step_tokens=simulation.step_tokens,
+                limits=simulation.limits,
                 store=store,
             )
             for name in names
@@ -113,7 +114,7 @@ def _replicas(simulation: TraceSimulation, policy: str, num_blocks: int) -> list
             SimulatedCache(num_blocks, policy, reports_blocks=simulation.num_replicas > 1),
             simulation.cost,
             block_tokens=simulation.workload.block_tokens,
-            step_tokens=simulation.step_tokens,
+            step_tokens=simulation.limits.max_batch_tokens,
             store=store,
         )
         for name in names
