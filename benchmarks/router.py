@@ -33,9 +33,10 @@ from quire.cluster.router import RouteCosts
 from quire.cluster.simulated_routing import RankedRouting
 from quire.simulate import CostLine, TraceRequest, Workload
 from quire.simulate.replay import replay
+from quire.simulate.replica import Replica, ServedRequest
 from quire.simulate.routing import LongestPrefix, RandomRouting, RoundRobin, Routing
 from quire.simulate.simulated_cache import SimulatedCache
-from quire.simulate.simulated_replica import ServedRequest, SimulatedReplica
+from quire.simulate.simulated_replica import SimulatedReplica
 
 Replicas = list[SimulatedReplica]
 _MATCH_RATE = 0.1  # of Ray's rule
@@ -60,7 +61,7 @@ class RayRule(Routing):
             replica.name: [] for replica in replicas
         }  # times of first tokens
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
         num_matched, names = 0, set(self._num_blocks)
         for block_id in request.content_ids:
             if block_id not in self._replicas_of_block:
@@ -100,10 +101,11 @@ def made_replicas(number: int, num_blocks: int, token_s: float, block_tokens: in
 def figures_of(workload: Workload, replicas: Replicas, routing: Routing) -> dict[str, float]:
     run = replay(workload, replicas, routing)
     computed = [replica.num_computed_tokens for replica in replicas]
-    waits = [served.first_token_s for served in run.served]
+    served = [one for one in run.served if one is not None]
+    waits = [one.first_token_s for one in served]
     num_asked = sum(len(request.content_ids) for request in workload.requests)
     return {
-        "hit_rate": round(sum(served.num_found_blocks for served in run.served) / num_asked, 4),
+        "hit_rate": round(sum(one.num_found_blocks for one in served) / num_asked, 4),
         "largest_over_mean": round(max(computed) / statistics.mean(computed), 3),
         "least_over_mean": round(min(computed) / statistics.mean(computed), 3),
         "first_token_mean_s": round(statistics.mean(waits), 2),

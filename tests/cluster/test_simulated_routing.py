@@ -65,6 +65,13 @@ def test_with_a_store_that_costs_nothing_all_replicas_have_its_blocks() -> None:
     assert shared.computed_tokens == sum(request.num_prompt_tokens for request in workload.requests) - hits
 
 
+def test_a_store_slower_than_computing_changes_no_choice() -> None:
+    workload = chats(0, 200, num_chats=16, every_s=0.05)
+    found, others = replicas(3, SimulatedStore(10_000, CostLine(0.0, 2e-3, 0.0))), replicas(3)
+    with_store = figures(workload, found, ranked(found, load_s={"store": 2e-3}))
+    assert with_store == figures(workload, others, ranked(others))
+
+
 def test_the_same_trace_gives_the_same_figures() -> None:
     def run() -> TraceFigures:
         found = replicas(3)

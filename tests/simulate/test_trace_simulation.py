@@ -45,6 +45,7 @@ def test_a_prompt_takes_its_steps_behind_those_before_it() -> None:
 def test_requests_that_decode_slow_the_steps_of_a_prompt() -> None:
     one = replica()
     first = one.serve(TraceRequest(0.0, 16, 11, (1,)))
+    assert first.step_s is not None
     assert first.step_s == pytest.approx(1 + 0.01 + 0.016)
     decodes_until = first.first_token_s + 10 * first.step_s
     second = one.serve(TraceRequest(5.0, 16, 1, (2,)))
@@ -101,12 +102,13 @@ def test_every_token_is_found_loaded_or_computed(make: Any) -> None:
     figures = run.figures(replicas)
     total = sum(request.num_prompt_tokens for request in workload.requests)
     assert figures.num_requests == len(run.served) == 150
-    for request, served in zip(workload.requests, run.served, strict=True):
+    found = [served for served in run.served if served is not None]
+    for request, served in zip(workload.requests, found, strict=True):
         parts = served.num_found_tokens, served.num_loaded_tokens, served.num_computed_tokens
         assert min(parts) >= 0
         assert sum(parts) == request.num_prompt_tokens
         assert served.first_token_s >= served.prefill_s - 1e-9
-    assert figures.computed_tokens == sum(served.num_computed_tokens for served in run.served)
+    assert figures.computed_tokens == sum(served.num_computed_tokens for served in found)
     assert figures.hit_rate + figures.store_rate + figures.computed_tokens / total == pytest.approx(1)
 
 
@@ -211,6 +213,63 @@ def test_replicas_share_a_store(trace: str, capsys: pytest.CaptureFixture[str]) 
         assert row["computed_tokens"] == 22 * 512, "each block once"
 
 
+def test_the_scheduler_gives_the_time_of_its_steps(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [trace, "--replicas", "2", "--router", "ranked,longest-prefix", "--time", "scheduler"]
+    found = run(capsys, *words, "--store", "100", "--store-cost", "1us/token", "--cost", "1ms + 1ms/token")
+    assert found["time"] == "scheduler"
+    assert {row["num_requests"] for row in found["rows"]} == {20}, "each default capacity holds the longest"
+    assert all(row["computed_tokens"] == 22 * 512 for row in found["rows"]), "each block once"
+    assert all(row["decode_step_s_mean"] > 1.99e-3 for row in found["rows"])
+    assert (found["max_num_seqs"], found["long_prefill_tokens"]) == (256, 64), "an engine's defaults"
+    lone = run(capsys, trace, "--capacity", "100", "--time", "scheduler", "--cost", "1ms + 1ms/token")[
+        "rows"
+    ][0]
+    assert lone["computed_tokens"] == found["rows"][0]["computed_tokens"]
+
+
+def test_the_limits_of_the_scheduler_are_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two answers at once, and a long prompt behind them."""
+    records = [(0, 512, 40), (0, 512, 40), (2000, 4096, 1)]
+    lines = [
+        {
+            "timestamp": at_ms,
+            "input_length": num_in,
+            "output_length": num_out,
+            "hash_ids": [*range(at, at + num_in // 512)],
+        }
+        for at, (at_ms, num_in, num_out) in zip((0, 10, 20), records, strict=True)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    words = [str(path), "--capacity", "50", "--time", "scheduler", "--cost", "100ms + 0.1ms/token"]
+    whole = run(capsys, *words, "--long-prefill-tokens", "0")["rows"][0]
+    assert run(capsys, *words)["rows"][0]["first_token_s_p99"] > 2 * whole["first_token_s_p99"]
+    alone = run(capsys, *words, "--long-prefill-tokens", "0", "--max-num-seqs", "1")["rows"][0]
+    assert alone["first_token_s_p99"] > 2 * whole["first_token_s_p99"]
+
+
+def test_a_request_beyond_memory_is_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["simulate", trace, "--capacity", "8", "--time", "scheduler"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "up to 8 requests are larger than a replica's memory; their rows leave them out" in text
+
+
+def test_a_store_is_measured(trace: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [trace, "--capacity", "100", "--model", "embedded", "--replicas", "2", "--router", "round-robin"]
+    found = run(capsys, *words, "--store", f"folder://{tmp_path}", "--store-size", "9")
+    assert found["store_blocks"] == 9
+    measured = found["measured_store"]
+    assert measured["value_bytes"] == found["block_bytes"]
+    assert measured["where"] == str(tmp_path)
+    line = CostLine(measured["lookup_s"], measured["load_s"] / 512, 0.0)
+    assert found["store_cost"] == str(line)
+    whole = run(capsys, *words, "--store", f"folder://{tmp_path}")
+    assert whole["store_blocks"] == 22, "all blocks of the trace"
+    assert not list(tmp_path.rglob("*.kv"))
+    app(["simulate", *words, "--store", f"folder://{tmp_path}"], standalone_mode=False)
+    assert f"({tmp_path}, measured here: a look-up" in " ".join(capsys.readouterr().out.split("\n"))
+
+
 def test_a_measured_cost_is_that_of_the_model(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, trace, "--measure", "--capacity", "100", "--model", "embedded")
     assert found["cost_origin"] == "measured here"
@@ -243,15 +302,27 @@ def test_the_table_names_an_assumed_cost(
         (["--replicas", "2", "--digest-s", "-1"], r"expected seconds of 0 or more, got -1\.0"),
         (["--store", "10"], "expected --store and --store-cost together"),
         (["--store-cost", "1us/token"], "expected --store and --store-cost together"),
-        (["--store", "10", "--store-cost", "1us/context"], "expected no term of context"),
+        (["--store", "10", "--store-cost", "1us/context"], "expected no term of context or decode"),
+        (["--store", "10", "--store-cost", "1us/decode"], "expected no term of context or decode"),
+        (["--store", "redis://there", "--store-cost", "1us/token"], "expected no --store-cost with the URL"),
+        (["--store", "redis://there"], "expected --model or --config with the URL of a store"),
+        (["--store", "redis://127.0.0.1:1", "--model", "embedded"], "expected a store that answers"),
+        (["--store-size", "4"], "expected the URL of a store in --store with --store-size"),
         (
-            ["--store", "redis://there", "--store-cost", "1us/token"],
-            "expected a number of blocks, or --model",
+            ["--store", "4", "--store-cost", "1ms", "--store-size", "4"],
+            "expected the URL of a store in --store",
         ),
+        (["--max-num-seqs", "4"], "expected --time scheduler with `max_num_seqs`, got --time queue"),
+        (["--long-prefill-tokens", "4"], "expected --time scheduler with `long_prefill_tokens`"),
+        (["--time", "clock"], "expected queue or scheduler, got 'clock' - in `time`"),
+        (["--time", "scheduler", "--capacity", "1"], "expected a replica that holds a request"),
         (["--measure", "--cost", "1us/token"], "expected either --cost or --measure"),
         (["--config", "x", "--measure"], "expected --config without --model and --measure"),
         (["--capacity", "4GiB"], "expected a number of blocks, or --model or --config too, got '4GiB'"),
-        (["--capacity", "4", "--model", "embedded"], "with a capacity in bytes or with --measure"),
+        (
+            ["--capacity", "4", "--model", "embedded"],
+            "with a capacity in bytes, the URL of a store or --measure",
+        ),
         (["--capacity", "1B", "--model", "embedded"], "expected at least one block of .* bytes, got 1B"),
         (["--capacity", "0"], "expected at least one block, got 0"),
         (["--capacity", "4,x", "--model", "embedded"], "expected a size such as"),

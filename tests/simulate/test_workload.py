@@ -116,6 +116,10 @@ def test_a_cost_line_is_read_and_said() -> None:
     assert CostLine.parse(str(line)) == line
     assert line.seconds(10, 1000) == pytest.approx(0.028 + 0.024 + 0.0035)
     assert CostLine.parse("1s") == CostLine(1, 0, 0)
+    both = CostLine.parse("1ms + 2ms/token + 5ms/decode")
+    assert CostLine.parse(str(both)) == both
+    assert both.seconds(10, 0, num_decodes=3) == pytest.approx(0.001 + 7 * 0.002 + 3 * 0.005)
+    assert line.seconds(10, 1000, num_decodes=3) == line.seconds(10, 1000)
     for bad in ("", "fast", "3", "1ms/page", "1..2ms"):
         with pytest.raises(ArgumentError, match="expected a cost line"):
             CostLine.parse(bad)

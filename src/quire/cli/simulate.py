@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli import options
+from quire.cli.cache_store import is_store
 from quire.cli.opening import ask_hub, open_llm
+from quire.cli.simulated_rows import print_rows, rows_as_json
 from quire.config import EngineConfig
 from quire.errors import ArgumentError
-from quire.sizes import format_size, parse_size
+from quire.sizes import parse_size
 
 if TYPE_CHECKING:
     from quire.simulate import CostLine, Workload
-    from quire.simulate.trace_simulation import MakeRouting, SimulatedRow, TraceSimulation
+    from quire.simulate.trace_simulation import MakeRouting, TraceSimulation
 
 __all__ = ["simulate"]
 
@@ -31,9 +33,10 @@ _SHARES = (
     1.0,
 )  # of the trace's different blocks: the default capacities of all replicas
 _DIGEST_S = 0.5
+_OF_SCHEDULER = ("max_num_seqs", "long_prefill_tokens")  # options of an engine that its scheduler reads
 
 
-@options.engine_flags("model", "dtype", "kv_dtype")
+@options.engine_flags("model", "dtype", "kv_dtype", *_OF_SCHEDULER)
 def simulate(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A Mooncake jsonl or an agents' jsonl, plain or gzipped.")
@@ -70,11 +73,19 @@ def simulate(
     store: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of a tier that all replicas share, as a capacity; needs --store-cost."
+            metavar="SIZE|URL",
+            help="A tier that all replicas share: its size, as a capacity, with --store-cost; or the URL of a store, "
+            "as --remote-cache, which is measured with values of a block, with --model or --config.",
         ),
     ] = None,
     store_cost: Annotated[
         str | None, typer.Option(metavar="LINE", help='Of a load from it, such as "1ms + 20us/token".')
+    ] = None,
+    store_size: Annotated[
+        str | None,
+        typer.Option(
+            "--store-size", metavar="SIZE", help="Of a measured store. Default: all of the trace's blocks."
+        ),
     ] = None,
     cost: Annotated[
         str | None,
@@ -86,6 +97,13 @@ def simulate(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the cost line with MODEL on this machine.")
     ] = False,
+    time: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="queue: one prompt after another, seconds a row; scheduler: the engine's own steps, minutes a row.",
+        ),
+    ] = "queue",
     step_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a prompt in one step.")] = 2048,
     block_tokens: Annotated[
         int | None,
@@ -111,8 +129,8 @@ def simulate(
 ) -> None:
     """Predicts hits and seconds to a first token for TRACE.
 
-    The cache, its eviction, sessions and the router are the real ones; cost lines stand for the time of a model and of
-    a store.
+    The cache, its eviction, sessions, the router and with --time scheduler the steps are the real ones; cost lines
+    stand for the time of a model and of a store.
     """
     numbers = {
         "replicas": replicas,
@@ -133,23 +151,40 @@ def simulate(
         raise ArgumentError(
             f"expected router ranked with --digest-s, got {router!r}: the others read no digest - in `router`"
         )
-    if (store is None) != (store_cost is None):
+    store_url = store if store is not None and is_store(store) else None
+    if store_url is not None and store_cost is not None:
+        raise ArgumentError("expected no --store-cost with the URL of a store, which is measured, got one")
+    if store_url is None and store_size is not None:
+        raise ArgumentError("expected the URL of a store in --store with --store-size, got none")
+    if store_url is None and (store is None) != (store_cost is None):
         raise ArgumentError("expected --store and --store-cost together, got one of them")
+    store_blocks = store if store_url is None else store_size
     if cost is not None and measure:
         raise ArgumentError("expected either --cost or --measure, got both")
     if config is not None and ("model" in engine or measure):
         raise ArgumentError("expected --config without --model and --measure: a config has no weights")
     sizes = [] if capacity is None else [size.strip() for size in capacity.split(",")]
-    in_bytes = [size for size in (*sizes, *filter(None, [store])) if not size.isdigit()]
+    in_bytes = [size for size in (*sizes, *filter(None, [store_blocks])) if not size.isdigit()]
     if in_bytes and "model" not in engine and config is None:
         raise ArgumentError(f"expected a number of blocks, or --model or --config too, got {in_bytes[0]!r}")
-    if not in_bytes and not measure and (engine or config is not None):
+    if store_url is not None and "model" not in engine and config is None:
         raise ArgumentError(
-            "expected --model, --config, --dtype or --kv-dtype with a capacity in bytes or with --measure, got neither"
+            "expected --model or --config with the URL of a store, for the bytes of a block, got neither"
+        )
+    if time != "scheduler" and (given := [name for name in _OF_SCHEDULER if name in engine]):
+        raise ArgumentError(
+            f"expected --time scheduler with `{given[0]}`, got --time {time}: a queue has no use for it"
+        )
+    of_model = engine.keys() - set(_OF_SCHEDULER)
+    if not in_bytes and store_url is None and not measure and (of_model or config is not None):
+        raise ArgumentError(
+            "expected --model, --config, --dtype or --kv-dtype with a capacity in bytes, the URL of a store or "
+            "--measure, got neither"
         )
     checked = EngineConfig(**engine)
     ask_hub(checked)
 
+    from quire.engine.engine_parts import StepLimits
     from quire.simulate import CostLine, read_trace
     from quire.simulate.simulated_cache import SIMULATED_POLICIES
     from quire.simulate.trace_simulation import TraceSimulation, simulate_trace
@@ -160,22 +195,32 @@ def simulate(
         require_plotting(plot)
     line = CostLine() if cost is None else CostLine.parse(cost)
     load_line = None if store_cost is None else CostLine.parse(store_cost)
-    if load_line is not None and load_line.context_s:
-        raise ArgumentError(f"expected no term of context for a load, got {store_cost!r} - in `store_cost`")
+    if load_line is not None and (load_line.context_s or load_line.decode_s is not None):
+        raise ArgumentError(
+            f"expected no term of context or decode for a load, got {store_cost!r} - in `store_cost`"
+        )
     workload = read_trace(trace, block_tokens=block_tokens, session_every_s=session_every_s)
     workload = replace(workload, requests=workload.requests[:requests])
-    block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes else 0
+    block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes or store_url else 0
     simulation = TraceSimulation(
         workload=workload,
-        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes] or _default(workload, replicas),
+        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes]
+        or _default(workload, replicas, time),
         policies=_names(policy or _policy_of(workload), SIMULATED_POLICIES, "policy"),
         routings={},
         cost=line,
         num_replicas=replicas,
-        store_blocks=0 if store is None else _blocks(store, block_bytes, "store"),
+        store_blocks=_store_blocks(workload, store_url, store_blocks, block_bytes),
         store_cost=load_line,
-        step_tokens=step_tokens,
+        limits=StepLimits(step_tokens, checked.max_num_seqs, long_prefill_tokens=checked.long_prompt_limit),
+        time=time,
     )
+    measured_store = None
+    if store_url is not None:
+        from quire.simulate.measured_store import measure_store
+
+        measured_store = measure_store(store_url, block_bytes)
+        simulation = replace(simulation, store_cost=measured_store.cost(workload.block_tokens))
     if measure:  # last: it takes long
         from quire.simulate.measured_cost import measured_cost
 
@@ -195,9 +240,9 @@ def simulate(
         else "an example, give --cost or --measure"
     )
     if as_json:
-        print(json.dumps(_json_of(simulation, origin, block_bytes, rows)))
+        print(json.dumps(rows_as_json(simulation, origin, block_bytes, measured_store, rows)))
     else:
-        _print_table(simulation, origin, block_bytes, rows)
+        print_rows(simulation, origin, block_bytes, measured_store, rows)
     if plot is not None:
         from quire.simulate.plot import draw_hit_rates
 
@@ -218,9 +263,12 @@ def _policy_of(workload: Workload) -> str:
     return "sessions" if any(request.session for request in workload.requests) else "frequency"
 
 
-def _default(workload: Workload, num_replicas: int) -> list[int]:
-    num_blocks = len({block for request in workload.requests for block in request.content_ids})
-    return sorted({max(1, round(share * num_blocks / num_replicas)) for share in _SHARES})
+def _default(workload: Workload, num_replicas: int, time: str) -> list[int]:
+    num_blocks, least = _num_blocks(workload), 1
+    if time == "scheduler":  # the longest request fits, beside the blocks that an admission leaves free
+        longest = max(request.num_tokens for request in workload.requests)
+        least = 2 + round(1.02 * longest / workload.block_tokens)
+    return sorted({max(least, round(share * num_blocks / num_replicas)) for share in _SHARES})
 
 
 def _block_bytes(checked: EngineConfig, config: str | None, block_tokens: int) -> int:
@@ -247,6 +295,16 @@ def _blocks(size: str, block_bytes: int, option: str) -> int:
     return num_blocks
 
 
+def _store_blocks(workload: Workload, url: str | None, size: str | None, block_bytes: int) -> int:
+    if size is not None:
+        return _blocks(size, block_bytes, "store" if url is None else "store_size")
+    return 0 if url is None else _num_blocks(workload)
+
+
+def _num_blocks(workload: Workload) -> int:
+    return len({block for request in workload.requests for block in request.content_ids})
+
+
 def _routings(
     routers: list[str], simulation: TraceSimulation, line: CostLine, digest_s: float
 ) -> dict[str, MakeRouting]:
@@ -258,7 +316,7 @@ def _routings(
         return {"one replica": lambda replicas: RoundRobin()}
     load_line, block_tokens = simulation.store_cost, simulation.workload.block_tokens
     costs = RouteCosts(
-        line.token_s + line.fixed_s / simulation.step_tokens,
+        line.prompt_token_s(simulation.limits.max_batch_tokens),
         {} if load_line is None else {"store": load_line.token_s},
     )
     known: dict[str, MakeRouting] = {
@@ -268,58 +326,3 @@ def _routings(
         "longest-prefix": lambda replicas: LongestPrefix(),
     }
     return {name: known[name] for name in routers}
-
-
-def _json_of(
-    simulation: TraceSimulation, origin: str, block_bytes: int, rows: list[SimulatedRow]
-) -> dict[str, Any]:
-    return {
-        "trace": simulation.workload.name,
-        "block_tokens": simulation.workload.block_tokens,
-        "block_bytes": block_bytes or None,
-        "num_replicas": simulation.num_replicas,
-        "step_tokens": simulation.step_tokens,
-        "cost": str(simulation.cost),
-        "cost_origin": origin,
-        "store_blocks": simulation.store_blocks,
-        "store_cost": None if simulation.store_cost is None else str(simulation.store_cost),
-        "rows": [row.as_dict() for row in rows],
-    }
-
-
-def _print_table(
-    simulation: TraceSimulation, origin: str, block_bytes: int, rows: list[SimulatedRow]
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    first, workload = rows[0].figures, simulation.workload
-    print(
-        f"{first.num_requests} requests of {workload.name}: {first.num_prompt_tokens} prompt tokens in blocks of "
-        f"{workload.block_tokens}, {simulation.num_replicas} replica{'s' * (simulation.num_replicas > 1)}"
-    )
-    print(f"a step takes {simulation.cost} ({origin})")
-    if simulation.store_cost is not None:
-        print(f"a store of {simulation.store_blocks} blocks, a load takes {simulation.store_cost}")
-    columns: list[tuple[str, Callable[[SimulatedRow], str]]] = [
-        ("blocks", lambda row: str(row.num_blocks)),
-        ("memory", lambda row: format_size(row.num_blocks * block_bytes)),
-        ("policy", lambda row: row.policy),
-        ("router", lambda row: row.routing),
-        ("hits", lambda row: f"{row.figures.hit_rate:.4f}"),
-        ("from store", lambda row: f"{row.figures.store_rate:.4f}"),
-        ("computed", lambda row: str(row.figures.computed_tokens)),
-        ("first token", lambda row: f"{row.figures.first_token_s_mean:.3g} s"),
-        ("p50", lambda row: f"{row.figures.first_token_s_p50:.3g} s"),
-        ("p99", lambda row: f"{row.figures.first_token_s_p99:.3g} s"),
-        ("a token", lambda row: f"{1e3 * row.figures.decode_step_s_mean:.3g} ms"),
-        ("largest/mean", lambda row: f"{row.figures.largest_over_mean:.2f}"),
-    ]
-    left_out = {"memory"} if not block_bytes else set()
-    left_out |= {"router", "largest/mean"} if simulation.num_replicas == 1 else set()
-    left_out |= {"from store"} if simulation.store_cost is None else set()
-    shown = [(title, cell) for title, cell in columns if title not in left_out]
-    table = Table(*(title for title, _ in shown))
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in shown))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)

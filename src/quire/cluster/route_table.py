@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cluster.block_digest import unpacked_digest
-from quire.cluster.routed_blocks import RecentWork, RoutedBlocks
+from quire.cluster.routed_blocks import HISTORY_S, RecentWork, RoutedBlocks
 from quire.cluster.router import ReplicaLoad, RouteCosts, rank_replicas
 from quire.cluster.router_metrics import RouterMetrics
 
 __all__ = ["TABLE", "RouteTable"]
 
 _FIRST_TOKEN_S = 0.0005  # seconds of a prompt's token before one was measured
-_HISTORY_S = 5.0  # a routed prompt counts as cached this long; a digest that has it comes sooner
 _NEWEST = 0.2  # weight of a new measurement
 _MIN_MEASURED = 32  # tokens of a prompt that a measurement of a token's seconds needs
 
@@ -88,7 +87,7 @@ class RouteTable:
                 del self._replicas[name]
                 self.metrics.forget(name)
             for name, report in stats.items():
-                replica = self._replicas.setdefault(name, _Replica(_HISTORY_S))
+                replica = self._replicas.setdefault(name, _Replica(HISTORY_S))
                 if not report or report["made_at"] == replica.digest_made_at:
                     continue
                 replica.blocks.set_digest(unpacked_digest(report["keys_by_tier"]))
@@ -215,7 +214,7 @@ class RouteTable:
 
     def _place(self, ticket: int, request: _OpenRequest, name: str, now: float) -> None:
         """Counts a request as the replica's."""
-        replica = self._replicas.setdefault(name, _Replica(_HISTORY_S))
+        replica = self._replicas.setdefault(name, _Replica(HISTORY_S))
         request.replica, request.sent_at, request.is_alone = name, now, not replica.open
         replica.open[ticket] = request
         replica.work.add(request.predicted.get(name, (0, 0.0))[1], now)
@@ -229,7 +228,7 @@ class RouteTable:
         request.replica = None
 
     def _load(self, name: str, now: float) -> ReplicaLoad:
-        replica = self._replicas.setdefault(name, _Replica(_HISTORY_S))
+        replica = self._replicas.setdefault(name, _Replica(HISTORY_S))
         replica.blocks.expire(now)
         waiting_s = sum(
             request.predicted.get(name, (0, 0.0))[1]

@@ -16,8 +16,9 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-__all__ = ["RecentWork", "RoutedBlocks"]
+__all__ = ["HISTORY_S", "RecentWork", "RoutedBlocks"]
 
+HISTORY_S = 5.0  # a routed prompt counts as cached this long; a digest that has it comes sooner
 _MEMORY = "memory"
 
 

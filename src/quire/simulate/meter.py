@@ -60,26 +60,31 @@ class SimulatedClock(Clock):
 
 
 class SimulatedRunner:
-    """A runner without a model: the storage prepares every step, the clock moves along the cost line, every token is
-    0."""
+    """A runner without a model: the storage, if there is one, prepares every step, the clock moves along the cost line,
+    every token is 0."""
 
-    def __init__(self, storage: Storage, cost: CostLine, clock: SimulatedClock) -> None:
+    def __init__(self, storage: Storage | None, cost: CostLine, clock: SimulatedClock) -> None:
         self._storage = storage
         self._cost = cost
         self._clock = clock
         self.prepare_seconds = 0.0
 
     def run(self, step: Batch[Any], /) -> torch.Tensor:
+        if self._storage is not None:
+            self._prepare(self._storage, step)
+        num_context_tokens = int(step.plan.context_lengths.sum())
+        num_decodes = int(np.count_nonzero(step.num_new_tokens == 1))
+        self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens, num_decodes)
+        return torch.zeros((len(step.logit_rows), 2))
+
+    def _prepare(self, storage: Storage, step: Batch[Any]) -> None:
         began = time.perf_counter()
-        self._storage.forget(step.closed_ids)
+        storage.forget(step.closed_ids)
         try:
-            self._storage.prepare(step.plan, step.sequence_ids)
+            storage.prepare(step.plan, step.sequence_ids)
         except CapacityError as error:  # as in the runner of a model: no request fails, some wait
             raise StepRefusedError from error
         self.prepare_seconds += time.perf_counter() - began
-        num_context_tokens = int(step.plan.context_lengths.sum())
-        self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens)
-        return torch.zeros((len(step.logit_rows), 2))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from quire.simulate.simulated_replica import ServedRequest, SimulatedReplica
+from quire.simulate.replica import Replica, ServedRequest
 from quire.simulate.workload import TraceRequest
 
 __all__ = ["LongestPrefix", "RandomRouting", "RoundRobin", "Routing"]
@@ -19,15 +19,15 @@ class Routing:
 
     digest_s: float | None = None
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
         """The replica of a request that arrives now."""
         raise NotImplementedError
 
-    def take_digests(self, replicas: Sequence[SimulatedReplica]) -> None:
+    def take_digests(self, replicas: Sequence[Replica]) -> None:
         """Reads the blocks of all replicas; called each `digest_s` seconds of the trace."""
 
     def note_served(self, request: TraceRequest, served: ServedRequest) -> None:
-        """Hears of the work of a request that the rule sent."""
+        """Hears of a request that the rule sent and that has ended."""
 
 
 class RandomRouting(Routing):
@@ -36,7 +36,7 @@ class RandomRouting(Routing):
     def __init__(self) -> None:
         self._generator = random.Random(0)
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
         return self._generator.choice(replicas)
 
 
@@ -46,7 +46,7 @@ class RoundRobin(Routing):
     def __init__(self) -> None:
         self._num_requests = 0
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
         self._num_requests += 1
         return replicas[(self._num_requests - 1) % len(replicas)]
 
@@ -54,5 +54,5 @@ class RoundRobin(Routing):
 class LongestPrefix(Routing):
     """The replica that has most of the prompt now, the first of equals."""
 
-    def choose(self, request: TraceRequest, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
-        return max(replicas, key=lambda replica: replica.cache.match(request))
+    def choose(self, request: TraceRequest, replicas: Sequence[Replica]) -> Replica:
+        return max(replicas, key=lambda replica: replica.match(request))

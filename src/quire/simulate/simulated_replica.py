@@ -11,30 +11,14 @@ Cost: that of `SimulatedCache.serve`, and O(requests that decode).
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 from quire.simulate.cost_line import CostLine
+from quire.simulate.replica import ServedRequest
 from quire.simulate.simulated_cache import SimulatedCache
 from quire.simulate.simulated_store import SimulatedStore
 from quire.simulate.workload import TraceRequest
 
-__all__ = ["ServedRequest", "SimulatedReplica"]
-
-
-class ServedRequest(NamedTuple):
-    """A request after it ran. num_found_blocks: in memory. num_loaded_blocks: from the store, behind those.
-    num_found_tokens, num_loaded_tokens, num_computed_tokens: of the prompt; at least one is computed. prefill_s: of the
-    loads and the prompt's steps. first_token_s: since its arrival. step_s: of a decode step, when its answer began."""
-
-    replica: str
-    num_found_blocks: int
-    num_loaded_blocks: int
-    num_found_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
-    prefill_s: float
-    first_token_s: float
-    step_s: float
+__all__ = ["SimulatedReplica"]
 
 
 class SimulatedReplica:
@@ -55,10 +39,28 @@ class SimulatedReplica:
         self.free_at_s = 0.0
         self.num_computed_tokens = 0
         self._decoding: list[tuple[float, int]] = []  # (end, tokens of context) of each that decodes
+        self._served: list[tuple[int, ServedRequest | None]] = []
 
     def queue_s(self, now: float) -> float:
         """Seconds until its queue is computed."""
         return max(0.0, self.free_at_s - now)
+
+    def match(self, request: TraceRequest) -> int:
+        """Blocks of the prompt that its memory has. Changes nothing."""
+        return self.cache.match(request)
+
+    def block_ids(self) -> list[int]:
+        """The trace's blocks in its memory."""
+        return self.cache.block_ids()
+
+    def advance(self, until_s: float) -> None: ...
+
+    def submit(self, number: int, request: TraceRequest) -> None:
+        self._served.append((number, self.serve(request)))
+
+    def pop_served(self) -> list[tuple[int, ServedRequest | None]]:
+        served, self._served = self._served, []
+        return served
 
     def serve(self, request: TraceRequest) -> ServedRequest:
         """Runs a request that arrives now; requests come in order of arrival."""
@@ -105,7 +107,7 @@ class SimulatedReplica:
     def _decode_step_s(self, *more_contexts: int) -> float:
         """Seconds of a step of those that decode, and of more with these contexts."""
         contexts = [*(context for _, context in self._decoding), *more_contexts]
-        return self.cost.seconds(len(contexts), sum(contexts))
+        return self.cost.seconds(len(contexts), sum(contexts), len(contexts))
 
     def _prefill_s(self, num_cached_tokens: int, num_tokens: int) -> float:
         """Seconds of the steps from the first token that is computed to the prompt's end."""
@@ -114,5 +116,6 @@ class SimulatedReplica:
         while done < num_tokens:
             num_new = min(self.step_tokens, num_tokens - done)
             done += num_new
-            seconds += self.cost.seconds(num_new + len(self._decoding), done + num_context)
+            num_decodes = len(self._decoding)
+            seconds += self.cost.seconds(num_new + num_decodes, done + num_context, num_decodes)
         return seconds
