@@ -64,7 +64,7 @@ def test_blocks_that_are_saved_and_loaded_elsewhere_have_the_same_bytes(
     source.save([BlockSave(7, (3, 0, 4))])
     results = source.take_results()
     assert results is not None
-    [(number, payload)] = results.payloads.items()
+    [(number, payload)] = results.payloads()
     assert number == 7
     assert source.take_results() is None
     payload.flags.writeable = False
@@ -90,7 +90,7 @@ def test_the_blocks_of_an_ended_request_are_reported_once() -> None:
     assert side.take_ended() == set()
     results = side.take_results()
     assert results is not None
-    assert sorted(results.payloads) == [1, 2]
+    assert sorted(results.parts) == [1, 2]
 
 
 def test_memory_of_another_shape_is_refused() -> None:

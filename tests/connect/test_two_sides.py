@@ -101,11 +101,13 @@ def test_random_requests_read_their_own_tokens(seed: int) -> None:
     chance = random.Random(seed)
     tier = FaultyTier(HostTier(chance.choice((6000, 40_000, 1 << 20))), every=chance.choice((0, 0, 3)))
     texts = [prompt_of(chance.randrange(4), 60) for _ in range(6)]
+    num_workers = chance.choice((1, 1, 3))
     for _ in range(2):
         side = open_side(
             [tier],
             SIZE,
             workers=chance.choice((0, 2)),
+            num_workers=num_workers,
             **({"salt_quota": 9000} if chance.random() < 0.3 else {}),
         )
         side._segment_tokens = 16
@@ -115,6 +117,7 @@ def test_random_requests_read_their_own_tokens(seed: int) -> None:
             block_size=SIZE,
             step_tokens=chance.choice((7, 23, 1000)),
             split=chance.choice((1, 2)),
+            num_workers=num_workers,
         )
         for number in range(30):
             cut = chance.randrange(1, 60)
@@ -231,3 +234,11 @@ def test_a_request_whose_prompt_is_not_tokens_alone_is_left_to_vllm() -> None:
     run_one(tier, request)
     assert not tier._entries
     assert run_one(tier, FakeRequest("b", prompt_of(1, 42), skip_reading_prefix_cache=True)).num_loaded == 0
+
+
+def test_parameters_for_another_connector_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    side = open_side([HostTier(1 << 20)], SIZE)
+    for name in ("a", "b"):
+        request = FakeRequest(name, prompt_of(1, 42), kv_transfer_params={"do_remote_prefill": True})
+        assert side.num_stored_tokens(request, 0) == 0
+    assert caplog.text.count("kv_transfer_params") == 1

@@ -122,6 +122,17 @@ def test_another_block_size_or_dtype_is_another_memory(tmp_path: Path) -> None:
         assert cached_of(run(tmp_path, BATCHES[:1], options=options, engine={**ENGINE, **changed})) == [[0]]
 
 
+def test_two_workers_of_tensor_parallelism(tmp_path: Path) -> None:
+    engine = {**ENGINE, "tensor_parallel_size": 2}
+    plain = run(tmp_path / "plain", BATCHES[:1], engine=engine)
+    options = {"disk_cache": str(tmp_path / "kv")}
+    assert run(tmp_path, BATCHES[:1], options=options, engine=engine) == plain
+    again = run(tmp_path, BATCHES[:1], options=options, engine=engine)
+    assert tokens_of(again) == tokens_of(plain)
+    assert cached_of(again) == [[480]]
+    assert cached_of(run(tmp_path, BATCHES[:1], options=options)) == [[0]]  # one worker has other memory
+
+
 def test_a_consumer_stores_nothing(tmp_path: Path) -> None:
     options = {"disk_cache": str(tmp_path / "kv")}
     run(tmp_path, BATCHES[:1], options=options, role="kv_consumer")

@@ -14,6 +14,7 @@ import torch
 
 from quire.connect.vllm.connector_options import ConnectorOptions
 from quire.connect.vllm.scheduler_side import SchedulerSide
+from quire.connect.vllm.step_transfers import StepResults
 from quire.connect.vllm.worker_side import WorkerSide
 from quire.spec.payload import PayloadLayout, StoredLayer
 from quire.tiers.stack import TierStack
@@ -25,18 +26,20 @@ _LAYERS = ((2, 6), (1, 4))  # heads and elements of a token in each
 _ITEM = 4
 
 
-def layout_of() -> PayloadLayout:
-    sizes = [heads * elements * _ITEM for heads, elements in _LAYERS]
+def layout_of(num_workers: int = 1) -> PayloadLayout:
+    sizes = [heads * elements * _ITEM for heads, elements in _LAYERS] * num_workers
     return PayloadLayout(
         "vllm", 1, tuple(StoredLayer(i, 0, 1, size, 0, (size, 0)) for i, size in enumerate(sizes))
     )
 
 
-def open_side(tiers: Sequence[Tier], block_size: int, *, workers: int = 0, **options: Any) -> SchedulerSide:
-    """The scheduler's side over these tiers, for `FakeVllm`."""
+def open_side(
+    tiers: Sequence[Tier], block_size: int, *, workers: int = 0, num_workers: int = 1, **options: Any
+) -> SchedulerSide:
+    """The scheduler's side over these tiers, for `FakeVllm`. workers: threads of the stack; num_workers: of vLLM."""
     given = {"host_cache": "1MiB", **{name: one for name, one in options.items() if name not in _SIDE}}
     of_side = {name: one for name, one in options.items() if name in _SIDE}
-    stack = TierStack(tiers, layout_of(), workers=workers)
+    stack = TierStack(tiers, layout_of(num_workers), workers=workers)
     return SchedulerSide(stack, b"model" * 6, block_size, ConnectorOptions.parse(given), **of_side)
 
 
@@ -55,6 +58,7 @@ class FakeRequest:
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: Any = None
     all_token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -77,6 +81,7 @@ class FakeVllm:
     """vLLM's own prefix cache included: freed blocks are found until they are given to another request.
 
     step_tokens: most tokens of a step. split: tensor blocks for each block, as attention back ends may have.
+    num_workers: of tensor parallelism, each with memory of its own.
     """
 
     def __init__(
@@ -87,16 +92,22 @@ class FakeVllm:
         block_size: int,
         step_tokens: int = 10**6,
         split: int = 1,
+        num_workers: int = 1,
     ) -> None:
         self.side, self.size, self._step_tokens = side, block_size, step_tokens
-        self.worker = WorkerSide(num_blocks)
-        self._memory = [
-            torch.full((num_blocks, block_size, heads, elements), float("nan")) for heads, elements in _LAYERS
-        ]
-        self.worker.register({
-            f"layer {i}": layer.view(num_blocks * split, block_size // split, *layer.shape[2:])
-            for i, layer in enumerate(self._memory)
-        })  # fmt: skip
+        self._workers: list[WorkerSide] = []
+        self._memory: list[torch.Tensor] = []  # of the layers of all workers
+        for worker in range(num_workers):
+            layers = [
+                torch.full((num_blocks, block_size, heads, elements), float("nan"))
+                for heads, elements in _LAYERS
+            ]
+            self._workers.append(WorkerSide(num_blocks, worker, num_workers))
+            self._workers[-1].register({
+                f"layer {i}": layer.view(num_blocks * split, block_size // split, *layer.shape[2:])
+                for i, layer in enumerate(layers)
+            })  # fmt: skip
+            self._memory += layers
         self._free = list(range(num_blocks))
         self._found: dict[bytes, int] = {}  # by content, blocks of vLLM's own prefix cache
         self.waiting: list[FakeRequest] = []
@@ -139,19 +150,23 @@ class FakeVllm:
         ids = {request.request_id for request in self.running}
         scheduled = {name: num for name, num in scheduled.items() if name in ids}
         transfers = self.side.plan_step(new, going_on, scheduled)
-        self.worker.load(transfers.loads)
-        self.worker.save_last(transfers)
+        for worker in self._workers:
+            worker.load(transfers.loads)
+            worker.save_last(transfers)
         for request in [one for one in self.running if one.request_id in scheduled]:
             self._forward(request, scheduled[request.request_id])
-        self.worker.save(transfers.saves)
-        ended = self.worker.take_ended()
+        results = StepResults()
+        for worker in reversed(self._workers):
+            worker.save(transfers.saves)
+            ended = worker.take_ended()
+            results = results.joined(worker.take_results() or StepResults())
         for request in [one for one in self.running if one.request_id in scheduled]:
             request.num_computed_tokens += scheduled[request.request_id]
             if request.num_computed_tokens == request.num_tokens:
                 request.all_token_ids.append(self._random.randrange(5))
                 if request.num_tokens == request.num_prompt_tokens + request.max_tokens:
                     self.end(request)
-        self.side.take_results(self.worker.take_results(), ended)
+        self.side.take_results(results, ended)
         for request_id in ended:
             self._release(self._releasing.pop(request_id))
 
@@ -253,6 +268,6 @@ class FakeVllm:
 
     def _token_content(self, request: FakeRequest, position: int, layer: int) -> np.ndarray:
         seed = hashlib.sha256(self._content(request, position + 1) + bytes([layer])).digest()
-        heads, elements = _LAYERS[layer]
+        heads, elements = _LAYERS[layer % len(_LAYERS)]
         numbers = np.random.default_rng(int.from_bytes(seed[:8], "little"))
         return numbers.standard_normal((heads, elements)).astype(np.float32)

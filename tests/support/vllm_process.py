@@ -23,6 +23,10 @@ def vllm_python() -> str | None:
     return os.environ.get("QUIRE_VLLM_PYTHON")
 
 
+def _num_workers(given: dict[str, Any]) -> int:
+    return given.get("engine", {}).get("tensor_parallel_size", 1)
+
+
 class VllmProcess:
     """Runs batches of requests, see `vllm_run`. folder: an empty one for the link to Quire and the log."""
 
@@ -45,7 +49,7 @@ class VllmProcess:
                 **os.environ,
                 "PYTHONPATH": str(folder),
                 "HF_HUB_OFFLINE": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1" if _num_workers(given) > 1 else "auto",
                 "VLLM_LOGGING_LEVEL": "WARNING",
             },
         )

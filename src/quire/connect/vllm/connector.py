@@ -3,7 +3,7 @@
 vLLM makes one object in its scheduler and one in its worker; each hands its calls to its side of this package.
 
 Refused by name: what the tiers cannot keep exactly (several cache groups, layers that are not attention over all
-tokens, draft models, scales of K and V that the first request decides), and more than one worker.
+tokens, draft models, scales of K and V that the first request decides), pipeline and context parallelism.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
+    get_tensor_model_parallel_rank,
 )
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyright: ignore[reportMissingImports]
@@ -52,7 +55,7 @@ class _Results(KVConnectorWorkerMetadata):
         self.results = results
 
     def aggregate(self, other: _Results) -> _Results:
-        return _Results(StepResults({**self.results.payloads, **other.results.payloads}))
+        return _Results(self.results.joined(other.results))
 
 
 class QuireConnector(KVConnectorBase_V1):
@@ -66,7 +69,9 @@ class QuireConnector(KVConnectorBase_V1):
         self._scheduler_side: Any = None
         self._worker_side: Any = None
         if role == KVConnectorRole.WORKER:
-            self._worker_side = WorkerSide(kv_cache_config.num_blocks)
+            num_workers = vllm_config.parallel_config.tensor_parallel_size
+            rank = get_tensor_model_parallel_rank() if num_workers > 1 else 0
+            self._worker_side = WorkerSide(kv_cache_config.num_blocks, rank, num_workers)
         else:
             self._scheduler_side = _open(vllm_config, options, block_bytes)
 
@@ -150,16 +155,18 @@ class QuireConnector(KVConnectorBase_V1):
 
 def _open(vllm_config: Any, options: ConnectorOptions, block_bytes: dict[str, int]) -> SchedulerSide:
     block_size = vllm_config.cache_config.block_size
+    num_workers = vllm_config.parallel_config.tensor_parallel_size
     weights = options.model_version or weights_digest(vllm_config)
     builds = {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "device": f"{current_platform.device_name} {_device_name()}",
+        "workers": str(num_workers),
     }
     fingerprint = kv_fingerprint(vllm_config, block_bytes, builds, weights)
     layers = [
         StoredLayer(number, 0, 1, size // block_size, 0, (size // block_size, 0))
-        for number, size in enumerate(block_bytes.values())
+        for number, size in enumerate([*block_bytes.values()] * num_workers)
     ]
     layout = PayloadLayout("vllm", 1, tuple(layers))
     tiers = tiers_of(options.tiers)
@@ -190,11 +197,11 @@ def _device_name() -> str:
 
 def _check(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
     """The bytes of a block, by layer. *raises:* ArgumentError: a setting that this connector does not serve."""
-    workers = vllm_config.parallel_config.world_size
-    if workers != 1:
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size != 1:
         raise ArgumentError(
-            f"expected one worker, got {workers}; run tensor_parallel_size and pipeline_parallel_size of 1, with "
-            "data_parallel_size for more devices"
+            f"expected tensor parallelism alone, got {parallel.world_size} workers, tensor_parallel_size "
+            f"{parallel.tensor_parallel_size} and decode_context_parallel_size {parallel.decode_context_parallel_size}"
         )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:

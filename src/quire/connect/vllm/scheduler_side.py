@@ -17,6 +17,7 @@ Cost: a prompt's hashes when it begins to wait; a step O(its requests).
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections import Counter, OrderedDict
@@ -37,6 +38,8 @@ from quire.tiers.segment_key import SegmentKey, segment_keys
 from quire.tiers.stack import TierStack
 
 __all__ = ["ConnectedRequest", "SchedulerSide"]
+
+_log = logging.getLogger("quire")
 
 _MAX_STORED = 1 << 16  # keys that are remembered as stored
 _IDLE_WAIT_S = 0.002  # of a step without tokens, for a load
@@ -78,7 +81,7 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """open_stack: opens the tiers, given the bytes of a segment. fingerprint: `model_identity`. reads, writes: whether
+    """stack: the tiers, which it closes. fingerprint: `model_identity`. reads, writes: whether
     prefixes are loaded, and saved. on_root: called with each root before its first segment is stored."""
 
     def __init__(
@@ -109,6 +112,7 @@ class SchedulerSide:
         self._saving: dict[int, tuple[SegmentKey, str]] = {}
         self._numbers = itertools.count()
         self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._has_warned = False
         self._roots: dict[tuple[str | None, str | None], bytes] = {}
 
     # -- before a step --------------------------------------------------------------------------------------
@@ -191,6 +195,9 @@ class SchedulerSide:
         """None for a request whose prompt is not tokens alone, or may still grow."""
         tracked = self._requests.get(request.request_id)
         if tracked is None and _is_plain(request):
+            if getattr(request, "kv_transfer_params", None) and not self._has_warned:
+                self._has_warned = True
+                _log.warning("kv_transfer_params of requests are for other connectors: this one has none")
             extra_keys = sorted(
                 (one.mm_position.offset, str(one.identifier).encode()) for one in request.mm_features
             )
@@ -304,7 +311,7 @@ class SchedulerSide:
     def take_results(self, results: StepResults | None, ended: Iterable[str]) -> None:
         """The worker's payloads go to the tiers. ended: requests whose last blocks have been copied."""
         stored: dict[bytes, list[SegmentKey]] = {}
-        for number, payload in (results.payloads if results is not None else {}).items():
+        for number, payload in (results or StepResults()).payloads():
             key, owner = self._saving.pop(number)
             if self.stack.store([(key, payload)], owner=owner):
                 stored.setdefault(key.root, []).append(key)

@@ -1,10 +1,12 @@
 """What the two sides of the connector tell each other in a step of vLLM: blocks to load and save, and those saved.
 
-A payload has the bytes of several blocks: for each layer, one block after the other, each as it lies in vLLM's memory.
+A payload has the bytes of several blocks: for each worker (of tensor parallelism), for each layer, one block after the
+other, each as it lies in the worker's memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +47,24 @@ class StepTransfers:
 
 @dataclass(eq=False)
 class StepResults:
-    """From the worker's side to the scheduler's: payloads by the number of their `BlockSave`."""
+    """From the workers' side to the scheduler's: by the number of a `BlockSave`, by worker, its part of the payload."""
 
-    payloads: dict[int, np.ndarray] = field(default_factory=dict)
+    parts: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+
+    def joined(self, other: StepResults) -> StepResults:
+        """The results of these and other workers, of one step."""
+        numbers = self.parts.keys() | other.parts.keys()
+        return StepResults(
+            {
+                number: {**self.parts.get(number, {}), **other.parts.get(number, {})}
+                for number in sorted(numbers)
+            }
+        )
+
+    def payloads(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Number and whole payload of each `BlockSave`."""
+        for number, parts in self.parts.items():
+            yield (
+                number,
+                np.concatenate([parts[worker] for worker in sorted(parts)]) if len(parts) > 1 else parts[0],
+            )

@@ -20,10 +20,11 @@ __all__ = ["WorkerSide"]
 
 
 class WorkerSide:
-    """num_blocks: of vLLM's pool; a back end may split a block into several of its own."""
+    """num_blocks: of vLLM's pool; a back end may split a block into several of its own. worker: its rank among
+    `num_workers` of tensor parallelism, whose parts of a payload have the same size."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, worker: int = 0, num_workers: int = 1) -> None:
+        self._num_blocks, self._worker, self._num_workers = num_blocks, worker, num_workers
         self._layers: list[torch.Tensor] = []  # [blocks, parts of a block, ...]
         self._block_bytes: list[int] = []
         self._results = StepResults()
@@ -48,13 +49,14 @@ class WorkerSide:
     def load(self, loads: Sequence[BlockLoad]) -> None:
         """Writes payloads into blocks; returns when the forward may read them."""
         for load in loads:
-            expected = load.num_blocks * sum(self._block_bytes)
-            if load.payload.nbytes != expected:
+            own_bytes = load.num_blocks * sum(self._block_bytes)
+            if load.payload.nbytes != own_bytes * self._num_workers:
                 raise ArgumentError(
-                    f"expected {expected} bytes of {load.num_blocks} blocks, got {load.payload.nbytes}"
+                    f"expected {own_bytes * self._num_workers} bytes of {load.num_blocks} blocks, "
+                    f"got {load.payload.nbytes}"
                 )
             ids = torch.tensor(load.block_ids)
-            start = 0
+            start = self._worker * own_bytes
             for layer, size in zip(self._layers, self._block_bytes, strict=True):
                 rows = load.payload[start : start + load.num_blocks * size].reshape(load.num_blocks, size)
                 wanted = np.array(rows[load.first : load.first + len(ids)])  # a copy: payloads are read-only
@@ -72,7 +74,7 @@ class WorkerSide:
                 blocks = layer[ids.to(layer.device)].cpu().contiguous().view(-1).view(torch.uint8)
                 payload[start : start + len(ids) * size] = blocks.numpy()
                 start += len(ids) * size
-            self._results.payloads[save.number] = payload
+            self._results.parts[save.number] = {self._worker: payload}
 
     def save_last(self, transfers: StepTransfers) -> None:
         """Saves the blocks of requests that have ended; `take_ended` names them then."""
@@ -82,7 +84,7 @@ class WorkerSide:
 
     def take_results(self) -> StepResults | None:
         """The payloads copied since the last call; None if there are none."""
-        if not self._results.payloads:
+        if not self._results.parts:
             return None
         results, self._results = self._results, StepResults()
         return results
