@@ -109,6 +109,16 @@ def test_drafts_of_the_same_model_are_its_greedy_answer(folders: dict[str, Path]
         assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 0
 
 
+def test_drafts_of_the_same_model_are_its_drawn_answer(folders: dict[str, Path]) -> None:
+    """Drawn with the request's own random numbers, for each of its sequences."""
+    with tiny_llm.llm(speculation=f"model:{folders['same']}:5") as llm:
+        always(llm)
+        for options in ({"temperature": 1.0}, {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01}):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=24, seed=7, n=2, ignore_eos=True, **options))
+        counts = llm.stats()
+        assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 0
+
+
 def test_texts_draft_together_as_each_does_alone(folders: dict[str, Path]) -> None:
     with tiny_llm.llm(speculation=f"model:{folders['near']}:8") as llm:
         model = draft_model(llm)

@@ -4,7 +4,8 @@ It has a storage and a cache of its own, within the engine's memory. A text's se
 proposal and takes the hit of its namespace; the prompt is computed in chunks, one a step, and is findable from then on.
 Then the sequence is withdrawn (`KVCache.withdraw`): the drafts behind it are computed like known tokens, found by no
 text, and rewound to the tokens that the engine's model has drawn. All texts of a step draft together, one token a
-round, the likeliest one.
+round: the likeliest one, or of a request that samples the one that it would draw from the draft model's logits, with
+its own random number of the position.
 
 Where memory does not suffice, the sequences of texts outside of the step are closed, and then its last texts get no
 draft. No request waits for it.
@@ -35,6 +36,8 @@ from quire.engine.kv_capacity import kv_layout
 from quire.engine.open_model import OpenModel, open_model
 from quire.engine.open_storage import device_of, open_storage, storage_of
 from quire.errors import ArgumentError
+from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import draw_token
 from quire.scheduler.step_costs import StepCosts
 from quire.sizes import format_size
 from quire.step import Batch, Int64Array, StepRefusedError
@@ -59,6 +62,19 @@ class ModelDrafter:
         self.sequence: CacheSequence | None = None
         self.num_known = 0  # tokens of the text that the sequence knows; its drafts are behind them
         self.drafts: list[int] = []
+        self._drawing: tuple[SamplingParams, int, int] | None = (
+            None  # params, seed and index of a request that samples
+        )
+
+    def draw_like(self, params: SamplingParams, seed: int, index: int) -> None:
+        if params.temperature:
+            self._drawing = params, seed, index
+
+    def next_draft(self, logits: torch.Tensor, likeliest: int) -> int:
+        """logits: [vocab] behind the text and the drafts so far."""
+        if self._drawing is None:
+            return likeliest
+        return draw_token(logits, *self._drawing, position=self.num_known + len(self.drafts))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.text += token_ids
@@ -214,11 +230,13 @@ class DraftModel:
             return []
         self._closed_ids.clear()
         whole = [one for one, is_complete in zip(chosen, is_whole, strict=True) if is_complete]
-        likeliest = logits[:, : self._num_ids].argmax(dim=-1).tolist() if whole else []
+        logits = logits[:, : self._num_ids]
+        likeliest = logits.argmax(dim=-1).tolist() if whole else []
         for sequence, end in zip(sequences, ends, strict=True):
             self._cache.commit(sequence, end)
-        for (drafter, _), token in zip(whole, likeliest, strict=True):
+        for row, (drafter, _) in enumerate(whole):
             assert drafter.sequence is not None
+            token = drafter.next_draft(logits[row], likeliest[row])
             self._cache.withdraw(drafter.sequence)
             drafter.sequence.append([token])
             drafter.drafts.append(token)
