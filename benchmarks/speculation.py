@@ -187,7 +187,7 @@ def measure_drawn(num_bits: int, num_tokens: int) -> None:
 def save_rounded(num_bits: int, folder: str) -> None:
     """The included model with each 32 weights of a linear layer rounded to `num_bits` bits."""
     source = Path(quire.weights.__file__).parent / "embedded"
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
