@@ -6,7 +6,8 @@ speed     4 prompts of 128 and of 512 tokens, 4 beams each, 64 new tokens, on ra
           (see engine.py): tokens of answers per second from the first call to the last answer, of `LLM.generate` and of
           `model.generate(num_beams=4)` with its DynamicCache. They take turns; medians.
 reorder   median milliseconds of `reorder_cache` with 4 rows of 1 024 and of 4 096 tokens in that shape, of DynamicCache
-          and of QuireCache on each of its storages: random orders, a token after each.
+          and of QuireCache on each of its storages: random orders, a token after each. moved_bytes: those that a
+          reorder writes, their mean; not of `virtual`, which maps most of them.
 saved     the embedded model on held-out files of Python's library: 8 prompts a length, beam search with 2, 4 and 6
           beams and parallel sampling of 2, 4 and 6 at temperature 1. Lengths of prompts and answers are the means of
           the traces of the PagedAttention paper (19 and 58 of Alpaca, 161 and 338 of ShareGPT), and 512 and 128. The
@@ -109,6 +110,7 @@ def reorder(model: PreTrainedModel, length: int, new: int, turns: int) -> None:
     orders = [torch.zeros(WIDTH, dtype=torch.int64)]
     orders += [torch.from_numpy(np.sort(rng.integers(0, WIDTH, WIDTH))) for _ in range(new)]
     times: dict[str, list[float]] = {}
+    moved: dict[str, list[int]] = {}
     for _ in range(turns):
         caches: dict[str, Any] = {"dynamic": DynamicCache(config=model.config)}
         for storage in ("virtual", "growing", "contiguous"):
@@ -117,13 +119,20 @@ def reorder(model: PreTrainedModel, length: int, new: int, turns: int) -> None:
             )
         for name, cache in caches.items():
             _store(model, cache, length)
+            counted: list[int] = []  # of each reorder
+            if name in ("growing", "contiguous"):
+                _count_moved(cache, counted)
             for number, order in enumerate(orders):
+                counted.append(0)
                 start = time.perf_counter()
                 cache.reorder_cache(order)
                 if number:  # the first one copies the prompt's rows, once
                     times.setdefault(name, []).append(time.perf_counter() - start)
+                if name == "dynamic":
+                    counted[-1] = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
                 _store(model, cache, 1)
             cache.reset()
+            moved.setdefault(name, []).extend(counted[1:])
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     for name, median in medians.items():
         emit(
@@ -133,8 +142,25 @@ def reorder(model: PreTrainedModel, length: int, new: int, turns: int) -> None:
             prompt=length,
             beams=WIDTH,
             reorder_ms=round(1e3 * median, 2),
+            moved_bytes=None if name == "virtual" else round(statistics.mean(moved[name])),
             times=round(medians["dynamic"] / median, 1),
         )
+
+
+def _count_moved(cache: QuireCache, counted: list[int]) -> None:
+    """Sets the last entry of `counted` to the bytes that a reorder of the cache writes."""
+    reorder = cache.memory.reorder
+
+    def counting(needs: Any, order: Any, equal_until: Any) -> None:
+        counted[-1] = sum(
+            (need.stop - max(need.first, equal_until[row])) * need.rows.token_bytes
+            for need in needs
+            for row, source in enumerate(order)
+            if row != source
+        )
+        reorder(needs, order, equal_until)
+
+    cache.memory.reorder = counting  # type: ignore[method-assign]
 
 
 def _store(model: PreTrainedModel, cache: Any, num_tokens: int) -> None:

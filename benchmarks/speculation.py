@@ -1,7 +1,7 @@
 """Tokens a second with drafts against without, in turns on one engine. JSON lines.
 
     python benchmarks/speculation.py [--quick] [--weights int4] [--dtype bfloat16] [--batches 1,8] [--tokens 128]
-        [--repetitions 3] [--real FOLDER] [--only synthetic|text] [--generate] [--assistant FOLDER]
+        [--repetitions 3] [--real FOLDER] [--only synthetic|text|drawn] [--generate] [--assistant FOLDER]
 
 `synthetic`: random weights in the shape of Qwen3-0.6B (see engine.py), greedy. The proposer knows the true tokens and
 spoils each draft with the probability 1 - acceptance. `text`: the included model, or `--real FOLDER`, with
@@ -9,6 +9,9 @@ speculation=ngram: a file to edit, questions over a document, free prose, and an
 random from six, so that three words recur all the time and tell nothing of the next. `--assistant`: drafts of that
 model, speculation=model:FOLDER:4. `--generate`: the same texts by transformers' `generate`, batch 1 (it takes no other
 with drafts): without drafts, with prompt_lookup_num_tokens=8, and with the assistant, in turns.
+
+`drawn`: the included model at temperature 1. Its draft model is itself with weights rounded to 8, 4 and 3 bits in
+groups of 32. Drafts are the likeliest tokens, then those drawn with the request's random numbers; both in every step.
     speed              the rate with drafts divided by that without, medians of the repetitions
     processor_speed    the same by the processor's time, which other programs on the machine change less
     accepted           of the drafts
@@ -26,6 +29,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,7 +37,9 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import quire.weights
 from quire import LLM, SamplingParams
+from quire.engine.draft_model import ModelDrafter
 from quire.sampling.proposers.proposer import register
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.9)
@@ -150,6 +156,48 @@ def measure(llm: LLM, prompts: list[Any], params: SamplingParams, repetitions: i
     )
 
 
+def measure_drawn(num_bits: int, num_tokens: int) -> None:
+    prompts = [*TEXTS.values(), "def parse(text):", "for name in names:", "return self._"]
+    params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=1, n=2, ignore_eos=True)
+    answers = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_rounded(num_bits, folder)
+        for drafts in ("likeliest", "drawn"):
+            with ExitStack() as opened:
+                llm = opened.enter_context(LLM(kv_memory="64MiB", speculation=f"model:{folder}:4"))
+                speculation: Any = llm.engine._speculation
+                speculation._divide = lambda limits, num_sequences, room: limits  # whatever they cost
+                if drafts == "likeliest":
+                    opened.enter_context(patch.object(ModelDrafter, "draw_like", lambda *_: None))
+                answers.append(
+                    [one.token_ids for output in llm.generate(prompts, params) for one in output.outputs]
+                )
+                counts = llm.stats()
+            emit(
+                "speculation",
+                case="drawn",
+                bits=num_bits,
+                drafts=drafts,
+                accepted=round(counts["num_accepted_tokens"] / counts["num_draft_tokens"], 3),
+                tokens_per_step=round(1 + counts["num_accepted_tokens"] / counts["num_drafts"], 2),
+                is_equal=answers[0] == answers[-1],
+            )
+
+
+def save_rounded(num_bits: int, folder: str) -> None:
+    """The included model with each 32 weights of a linear layer rounded to `num_bits` bits."""
+    source = Path(quire.weights.__file__).parent / "embedded"
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                groups = weight.view(-1, 32)
+                scale = groups.abs().amax(1, keepdim=True) / (2 ** (num_bits - 1) - 1)
+                groups.copy_(torch.round(groups / scale) * scale)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
 def cost_of_rows(speculation: Any, num_rows: int) -> list[float]:
     """The measured seconds of steps of 1, 2, 4 and 8 times as many rows, divided by the first."""
     seconds = speculation.costs.seconds(np.array([num_rows, 2 * num_rows, 4 * num_rows, 8 * num_rows]))
@@ -216,14 +264,14 @@ def main() -> None:
     parser.add_argument("--real", metavar="FOLDER", default=None, help="the model of the texts")
     parser.add_argument("--generate", action="store_true", help="also transformers' generate on the texts")
     parser.add_argument("--assistant", metavar="FOLDER", default=None, help="a draft model for the texts")
-    parser.add_argument("--only", choices=["synthetic", "text"], default=None)
+    parser.add_argument("--only", choices=["synthetic", "text", "drawn"], default=None)
     arguments = parser.parse_args()
     emit_machine()
     num_tokens = arguments.tokens or (48 if arguments.quick else 128)
     repetitions = arguments.repetitions or (1 if arguments.quick else 3)
     batches = [int(batch) for batch in arguments.batches.split(",")]
     greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    if arguments.only != "text":
+    if arguments.only in (None, "synthetic"):
         register("known", KnownTexts)
         model = make_model(quick=arguments.quick, dtype=arguments.dtype)
         KnownTexts.vocab_size = model.config.vocab_size
@@ -243,7 +291,7 @@ def main() -> None:
                         "weights": arguments.weights,
                     }
                     measure(llm, prompts, greedy, repetitions, **facts)
-    if arguments.only != "synthetic":
+    if arguments.only in (None, "text"):
         proposer = "ngram" if arguments.assistant is None else f"model:{arguments.assistant}:4"
         with LLM(arguments.real, speculation=proposer, kv_memory="512MiB", weights=arguments.weights) as llm:
             for batch in batches:
@@ -258,6 +306,9 @@ def main() -> None:
                 )
                 prompts = [f"# {number}\n" for number in range(batch)]
                 measure(llm, prompts, drawn, repetitions, case="adversarial", weights=arguments.weights)
+    if arguments.only in (None, "drawn"):
+        for num_bits in (4,) if arguments.quick else (8, 4, 3):
+            measure_drawn(num_bits, num_tokens)
     if arguments.generate:
         if arguments.real is None:
             parser.error("expected --real FOLDER with --generate")

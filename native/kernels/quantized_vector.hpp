@@ -23,7 +23,7 @@ struct QuantizedFew {
     static constexpr int kVectors = 16 / S::kWidth;
     static constexpr int kSteps = 16 / Products::kInputs;    // of a block, two operands each
     static constexpr std::int64_t kAfterBytes = 2048;        // of what the thread reads next, asked for with the last panel
-    static constexpr bool kTotalsAreOwn = S::kRegisters == 16;  // sums in variables, not in acc (AVX2: 10 to 29 % less time)
+    static constexpr bool kTotalsAreOwn = S::kRegisters == 16;  // sums in variables, not in acc
 
     // Of rows from `row` on. sums_of_x: [block.rows][groups], where the form has minimums. acc: [block.rows][16], zeros.
     template <int rows, bool halves>

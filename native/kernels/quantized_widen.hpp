@@ -457,7 +457,7 @@ struct WidenAvx2 {
                     ...);
             }(std::make_integer_sequence<int, 16>{});
         };
-        // Codes in planes and more numbers of groups: 6144 bytes ahead take 4 to 10 % more time (6 bits, groups of 16, 1 and 4 rows).
+        // Codes in planes come with more numbers of groups, so that fewer bytes are asked for ahead.
         constexpr std::int64_t ahead = bits % 4 == 0 ? kBlocksAhead * bits * 64 : 2048;
         const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
             GroupOfBlock group(form, first);

@@ -359,4 +359,4 @@ def test_an_aborted_search_shows_its_best_beams_and_holds_nothing() -> None:
 )
 def test_parameters_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        SamplingParams(**params)
+        SamplingParams(**params).resolved()

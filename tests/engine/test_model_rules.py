@@ -257,7 +257,7 @@ def test_a_grammar_that_leaves_forbidden_tokens_is_an_error_that_names_both(
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "num_beams": {"num_beams": 4},
+    "num_beam_groups": {"num_beams": 4, "num_beam_groups": 2},
     "constraints": {"constraints": [1]},
     "force_words_ids": {"force_words_ids": [[5]]},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
@@ -334,6 +334,7 @@ def test_a_key_that_generate_does_not_know_changes_nothing(caplog: pytest.LogCap
         {"sequence_bias": [[5, 1.0]]}, {"sequence_bias": [[[5], "x"]]}, {"exponential_decay_length_penalty": 5},
         {"exponential_decay_length_penalty": [2, -1.0]}, {"encoder_repetition_penalty": 0.0},
         {"stop_strings": [5]}, {"max_length": "x"}, {"repetition_penalty": -1.0}, {"max_new_tokens": 2.5},
+        {"num_beams": "x"}, {"num_beams": 100}, {"length_penalty": "x"},
     ],
     ids=str,
 )  # fmt: skip
@@ -371,5 +372,58 @@ def test_rules_in_config_json_are_obeyed_and_refused_the_same_way(
     assert want != FREE
     with LLM(folder(rule), kv_memory="1MiB") as llm:
         assert tokens_of(llm, PROMPTS) == want
-    with pytest.raises(UnsupportedModelError, match="num_beams=3"):
-        LLM(folder({"num_beams": 3}), kv_memory="1MiB")
+    with pytest.raises(UnsupportedModelError, match="guidance_scale=3"):
+        LLM(folder({"guidance_scale": 3.0}), kv_memory="1MiB")
+
+
+BEAMS = {"num_beams": 3, "length_penalty": 0.2, "early_stopping": "never", **ENDS}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_beams": 3, **ENDS}, BEAMS, {**BEAMS, "no_repeat_ngram_size": 2}],
+    ids=["beams", "options", "rule"],
+)
+def test_num_beams_is_the_default_of_a_request(fields: dict[str, Any]) -> None:
+    model = model_of(**fields)
+    want = generated(model, PROMPTS)
+    assert want != generated(model, PROMPTS, num_beams=1)
+    with opened(model) as llm:
+        assert tokens_of(llm, PROMPTS, GREEDY) == want
+        [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=NUM_TOKENS, n=3))
+        assert len(output.outputs) == 3
+        assert output.outputs[0].token_ids == want[0]
+
+
+def test_a_request_has_other_beams_than_the_file() -> None:
+    model = model_of(**BEAMS)
+    with opened(model) as llm, opened(model_of(**ENDS)) as plain:
+        for own in (
+            {"beam_width": 1},
+            {"beam_width": 2},  # with the file's length_penalty and early_stopping
+            {"length_penalty": 3.0},
+            {"early_stopping": True},
+        ):
+            params = SamplingParams(max_tokens=NUM_TOKENS, **own)
+            of_generate = {
+                "num_beams" if name == "beam_width" else name: value for name, value in own.items()
+            }
+            assert tokens_of(llm, PROMPTS, params) == generated(model, PROMPTS, **of_generate)
+        drawn = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
+        assert tokens_of(llm, PROMPTS, drawn) == tokens_of(plain, PROMPTS, drawn)
+        assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=0))[0].outputs[0].token_ids == []
+        with pytest.raises(ArgumentError, match="n of at most 3, num_beams of the model's generation config"):
+            llm.generate(PROMPTS[:1], SamplingParams(n=4))
+        with pytest.raises(ArgumentError, match="beam_width of at least 2 with length_penalty 0"):
+            llm.generate(PROMPTS[:1], SamplingParams(temperature=1.0, length_penalty=0.5))
+        with pytest.raises(ArgumentError, match="got 3, num_beams of the model"):
+            llm.conversation(PROMPTS[1]).generate(GREEDY)
+        streamed = llm.stream(PROMPTS[1], GREEDY)
+        assert len(list(streamed)) == 1
+
+
+def test_beams_that_are_drawn_are_refused_by_name() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"num_beams=3, and Quire does not draw beams \(do_sample\)"
+    ):
+        opened(model_of(num_beams=3, do_sample=True))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from support import tiny_llm
+from support.beam_twin import beam_answers
 from support.cache_case import BACKENDS
 from support.fake_engine import FakeEngine
-from support.fake_model import expected_tokens
+from support.fake_model import expected_logits, expected_tokens
 
 from quire import SamplingParams
 from quire.cache.prefix_key import PrefixKey
@@ -188,29 +190,79 @@ def test_what_can_never_fit_in_its_quota_fails_at_once_with_the_numbers() -> Non
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_every_request_gets_its_tokens_whatever_the_quotas(preemption: Any) -> None:
     rng = random.Random(3)
-    for case in range(12):
-        engine = fake(num_blocks=24, preemption=preemption, max_num_seqs=8)
-        add(engine, "a", quota=rng.choice([9, 12, None]), floor=rng.choice([0, 6]))
-        add(engine, "b", quota=rng.choice([9, 14]), floor=rng.choice([0, 4]))
+    for case in range(5):
+        engine = fake(num_blocks=24, preemption=preemption, max_num_seqs=rng.choice([2, 8]))
+        add(engine, "a", quota=rng.choice([7, 12, None]), floor=rng.choice([0, 6]))  # 7: of one sequence
+        add(engine, "b", quota=rng.choice([7, 14]), floor=rng.choice([0, 4]))
         prompts = {}
-        for i in range(16):
+        aborted = set()
+        for i in range(12):
             prompt = tokens_of(100 * case + i, rng.randint(2, 16))
+            width = rng.choice([1, 1, 2, 4])
+            params = SamplingParams(max_tokens=10, beam_width=width, n=width)
             tenant = rng.choice(["a", "b", None])
             cache_priority = rng.choice(["keep", "normal", "discard"])
-            prompts[
-                engine.submit(
-                    prompt, SamplingParams(max_tokens=10), tenant=tenant, cache_priority=cache_priority
-                )
-            ] = prompt
-        while engine.engine.has_work:
+            request_id = engine.submit(prompt, params, tenant=tenant, cache_priority=cache_priority)
+            prompts[request_id] = prompt, width
+            aborted |= {request_id} if rng.random() < 0.2 else set()
+        for step in range(1000):
+            if not engine.engine.has_work:
+                break
+            if step == 9:
+                aborted = {one for one in sorted(aborted) if engine.engine.abort(one) is not None}
             engine.step()
             for tenant in engine.engine.tenants:
                 counts = engine.cache.owner_counts(tenant.owner_id)
                 if tenant.quota_bytes is not None:
                     assert sum(counts) * engine.cache.block_bytes <= tenant.quota_bytes
-        for request_id, prompt in prompts.items():
-            assert engine.outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 10)
+        assert len(engine.outputs) + len(aborted) == len(prompts)  # no search waits for ever
+        for request_id, output in engine.outputs.items():
+            prompt, width = prompts[request_id]
+            assert [one.token_ids for one in output.outputs] == answers_of(engine, prompt, width)
         engine.check_empty()
+
+
+def answers_of(engine: FakeEngine, prompt: list[int], width: int) -> list[list[int]]:
+    if width == 1:
+        return [expected_tokens(engine.spec, prompt, 10)]
+    found = beam_answers(partial(expected_logits, engine.spec), prompt, width=width, max_tokens=10)
+    return [tokens for tokens, _ in found]
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_a_search_goes_on_in_a_quota_of_one_sequence(others_run: bool) -> None:
+    """Its idle beams give their blocks to the next one: others, who need none of them, do not have to end first."""
+    engine = fake(num_blocks=60, max_num_seqs=8)
+    add(
+        engine, "small", quota=5 + others_run
+    )  # of 20 tokens, and next to others of the copy of a partial block
+    add(engine, "other")
+    if others_run:
+        busy = engine.submit(tokens_of(1, 4), SamplingParams(max_tokens=120), tenant="other")
+    prompt = tokens_of(0, 11)
+    search = engine.submit(prompt, SamplingParams(max_tokens=10, beam_width=4, n=4), tenant="small")
+    for _ in range(100):
+        engine.step()
+    assert [one.token_ids for one in engine.outputs[search].outputs] == answers_of(engine, prompt, 4)
+    assert not others_run or busy not in engine.outputs
+
+
+def test_a_tenant_finds_nothing_of_anothers_search() -> None:
+    engine = fake(num_blocks=60)
+    owners = {name: add(engine, name) for name in ("a", "b")}
+    prompt, params = tokens_of(0, 16), SamplingParams(max_tokens=10, beam_width=4, n=4)
+    for name, is_found in (("a", False), ("b", False), ("a", True)):
+        before = engine.cache.stats()["hit_tokens"]
+        engine.submit(prompt, params, tenant=name)
+        engine.run()
+        assert (engine.cache.stats()["hit_tokens"] > before) == is_found
+    aborted = engine.submit(prompt[::-1], params, tenant="b")
+    for _ in range(4):
+        engine.step()
+    assert engine.cache.owner_counts(owners["b"]).held > 0
+    engine.engine.abort(aborted)
+    assert engine.cache.owner_counts(owners["b"]).held == 0
+    engine.check_empty()
 
 
 def test_who_waits_for_its_own_blocks_delays_nobody_else() -> None:

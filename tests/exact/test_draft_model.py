@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 from quire import LLM, SamplingParams, plan
 from quire.config import draft_model_of, parse_speculation
 from quire.engine.draft_model import DraftModel
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
 
 PROMPTS = [[(7 * i + j * j) % 90 + 5 for j in range(20 + 9 * i)] for i in range(3)]
 PARAMS = [
@@ -104,6 +105,16 @@ def test_drafts_of_the_same_model_are_its_greedy_answer(folders: dict[str, Path]
     with tiny_llm.llm(speculation=f"model:{folders['same']}:5") as llm:
         always(llm)
         llm.generate(PROMPTS, PARAMS[0])
+        counts = llm.stats()
+        assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 0
+
+
+def test_drafts_of_the_same_model_are_its_drawn_answer(folders: dict[str, Path]) -> None:
+    """Drawn with the request's own random numbers, for each of its sequences."""
+    with tiny_llm.llm(speculation=f"model:{folders['same']}:5") as llm:
+        always(llm)
+        for options in ({"temperature": 1.0}, {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01}):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=24, seed=7, n=2, ignore_eos=True, **options))
         counts = llm.stats()
         assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 0
 
@@ -210,6 +221,67 @@ def test_the_option_has_a_path_and_a_number() -> None:
     assert draft_model_of("ngram:4") is None
 
 
-def test_a_plan_refuses_a_draft_model_by_name() -> None:
-    with pytest.raises(ArgumentError, match="a plan does not count a draft model"):
-        plan(speculation="model:folder:4")
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        ("same", {}),
+        ("window", {"storage": "growing"}),
+        ("near", {"storage": "virtual:4KiB", "kv_dtype": "int8"}),
+    ],
+)
+def test_a_plan_tells_the_memory_of_both_models(
+    draft: str, options: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    options = {"speculation": f"model:{folders[draft]}", "kv_memory": "1MiB", "max_model_len": 64, **options}
+    said = plan(folders["same"], **options)
+    alone = plan(folders["same"], **{**options, "speculation": "off"})
+    with LLM(folders["same"], **options) as llm:
+        drafts = draft_model(llm)
+        assert (said.num_blocks, said.budget_bytes) == (llm.num_blocks, llm.kv_memory_bytes)
+        assert said.draft_bytes == drafts.kv_bytes > 0
+    assert said.fits
+    whole_blocks = 2 * alone.budget_bytes // alone.num_blocks
+    assert 0 <= alone.budget_bytes - said.budget_bytes - said.draft_bytes < whole_blocks
+    assert said.num_bytes("weights") == 2 * alone.num_bytes("weights")
+    assert said.num_bytes("tokenizer") == 2 * alone.num_bytes("tokenizer")
+    of_draft = [row for row in said.rows if row.part == "kv" and row.name.startswith("draft model: ")]
+    assert 0 < sum(row.num_bytes for row in of_draft) <= said.draft_bytes
+    assert "next to the draft model's" in str(said)
+
+
+def test_memory_that_is_short_for_two_models_is_refused_with_both_names(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are loaded, in the plan's words."""
+    loading = importlib.import_module("quire.weights.load")
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    path = folders["near"]
+    needed = plan(folders["same"], context=100, concurrency=1).needed_bytes
+    for kv_memory, told in (
+        (
+            2 * needed - 1,
+            f"KV cache that holds a request .* next to .* of the draft model {path}, which holds",
+        ),
+        (needed // 7, f"divided between the model .* and the draft model {path} .*; raise it"),
+    ):
+        options: dict[str, Any] = {"speculation": f"model:{path}", "kv_memory": kv_memory}
+        said = plan(folders["same"], context=100, **options)
+        assert not said.fits
+        with pytest.raises((ArgumentError, CapacityError), match=told) as refused:
+            LLM(folders["same"], max_model_len=100, **options)
+        assert str(refused.value) == said.reason
+    options = {"speculation": f"model:{path}", "context": 100, "concurrency": 1, "kv_memory": 2 * needed}
+    assert plan(folders["same"], **options).fits
+    short = plan(folders["same"], **options, memory=256 << 20)
+    assert not short.fits
+    assert f"the draft model {path.name} included" in short.reason
+
+
+def test_a_plan_refuses_the_draft_models_that_a_start_refuses(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    states = saved(tmp_path / "states", state_layers.tiny_model("falcon_h1"))
+    with pytest.raises(ArgumentError, match=f"got one that has state layers: {states}"):
+        plan(folders["same"], speculation=f"model:{states}")
+    with pytest.raises(ArgumentError, match="absent': there is no such folder"):
+        plan(folders["same"], speculation=f"model:{tmp_path / 'absent'}")

@@ -9,6 +9,9 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.server.api_errors import ApiError
+from quire.server.beam_fields import beam_params
+from quire.server.schemas.common import SamplingBody
 
 PROMPT = "def parse_args(argv):"
 BEAMS = {"prompt": PROMPT, "max_tokens": 8, "use_beam_search": True, "best_of": 4, "n": 3}
@@ -61,6 +64,26 @@ def test_a_chat_may_have_fewer_answers_than_n(url: str) -> None:
     assert {one["message"]["content"] for one in choices} == {"y", "n"}
     assert [one["index"] for one in choices] == list(range(len(choices)))
     assert len(choices) < 8
+
+
+def test_num_beams_of_the_model_is_the_default() -> None:
+    defaults = {"num_beams": 4, "length_penalty": 0.5}
+
+    def found(**fields: Any) -> dict[str, Any]:
+        body = SamplingBody.model_validate(fields)
+        params = SamplingParams(temperature=body.temperature, **beam_params(body, body.n or 1, 16, defaults))
+        resolved = params.resolved({"temperature": 0.0, **defaults})
+        return {"beams": resolved.beam_width, "penalty": resolved.length_penalty}
+
+    assert found() == found(temperature=0, use_beam_search=None) == {"beams": 4, "penalty": 0.5}
+    assert found(length_penalty=2.0, best_of=3) == {"beams": 3, "penalty": 2.0}
+    assert found(use_beam_search=True, best_of=2) == {"beams": 2, "penalty": 0.5}
+    for without in ({"use_beam_search": False}, {"temperature": 0.7}):
+        assert found(**without)["beams"] == 1
+    with pytest.raises(
+        ApiError, match="num_beams of the model's generation config; send use_beam_search: false"
+    ):
+        beam_params(SamplingBody.model_validate({"n": 5}), 5, 16, defaults)
 
 
 def test_one_beam_is_greedy(url: str) -> None:

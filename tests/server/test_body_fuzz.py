@@ -74,7 +74,10 @@ FIELDS: dict[str, Any] = {
     "reasoning_effort": st.sampled_from(["none", "low"]),
     "parallel_tool_calls": st.booleans(),
     "store": st.booleans(),
-    "length_penalty": NUMBERS,
+    "use_beam_search": st.booleans(),
+    "best_of": st.integers(0, 20),
+    "length_penalty": st.floats(-16, 16) | NUMBERS,
+    "early_stopping": st.booleans() | st.just("never"),
     "max_tokens": st.sampled_from([0, 1, 2, 3, 2**31 - 1, 2**31, 2**63]),
     "logprobs": st.integers(0, 3) | st.booleans(),
     "top_logprobs": st.integers(0, 3),
@@ -291,11 +294,34 @@ MESSAGES_MESSAGES = st.lists(
     max_size=4,
 )
 PROMPTS = TEXTS | st.lists(TEXTS | st.lists(st.integers(0, 300)), max_size=3)
+SEARCH_FIELDS = (
+    "n", "stream", "length_penalty", "early_stopping", "min_tokens", "stop", "bad_words", "regex", "logprobs", "seed",
+)  # fmt: skip
 KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
     "any bytes": st.tuples(st.sampled_from(PATHS), st.binary(max_size=64)),
     "any JSON": st.tuples(st.sampled_from(PATHS), JSON.map(encoded)),
     "completions": st.tuples(st.just(PATHS[0]), body_of(FIELDS, {"prompt": PROMPTS}).map(encoded)),
     "chat": st.tuples(st.just(PATHS[1]), body_of(FIELDS, {"messages": MESSAGES}).map(encoded)),
+    "beams": st.tuples(
+        st.just(PATHS[0]),
+        body_of(
+            {name: FIELDS[name] for name in SEARCH_FIELDS},
+            {
+                "prompt": WORDS.filter(bool),
+                "use_beam_search": st.just(True),
+                "best_of": st.integers(2, 5),
+                "max_tokens": st.integers(0, 3),
+            },
+            {
+                "n": 1,
+                "length_penalty": 0.5,
+                "min_tokens": None,
+                "stop": None,
+                "bad_words": None,
+                "regex": None,
+            },
+        ).map(encoded),
+    ),
     "responses": st.tuples(
         st.just("/v1/responses"), body_of(RESPONSE_FIELDS, {"input": TEXTS | ITEMS}).map(encoded)
     ),

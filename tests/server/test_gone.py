@@ -63,7 +63,8 @@ def asked(url: str, kind: str) -> tuple[str, dict[str, Any]]:
         return f"/quire/conversations/{made}/append", ASK
     if kind == "pin":
         return "/admin/pins", {"prompt": PROMPT}
-    more = {"several": {"prompt": [PROMPT, PROMPT[::-1]]}, "n": {"n": 3}}
+    beams = {"n": 2, "best_of": 4, "use_beam_search": True}
+    more = {"several": {"prompt": [PROMPT, PROMPT[::-1]]}, "n": {"n": 3}, "beams": beams}
     return "/v1/completions", {**ASK, "prompt": PROMPT, **more.get(kind, {})}
 
 
@@ -75,7 +76,7 @@ def num_aborted(url: str) -> float:
 
 KINDS = [
     (kind, stream)
-    for kind in ("completion", "several", "n", "chat", "messages", "response", "turn", "pin")
+    for kind in ("completion", "several", "n", "beams", "chat", "messages", "response", "turn", "pin")
     for stream in ((False,) if kind == "pin" else (False, True))
 ]
 
@@ -108,6 +109,29 @@ def test_in_the_middle_of_a_prompt(
     if kind == "turn":  # nothing had come, and the conversation rests again
         assert httpx.post(url + path, json=body, timeout=60).json()["usage"]["prompt_tokens"] == len(PROMPT)
         assert is_idle(chunked_llm)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_the_middle_of_a_search(
+    house: tuple[str, Any], chunked_llm: LLM, steps: HeldSteps, lines: list[str], stream: bool
+) -> None:
+    """Four beams run, two of them behind forks that have not been written yet."""
+    url, app = house
+    body = {**ASK, "prompt": PROMPT[:20], "n": 2, "best_of": 4, "use_beam_search": True, "stream": stream}
+    aborted, computed = num_aborted(url), chunked_llm.stats()["num_computed_tokens"]
+    with Raw(url, "/v1/completions", body):
+        steps.go(3)
+        until(lambda: steps.num_begun == 4)
+        assert len(chunked_llm.engine.scheduler.running) == 4
+        lines.clear()
+    until(lambda: lines)
+    steps.go_on()
+    until(lambda: is_idle(chunked_llm))
+    assert steps.num_begun == 4
+    assert chunked_llm.stats()["num_computed_tokens"] - computed == 20 + 3 * 4
+    assert (num_aborted(url) - aborted, app.state.service.num_open) == (1, 0)
+    counts = chunked_llm.stats()
+    assert (counts["held"], counts["num_sequences"]) == (0, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -133,9 +133,9 @@ def generate(
     ] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
-    beam_width: options.BeamWidth = 1,
-    length_penalty: options.LengthPenalty = 1.0,
-    early_stopping: options.EarlyStopping = "false",
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,

@@ -38,16 +38,16 @@ Temperature = Annotated[
 ]
 
 BeamWidth = Annotated[
-    int, typer.Option(metavar="N", help="A beam search with N beams; its best answer is printed.")
+    int | None, typer.Option(metavar="N", help="A beam search with N beams; its best answer is printed.")
 ]
 LengthPenalty = Annotated[
-    float,
+    float | None,
     typer.Option(
         metavar="P", help="Of a beam search: a score is divided by the answer's length to this power."
     ),
 ]
 EarlyStopping = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="WHEN",
         help="When a beam search ends: true, with N answers; false, when no beam can do better at its length; never, "

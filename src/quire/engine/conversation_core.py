@@ -82,10 +82,10 @@ class ConversationCore:
         """The request of a turn. *raises:* ArgumentError: no turn can begin now, or not with these parameters."""
         self._require_idle()
         params, transcript = params or SamplingParams(), self._transcript
-        if params.beam_width != 1:
+        if (num_beams := params.num_beams(self._opened.model.loaded.sampling_defaults)) != 1:
+            by_model = ", num_beams of the model's generation config" * (params.beam_width is None)
             raise ArgumentError(
-                f"expected beam_width=1 for a conversation's turn, got {params.beam_width}; give a search to "
-                "generate"
+                f"expected beam_width=1 for a conversation's turn, got {num_beams}{by_model}; give a search to generate"
             )
         if params.n != 1:
             raise ArgumentError(

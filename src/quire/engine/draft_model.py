@@ -4,7 +4,8 @@ It has a storage and a cache of its own, within the engine's memory. A text's se
 proposal and takes the hit of its namespace; the prompt is computed in chunks, one a step, and is findable from then on.
 Then the sequence is withdrawn (`KVCache.withdraw`): the drafts behind it are computed like known tokens, found by no
 text, and rewound to the tokens that the engine's model has drawn. All texts of a step draft together, one token a
-round, the likeliest one.
+round: the likeliest one, or of a request that samples the one that it would draw from the draft model's logits, with
+its own random number of the position.
 
 Where memory does not suffice, the sequences of texts outside of the step are closed, and then its last texts get no
 draft. No request waits for it.
@@ -23,18 +24,20 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
-from quire.config import EngineConfig, draft_model_of
+from quire.config import EngineConfig
+from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config
 from quire.engine.engine_parts import StepRunner
-from quire.engine.kv_capacity import fit_within, kv_layout
+from quire.engine.kv_capacity import kv_layout
 from quire.engine.open_model import OpenModel, open_model
 from quire.engine.open_storage import device_of, open_storage, storage_of
 from quire.errors import ArgumentError
+from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import draw_token
 from quire.scheduler.step_costs import StepCosts
 from quire.sizes import format_size
 from quire.step import Batch, Int64Array, StepRefusedError
@@ -45,12 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["DraftModel", "ModelDrafter", "open_draft_model"]
 
 _NONE: Int64Array = np.empty(0, np.int64)
-# Options of the engine that its draft model has too.
-_SHARED = (
-    "dtype", "device", "backend", "num_threads", "packed_weights", "packed_weights_size", "block_size",
-    "prefix_caching", "max_batch_tokens", "max_num_seqs", "trust_remote_code",
-)  # fmt: skip
-
 _log = logging.getLogger("quire")
 
 
@@ -65,6 +62,19 @@ class ModelDrafter:
         self.sequence: CacheSequence | None = None
         self.num_known = 0  # tokens of the text that the sequence knows; its drafts are behind them
         self.drafts: list[int] = []
+        self._drawing: tuple[SamplingParams, int, int] | None = (
+            None  # params, seed and index of a request that samples
+        )
+
+    def draw_like(self, params: SamplingParams, seed: int, index: int) -> None:
+        if params.temperature:
+            self._drawing = params, seed, index
+
+    def next_draft(self, logits: torch.Tensor, likeliest: int) -> int:
+        """logits: [vocab] behind the text and the drafts so far."""
+        if self._drawing is None:
+            return likeliest
+        return draw_token(logits, *self._drawing, position=self.num_known + len(self.drafts))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.text += token_ids
@@ -220,11 +230,13 @@ class DraftModel:
             return []
         self._closed_ids.clear()
         whole = [one for one, is_complete in zip(chosen, is_whole, strict=True) if is_complete]
-        likeliest = logits[:, : self._num_ids].argmax(dim=-1).tolist() if whole else []
+        logits = logits[:, : self._num_ids]
+        likeliest = logits.argmax(dim=-1).tolist() if whole else []
         for sequence, end in zip(sequences, ends, strict=True):
             self._cache.commit(sequence, end)
-        for (drafter, _), token in zip(whole, likeliest, strict=True):
+        for row, (drafter, _) in enumerate(whole):
             assert drafter.sequence is not None
+            token = drafter.next_draft(logits[row], likeliest[row])
             self._cache.withdraw(drafter.sequence)
             drafter.sequence.append([token])
             drafter.drafts.append(token)
@@ -254,6 +266,11 @@ class DraftModel:
         self._cache.check()
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of `kv_memory` for its keys and values."""
+        return self._cache.num_blocks * self._cache.block_bytes
+
+    @property
     def num_sequences(self) -> int:
         """Texts that hold blocks now."""
         return len(self._open)
@@ -264,34 +281,33 @@ def open_draft_model(
 ) -> tuple[DraftModel, EngineConfig]:
     """The draft model of `speculation="model:PATH"`, and the config of the engine with the memory that is left for it.
 
-    The memory is divided so that both models hold as many tokens. `resources` closes the draft model.
+    `resources` closes the draft model.
 
-    *raises:* ArgumentError: another tokenizer, a model whose drafts cannot be rewound, too little memory. As
-    `open_model`.
+    *raises:* ArgumentError: another tokenizer. As `open_model`, `check_rewinds` and `divide_memory`.
     """
     from quire.engine.runner import Runner
 
-    path = draft_model_of(config.speculation)
-    assert path is not None
-    ours = EngineConfig(path, **{name: getattr(config, name) for name in _SHARED}, storage="paged")
+    ours = draft_config(config)
+    assert ours is not None
     draft = open_model(ours, resources)
-    _check_fit(draft, target, path)
-    name = storage_of(config, target.spec)
-    layout = kv_layout(name, config, target.spec, target.max_model_len)
-    fit = fit_within(config, layout, target.max_model_len, device_of(config).free_bytes())
-    num_tokens = min(target.max_model_len, draft.max_model_len)
-    share = draft.spec.bytes_for(num_tokens) / (
-        draft.spec.bytes_for(num_tokens) + target.spec.bytes_for(num_tokens)
+    check_rewinds(ours, draft.spec, draft.prepared.by_own_forward)
+    _check_tokens(draft, target, f"{ours.model} - in `speculation`")
+    divided = divide_memory(
+        config,
+        kv_layout(storage_of(config, target.spec), config, target.spec, target.max_model_len),
+        target.max_model_len,
+        ours,
+        draft.spec,
+        draft.max_model_len,
+        device_of(config).free_bytes(),
     )
-    num_bytes = int(fit.num_bytes * share)
-    ours = replace(ours, kv_memory=num_bytes)
-    opened = open_storage(ours, draft.spec, draft.max_model_len)
+    opened = open_storage(divided.draft_config, draft.spec, draft.max_model_len)
     resources.callback(opened.storage.close)
     runner = Runner(draft.prepared, opened.storage, num_threads=config.num_threads)
     _log.info(
         "drafts of %s: KV cache of %s within the memory, %d blocks",
         draft.loaded.name,
-        format_size(num_bytes),
+        format_size(divided.draft_fit.num_bytes),
         opened.cache.num_blocks,
     )
     model = DraftModel(
@@ -302,16 +318,11 @@ def open_draft_model(
         max_model_len=min(draft.max_model_len, opened.cache.max_sequence_tokens()),
         chunk=config.max_batch_tokens,
     )
-    return model, replace(config, kv_memory=fit.num_bytes - num_bytes)
+    return model, divided.config
 
 
-def _check_fit(draft: OpenModel, target: OpenModel, path: str) -> None:
-    where = f"{path} - in `speculation`"
-    if draft.prepared.by_own_forward or draft.spec.states:
-        reason = "has state layers" if draft.spec.states else "runs by its own forward"
-        raise ArgumentError(
-            f"expected a draft model whose tokens can be taken back, got one that {reason}: {where}"
-        )
+def _check_tokens(draft: OpenModel, target: OpenModel, where: str) -> None:
+    """*raises:* ArgumentError: the same id is another token in the draft model."""
     theirs, ours = target.loaded.tokenizer, draft.loaded.tokenizer
     if theirs is None or ours is None:
         if target.loaded.vocab_size != draft.loaded.vocab_size:

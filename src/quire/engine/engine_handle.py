@@ -6,6 +6,7 @@ awaits the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.protocol import KVCache
@@ -59,6 +60,11 @@ class EngineHandle:
     @property
     def vocab_size(self) -> int:
         return self._opened.model.loaded.vocab_size
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Defaults of requests by the model's generation config, see `SamplingParams.resolved`."""
+        return self._opened.model.loaded.sampling_defaults
 
     @property
     def spec(self) -> KVSpec:

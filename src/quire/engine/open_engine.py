@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from quire.cache.prefix_key import PrefixKey
 from quire.cache.protocol import KVCache, shares_prefixes
 from quire.cache.states.state_cache import StateCache
 from quire.config import PROPOSERS, EngineConfig, draft_model_of, parse_speculation
+from quire.engine.draft_memory import with_possible_drafts
 from quire.engine.driver import Driver
 from quire.engine.driver_proxy import in_driver
 from quire.engine.engine import Engine
@@ -169,7 +170,10 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     """
     with ExitStack() as resources:
         model = open_model(config, resources)
-        config = _with_possible_drafts(config, model)
+        possible = with_possible_drafts(config, model.prepared.by_own_forward)
+        if possible.speculation != config.speculation:
+            _log.info("speculation=auto is off: the model runs by its own forward")
+        config = possible
         draft = None
         if draft_model_of(config.speculation) is not None:
             from quire.engine.draft_model import open_draft_model
@@ -202,7 +206,8 @@ def _start(
     )
     engine, tiers = _open_step_loop(config, model, opened, draft, runner, profile, launch_ahead, resources)
     budget = KVBudget(opened, engine, config, max_model_len=model.max_model_len)
-    refuse_if_none_fits(budget.fit, config, model.max_model_len)
+    draft_bytes = 0 if draft is None else draft.kv_bytes
+    refuse_if_none_fits(budget.fit, config, model.max_model_len, draft_bytes)
     changes = ModelChanges(prepared, engine, opened, tiers, config.device_name)
     engine.on_work = changes.follow
     move = None
@@ -401,23 +406,6 @@ def _kept_scores(
     if monitor is None or not config.keep_scores:
         return None
     return KeptScores(monitor.mirror, monitor.collect, None if tiers is None else tiers.scores)
-
-
-def _with_possible_drafts(config: EngineConfig, model: OpenModel) -> EngineConfig:
-    """The config with `speculation` off if it is auto and the model allows no drafts.
-
-    *raises:* ArgumentError: the model's rows cannot be checked together, and a proposer was asked for.
-    """
-    if config.speculation == "off" or not model.prepared.by_own_forward:
-        return config
-    reason = "one that runs by its own forward, whose bits depend on the number of rows"
-    if config.speculation != "auto":
-        raise ArgumentError(
-            f"expected a model whose rows can be checked together, got {reason}; use speculation off or auto - in "
-            "`speculation`"
-        )
-    _log.info("speculation=auto is off: the model is %s", reason)
-    return replace(config, speculation="off")
 
 
 def _speculation(config: EngineConfig, cache: KVCache, draft: DraftModel | None) -> Speculation | None:

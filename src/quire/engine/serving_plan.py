@@ -14,6 +14,8 @@ blocks, their padding, state slots, the budget of `kv_memory` from the memory th
 is the verdict of a start with the same options. A start that fails for lack of memory has the plan's lines as notes of
 its error.
 
+A draft model (`speculation="model:PATH"`) has rows of its own in weights, tokenizer and kv, and a part of `kv_memory`.
+
 On a device with memory of its own (`plan_device`) these rows are of that memory, and the tokenizer and the process are
 rows of the host, which `total_bytes` leaves out. For a card of known bandwidth `decode_bound` bounds tokens per second.
 
@@ -33,6 +35,7 @@ from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig, draft_model_of
 from quire.engine.cluster_plan import ClusterPlan, cluster_plan
 from quire.engine.decode_bound import DecodeBound, decode_bound
+from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config, with_possible_drafts
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.engine.plan_device import PlanDevice, plan_device
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -99,6 +102,7 @@ class Plan:
         fits: True if they fit. reason: why they do not.
         memory_bytes: all memory for the process: `memory`, or its present memory and the free memory; or the card's.
         budget_bytes: for keys, values and states by `kv_memory`. needed_bytes: the requests' need of it.
+        draft_bytes: for the keys and values of a draft model by `kv_memory`, next to `budget_bytes`; 0 without one.
         num_blocks, num_state_slots: of that budget.
         decode_bound: the most tokens a second that these requests get; None unless they fit on a card whose bandwidth
             is known.
@@ -126,6 +130,7 @@ class Plan:
     needed_bytes: int
     num_blocks: int
     num_state_slots: int
+    draft_bytes: int
     decode_bound: DecodeBound | None
     rows: tuple[PlanRow, ...] = field(repr=False)
     support: tuple[Support, ...] = field(repr=False)
@@ -166,6 +171,7 @@ class Plan:
         lines.append(
             f"kv_memory {format_size(self.budget_bytes)}: {self.num_blocks} blocks"
             + (f", {self.num_state_slots} states" * bool(self.num_state_slots))
+            + (f", next to the draft model's {format_size(self.draft_bytes)}" * bool(self.draft_bytes))
             + f"; {self.requests} need {format_size(self.needed_bytes)}"
         )
         lines.append(self.verdict)
@@ -233,11 +239,6 @@ def plan(
     config = EngineConfig.from_arguments(model, options)
     forms = {"kv_dtype": kv_dtype, "weights": weights}
     config = replace(config, **{name: value for name, value in forms.items() if value is not None})
-    if draft_model_of(config.speculation) is not None:
-        raise ArgumentError(
-            f"expected a plan of one model, got {config.speculation!r}: a plan does not count a draft model; plan each "
-            "model by itself with speculation off - in `speculation`"
-        )
     for name, value, minimum in (
         ("context", context, 1),
         ("concurrency", concurrency, 1),
@@ -260,9 +261,12 @@ def plan(
         )
     unloaded = _unloaded(config)
     place.require(config, unloaded)
+    draft = _unloaded_draft(config)
+    if (ours := draft_config(config)) is not None and draft is not None:
+        place.require(ours, draft)
     store_bytes = 0 if store is None else parse_size(store, where="store")
     of_each = None if concurrency is None else -(-concurrency // replicas)
-    found = _plan_of(config, unloaded, context, of_each, shared_prefix, memory, place)
+    found = _plan_of(config, unloaded, draft, context, of_each, shared_prefix, memory, place)
     if replicas == 1 and not store_bytes:
         return found
     spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
@@ -273,7 +277,7 @@ def plan(
         shared_prefix=found.shared_prefix,
         max_concurrency=found.max_concurrency,
         weights_bytes=found.num_bytes("weights"),
-        kv_bytes=found.budget_bytes,
+        kv_bytes=found.budget_bytes + found.draft_bytes,
         total_bytes=found.total_bytes,
         store_bytes=store_bytes,
     )
@@ -290,18 +294,21 @@ def require_room(config: EngineConfig) -> None:
     if not is_of_files or not (is_explicit or config.max_model_len is not None):
         return
     try:
-        unloaded = _unloaded(config)
+        unloaded, draft = _unloaded(config), _unloaded_draft(config)
     except QuireError:
         return  # `load` raises it, or fetches missing files
     config, place = plan_device(config, None)
-    found = _plan_of(config, unloaded, config.max_model_len, None, 0, None, place)
+    found = _plan_of(config, unloaded, draft, config.max_model_len, None, 0, None, place)
     if not found.fits:
         raise _refusal(found, config)
 
 
-def refuse_if_none_fits(fit: KVFit, config: EngineConfig, max_model_len: int) -> None:
-    """The same check once all is loaded. *raises:* CapacityError: no request of the given length fits."""
-    if (reason := _why_not(fit, config, max_model_len)) is not None:
+def refuse_if_none_fits(fit: KVFit, config: EngineConfig, max_model_len: int, draft_bytes: int = 0) -> None:
+    """The same check once all is loaded. draft_bytes: of `kv_memory` for a draft model.
+
+    *raises:* CapacityError: no request of the given length fits.
+    """
+    if (reason := _why_not(fit, config, max_model_len, draft_bytes)) is not None:
         raise CapacityError(reason)
 
 
@@ -314,7 +321,7 @@ def _refusal(found: Plan, config: EngineConfig) -> QuireError:
     return error
 
 
-def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None:
+def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int, draft_bytes: int) -> str | None:
     """Why a start is refused, for plan and start alike: one request of the given length must fit."""
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
@@ -323,9 +330,16 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     return (
         f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
         f"{format_size(needed)}, got one of {format_size(fit.num_bytes)} ({fit.num_blocks} "
-        f"{layout.block_name}s), which holds {most} tokens; raise kv_memory or lower max_model_len to at most {most} - "
-        "in `max_model_len`"
+        f"{layout.block_name}s){_next_to_draft(config, draft_bytes)}, which holds {most} tokens; raise kv_memory or "
+        f"lower max_model_len to at most {most} - in `max_model_len`"
     )
+
+
+def _next_to_draft(config: EngineConfig, draft_bytes: int) -> str:
+    """For a message about the model's part of `kv_memory`; "" without a draft model."""
+    if not draft_bytes:
+        return ""
+    return f" next to {format_size(draft_bytes)} of the draft model {draft_model_of(config.speculation)}"
 
 
 # -- internals -------------------------------------------------------------------------------------------------
@@ -343,9 +357,15 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
     )
 
 
+def _unloaded_draft(config: EngineConfig) -> UnloadedModel | None:
+    ours = draft_config(config)
+    return None if ours is None else _unloaded(ours)
+
+
 def _plan_of(
     config: EngineConfig,
     unloaded: UnloadedModel,
+    draft: UnloadedModel | None,
     context: int | None,
     concurrency: int | None,
     shared_prefix: int,
@@ -369,13 +389,16 @@ def _plan_of(
         if context is None:
             raise
         raise ArgumentError(_with_context(str(error))) from error
-    if config.speculation == "auto" and runs_by_own_forward(unloaded.model_type):
-        config = replace(config, speculation="off")  # as at a start
+    config = with_possible_drafts(config, runs_by_own_forward(unloaded.model_type))
     storage = storage_of(config, spec) if place.is_present else "paged"
     layout = kv_layout(storage, config, spec, max_model_len)
-    weights = _weight_rows(config, unloaded, place)
+    weights, tokenizers = _weight_rows(config, unloaded, place), _tokenizer_rows(unloaded)
+    if (ours := draft_config(config)) is not None and draft is not None:
+        check_rewinds(ours, draft.spec, runs_by_own_forward(draft.model_type))
+        weights += _of_draft(_weight_rows(ours, draft, place))
+        tokenizers += _of_draft(_tokenizer_rows(draft))
     process = [
-        *_tokenizer_rows(unloaded),
+        *tokenizers,
         PlanRow("runtime", "python, torch, transformers", _process_bytes(), "this process after its imports"),
     ]
     free_bytes, memory_bytes, loaded = place.free_bytes, place.total_bytes, weights
@@ -387,7 +410,8 @@ def _plan_of(
         memory_bytes = free_bytes + runtime_bytes
     loaded_bytes = sum(row.num_bytes for row in loaded)
     left_bytes = free_bytes - loaded_bytes
-    fit, reason = _fit(config, layout, max_model_len, left_bytes, loaded_bytes, place)
+    fit, draft_fit, reason = _fit(config, layout, max_model_len, draft, left_bytes, loaded_bytes, place)
+    draft_bytes = 0 if draft_fit is None else draft_fit.num_bytes
 
     asked = context or max_model_len
     if fit is None:
@@ -414,7 +438,9 @@ def _plan_of(
     of_prompts = _prompt_rows(config, layout, asked, wanted, spare_bytes)
     spare_bytes -= sum(row.num_bytes for row in of_prompts)
     if fit is not None and not fits:
-        reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
+        reason = _why_not(fit, config, max_model_len, draft_bytes) or _why_so_few(
+            fit, config, wanted, needed_bytes, draft_bytes
+        )
     return Plan(
         model=unloaded.name,
         model_type=unloaded.model_type,
@@ -436,6 +462,7 @@ def _plan_of(
         needed_bytes=needed_bytes,
         num_blocks=0 if fit is None else fit.num_blocks,
         num_state_slots=0 if fit is None else fit.num_state_slots,
+        draft_bytes=draft_bytes,
         decode_bound=_decode_bound(config, unloaded, spec, place, asked, wanted, shared_prefix)
         if fits
         else None,
@@ -443,6 +470,7 @@ def _plan_of(
             *loaded,
             *_kv_rows(layout, asked, wanted, shared_prefix),
             *of_prompts,
+            *_draft_kv_rows(draft_fit, draft, asked, wanted, shared_prefix),
             *(_score_rows(config, layout, asked, wanted, shared_prefix) if place.is_host else ()),
             *_state_rows(config, spec, num_slots, num_draft_slots, asked, wanted, spare_bytes),
             *_scratch_rows(config, unloaded, asked, wanted, place),
@@ -472,31 +500,62 @@ def _fit(
     config: EngineConfig,
     layout: KVLayout,
     max_model_len: int,
+    draft: UnloadedModel | None,
     left_bytes: int,
     loaded_bytes: int,
     place: PlanDevice,
-) -> tuple[KVFit | None, str]:
+) -> tuple[KVFit | None, KVFit | None, str]:
+    """The capacity of the model, that of its draft model if it has one, and why there is none."""
+    from quire.model.prepare import resolve_length
+
     if left_bytes < 0:
         free = format_size(left_bytes + loaded_bytes)
         parts, where = (
             ("weights and tokenizer", "to this process") if place.is_host else ("weights", f"on {place.name}")
         )
-        return None, f"expected memory for {parts} of {format_size(loaded_bytes)}, got {free} free {where}"
+        of_draft = f", the draft model {draft.name} included," if draft is not None else ""
+        reason = (
+            f"expected memory for {parts} of {format_size(loaded_bytes)}{of_draft}, got {free} free {where}"
+        )
+        return None, None, reason
+    ours, draft_fit = draft_config(config), None
     try:
-        fit = fit_within(config, layout, max_model_len, left_bytes)
-        # Elsewhere blocks and state slots take their memory at once, so they exchange none.
-        return (fit if place.is_elastic else replace(fit, exchange_bytes=0)), ""
+        if ours is None or draft is None:
+            fit = fit_within(config, layout, max_model_len, left_bytes)
+        else:
+            length = resolve_length(draft, ours.max_model_len)
+            divided = divide_memory(config, layout, max_model_len, ours, draft.spec, length, left_bytes)
+            fit, draft_fit = divided.fit, divided.draft_fit
     except (ArgumentError, CapacityError) as error:
-        return None, str(error)
+        return None, None, str(error)
+    # Elsewhere blocks and state slots take their memory at once, so they exchange none.
+    return (fit if place.is_elastic else replace(fit, exchange_bytes=0)), draft_fit, ""
 
 
-def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int) -> str:
+def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int, draft_bytes: int) -> str:
     if wanted > config.max_num_seqs:
         return f"max_num_seqs is {config.max_num_seqs}"
     held = f"{fit.num_blocks} {fit.layout.block_name}s"
     if fit.exchange_bytes:
         held = f"{fit.layout.block_name}s, and states of {format_size(fit.layout.spec.bytes_per_state)}"
-    return f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.num_bytes)} ({held})"
+    beside = _next_to_draft(config, draft_bytes)
+    return f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.num_bytes)} ({held}){beside}"
+
+
+def _of_draft(rows: list[PlanRow]) -> list[PlanRow]:
+    return [replace(row, name=f"draft model: {row.name}") for row in rows]
+
+
+def _draft_kv_rows(
+    fit: KVFit | None, draft: UnloadedModel | None, context: int, concurrency: int, shared_prefix: int
+) -> list[PlanRow]:
+    """Bytes of the draft model for the requests; those for which its memory does not suffice have no drafts."""
+    if fit is None or draft is None:
+        return []
+    num_tokens = min(context, draft.max_model_len)
+    num_shared = min(shared_prefix, num_tokens - 1)
+    num_texts = min(concurrency, fit.max_num_sequences(num_tokens, num_shared))
+    return _of_draft(_kv_rows(fit.layout, num_tokens, num_texts, num_shared))
 
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel, place: PlanDevice) -> list[PlanRow]:
@@ -543,7 +602,7 @@ def _decode_bound(
 ) -> DecodeBound | None:
     from quire.model.weight_sizes import quantized_bytes
 
-    if place.card is None:
+    if place.card is None or config.speculation != "off":  # drafts have a step give more tokens than one
         return None
     forms = _rounded_forms(config, unloaded)
     coded = quantized_bytes(unloaded.model, forms, unloaded.codes, place.backend)

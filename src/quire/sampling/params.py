@@ -47,10 +47,13 @@ class SamplingParams:
     include_stop_str_in_output: the text includes the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared. With beams: the best of them.
     beam_width: 1 for none; else a beam search with this many beams, as transformers' `generate(num_beams=...)`: greedy
-        only, and a request that streams has one output, at its end.
+        only, and a request that streams has one output, at its end. None: the model's default, if temperature is not
+        above 0 and max_tokens is not 0, else 1.
     length_penalty: of a beam search: an answer's score is its log probability divided by its length to this power.
+        None: the model's default, else 1.
     early_stopping: of a beam search: whether it ends when as many answers have ended as it has beams. False: not while
-        a beam of its present length can do better; "never": not while one of the largest length can.
+        a beam of its present length can do better; "never": not while one of the largest length can. None: the model's
+        default, else False.
     seed: the same seed gives the same tokens, whatever other requests run, and where another request continues the
         text; None: derived once a request from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
@@ -80,9 +83,9 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     include_stop_str_in_output: bool = False
     n: int = 1
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -159,18 +162,21 @@ class SamplingParams:
             raise ArgumentError("expected at most one of json_schema, regex and grammar, got several")
 
     def _check_beams(self) -> None:
-        _check_int("beam_width", self.beam_width, 1, _MAX_BEAMS)
+        _check_int("beam_width", self.beam_width, 1, _MAX_BEAMS, optional=True)
         _check_number(
             "length_penalty",
             self.length_penalty,
             -_MAX_PENALTY,
             _MAX_PENALTY,
             f"-{_MAX_PENALTY} to {_MAX_PENALTY}",
+            optional=True,
         )
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        if not isinstance(self.early_stopping, bool) and self.early_stopping not in (None, "never"):
             raise ArgumentError(
                 f'expected True, False or "never", got {self.early_stopping!r} - in `early_stopping`'
             )
+        if self.beam_width is None:  # checked when resolved
+            return
         if self.beam_width > 1:
             if self.n > self.beam_width:
                 raise ArgumentError(
@@ -183,16 +189,27 @@ class SamplingParams:
                 )
             return
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-            if getattr(self, name) != neutral:
+            if getattr(self, name) not in (None, neutral):
                 raise ArgumentError(
                     f"expected beam_width of at least 2 with {name} {getattr(self, name)!r}, got {self.beam_width} - "
                     f"in `{name}`"
                 )
 
+    def num_beams(self, defaults: Mapping[str, Any] | None = None) -> int:
+        """The beams of a request, 1 without a search. defaults: as of `resolved`."""
+        if self.beam_width is not None:
+            return self.beam_width
+        if self.temperature or self.max_tokens == 0:
+            return 1
+        of_model = (defaults or {}).get("num_beams")
+        return 1 if of_model is None else of_model
+
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """These parameters with every gap filled (S1).
 
         defaults: those of the model's generation_config.json; temperature 0 if the model does not sample. None: greedy.
+
+        *raises:* ArgumentError: they do not go with the defaults.
         """
         defaults = {"temperature": 0.0} if defaults is None else defaults
 
@@ -204,12 +221,18 @@ class SamplingParams:
 
         max_tokens, min_tokens = pick(self.max_tokens, "max_new_tokens", None), self.min_tokens or 0
         temperature, top_p = pick(self.temperature, "temperature", 1.0), pick(self.top_p, "top_p", 1.0)
-        if self.beam_width > 1:
+        length_penalty, early_stopping = self.length_penalty, self.early_stopping
+        if (num_beams := self._beams_of(defaults)) > 1:
             temperature = 0.0
+            length_penalty = pick(length_penalty, "length_penalty", 1.0)
+            early_stopping = pick(early_stopping, "early_stopping", False)
         if top_p == 0.0:
             temperature, top_p = 0.0, 1.0
         return replace(
             self,
+            beam_width=num_beams,
+            length_penalty=1.0 if length_penalty is None else length_penalty,
+            early_stopping=early_stopping or False,
             max_tokens=None if max_tokens is None else max(max_tokens, min_tokens),
             min_tokens=min_tokens,
             temperature=temperature,
@@ -220,6 +243,17 @@ class SamplingParams:
             stop=pick(self.stop, "stop_strings", ()),
             bad_words=self.bad_words or (),
         )
+
+    def _beams_of(self, defaults: Mapping[str, Any]) -> int:
+        """`num_beams`, checked. *raises:* ArgumentError."""
+        num_beams = self.num_beams(defaults)
+        _check_int("num_beams", num_beams, 1, _MAX_BEAMS)
+        if self.beam_width is None and 1 < num_beams < self.n:
+            raise ArgumentError(
+                f"expected n of at most {num_beams}, num_beams of the model's generation config, got {self.n}; set "
+                "beam_width, 1 for no beam search - in `n`"
+            )
+        return num_beams
 
     @property
     def is_plain_greedy(self) -> bool:

@@ -32,7 +32,7 @@ from quire.sampling.token_mask import TokenMask
 from quire.sampling.top_p import keep_top_p
 from quire.torch_threads import one_torch_thread
 
-__all__ = ["DrawingSequence", "SamplingRequest", "sample_tokens"]
+__all__ = ["DrawingSequence", "SamplingRequest", "draw_token", "sample_tokens"]
 
 
 class SamplingRequest(Protocol):
@@ -154,13 +154,7 @@ def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np
             except Exception as error:  # fails only this sequence
                 sequence.error = error
                 scores[index] = 0.0  # still drawn, and its token ignored
-        key = (
-            _float_or_zero(params.temperature),
-            params.top_k or 0,
-            _float_or_zero(params.top_p),
-            _float_or_zero(params.min_p),
-        )
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(_warpers_of(params), []).append(index)
     tokens = np.zeros(len(sequences), np.int64)
     for (temperature, top_k, top_p, min_p), members in groups.items():
         # No copy if all rows have one setting, the common case.
@@ -171,6 +165,29 @@ def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np
         group = _warp(group, temperature, top_k, top_p, min_p)
         tokens[members] = _draw(group, [sequences[index] for index in members])
     return tokens
+
+
+def draw_token(logits: torch.Tensor, params: SamplingParams, seed: int, index: int, position: int) -> int:
+    """The token that a request draws at a position from logits [vocab], before masks, bias, penalties and rules.
+
+    params: resolved. seed, index, position: as of `noise`.
+    """
+    temperature, top_k, top_p, min_p = _warpers_of(params)
+    if temperature < _GREEDY_BELOW:
+        return int(logits.argmax())
+    with one_torch_thread():
+        scores = _warp(logits.float().cpu()[None], temperature, top_k, top_p, min_p)
+        return int(_inverse(_cumulative(scores), uniform_numbers([seed], [index], [position]))[0])
+
+
+def _warpers_of(params: SamplingParams) -> tuple[float, int, float, float]:
+    """Temperature, top_k, top_p and min_p."""
+    return (
+        _float_or_zero(params.temperature),
+        params.top_k or 0,
+        _float_or_zero(params.top_p),
+        _float_or_zero(params.min_p),
+    )
 
 
 def _float_or_zero(value: float | None) -> float:
@@ -248,18 +265,27 @@ def _warp(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, mi
 
 def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
     """Draws one token per row of scores [n, vocab] by the inverse of the cumulative distribution."""
-    cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
     numbers = uniform_numbers(
         [sequence.request.seed for sequence in sequences],
         [sequence.index for sequence in sequences],
         [len(sequence.request.prompt_token_ids) + len(sequence.output_ids) for sequence in sequences],
     )
-    uniform = torch.from_numpy(numbers)[:, None]
-    for index in torch.nonzero(~(total[:, 0] > 0.5)).flatten().tolist():  # NaN included
+    cumulative = _cumulative(scores)
+    for index in torch.nonzero(~(cumulative[:, -1] > 0.5)).flatten().tolist():  # NaN included
         _fail(sequences[index], "bias and penalties leave no token possible")
-    tokens = torch.searchsorted(cumulative, uniform * total, right=True)
-    return tokens.clamp_(max=scores.shape[-1] - 1)[:, 0].numpy()
+    return _inverse(cumulative, numbers)
+
+
+def _cumulative(scores: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+
+
+def _inverse(cumulative: torch.Tensor, numbers: np.ndarray) -> np.ndarray:
+    """The token of each row of cumulative [n, vocab] at its number of [0, 1)."""
+    tokens = torch.searchsorted(
+        cumulative, torch.from_numpy(numbers)[:, None] * cumulative[:, -1:], right=True
+    )
+    return tokens.clamp_(max=cumulative.shape[-1] - 1)[:, 0].numpy()
 
 
 def _record_logprobs(logits: torch.Tensor, sequence: DrawingSequence, token: int) -> None:

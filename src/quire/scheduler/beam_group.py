@@ -94,13 +94,14 @@ class BeamGroup(Generic[Beam]):
 
     def __init__(self, request: _Request[Beam]) -> None:
         params = request.params
+        assert params.length_penalty is not None  # resolved
         self._request = request
         self._search: BeamSearch[_Answer] = BeamSearch(
-            params.beam_width,
+            params.num_beams(),
             num_ends=len(request.stop_ids),
             max_tokens=request.max_tokens,
             length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
+            early_stopping=params.early_stopping or False,
         )
         self.live: list[Beam] = request.sequences[:1]
 

@@ -244,20 +244,21 @@ class Request:
         self.seed = seed
         self.call = call
         self.prompt = prompt
-        self.stream = options.stream and params.beam_width == 1  # a search has no answer before its end
+        num_beams = params.num_beams()
+        self.stream = options.stream and num_beams == 1  # a search has no answer before its end
         self.deltas = options.deltas
         # Values that most steps read of every sequence, computed once.
         self.is_plain = (
-            params.is_plain_greedy and params.logprobs is None and rules is None and params.beam_width == 1
+            params.is_plain_greedy and params.logprobs is None and rules is None and num_beams == 1
         )
         self.owner_id = key.owner_id  # of its memory, see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
         self.client = options.key.tenant if options.client is None else options.client
         self.weight = key.weight  # of the client's share, see `ClientFairness`
-        self.sequences = [RequestSequence(self, index) for index in range(max(params.n, params.beam_width))]
+        self.sequences = [RequestSequence(self, index) for index in range(max(params.n, num_beams))]
         self.num_outputs = params.n  # of `sequences`, the first are the answers
-        self.beams: BeamGroup[RequestSequence] | None = BeamGroup(self) if params.beam_width > 1 else None
+        self.beams: BeamGroup[RequestSequence] | None = BeamGroup(self) if num_beams > 1 else None
         self.scores: PromptScores | None = None
         if params.prompt_logprobs is not None:
             self.scores = PromptScores(

@@ -71,7 +71,8 @@ class RequestValidator:
         self._sampling_defaults = model.sampling_defaults
         self._rules = ModelRules(model.sampling_defaults or {}, vocab_size, self.eos_token_ids)
         try:
-            SamplingParams().resolved(model.sampling_defaults)
+            for params in (SamplingParams(), SamplingParams(beam_width=2)):
+                params.resolved(model.sampling_defaults)
         except ArgumentError as error:
             raise ConfigError(
                 f"{error} of the model's generation config; correct it, or start with generation_config='none'"

@@ -335,6 +335,10 @@ class Scheduler:
                 for sequence in paused:
                     self._preempt(sequence)
                 continue
+            if may_admit and self._admission.short_owners and (beam := self._beam_over_limit()) is not None:
+                self._record_start(admitted)
+                self._preempt(beam)
+                continue
             if may_admit and self._admission.refused is not None:
                 last = self._sequence_over_share(self._admission.refused, admitted)
                 if last is not None:
@@ -693,6 +697,16 @@ class Scheduler:
         if not self._paused:
             return []
         return [sequence for sequence in self.running if sequence.request.is_paused]
+
+    def _beam_over_limit(self) -> RequestSequence | None:
+        """The last idle beam of an owner that is short of blocks and of whose sequences none computes: they alone hold
+        the blocks that its next sequence lacks, and other owners' sequences do not wait for it."""
+        live = self._running_and_loading()
+        for owner_id in sorted(self._admission.short_owners):
+            own = [sequence for sequence in live if sequence.request.owner_id == owner_id]
+            if own and all(sequence.candidates is not None for sequence in own):
+                return own[-1]
+        return None
 
     def _sequence_over_share(
         self, refused: RequestSequence, admitted: list[tuple[RequestSequence, int]]

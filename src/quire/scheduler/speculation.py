@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from quire.config import MAX_STEP_DRAFTS
-from quire.sampling.proposers.proposer import Drafter, Proposer, ProposesTogether
+from quire.sampling.proposers.proposer import Drafter, DrawsLikeRequest, Proposer, ProposesTogether
 from quire.scheduler.request import RequestSequence
 from quire.scheduler.step_costs import StepCosts
 
@@ -194,6 +194,8 @@ class Speculation:
             key = sequence.request.key
             namespace = None if key.extra_keys else key.namespace
             drafter = self._proposer.open(sequence.token_ids().tolist(), namespace)
+            if isinstance(drafter, DrawsLikeRequest):
+                drafter.draw_like(sequence.request.params, sequence.request.seed, sequence.index)
             found = self._by_sequence[sequence] = _SequenceDrafts(drafter, len(sequence.output_ids))
         return found
 

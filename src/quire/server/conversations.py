@@ -183,10 +183,10 @@ async def append(
     params = await run_in_thread_if_large(request, chat_params, body, service, output_format)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
-    if params.beam_width != 1:
+    if params.num_beams(service.engine.sampling_defaults) != 1:
         raise ApiError(
             400,
-            "expected no use_beam_search: a conversation's answers are not searched",
+            "expected use_beam_search: false: a conversation's answers are not searched",
             param="use_beam_search",
         )
     writer = ChatWriter(

@@ -233,7 +233,7 @@ class Service:
         session = RequestSession.of(self, tenant, body)
         with self._refusals_of(tenant):
             address, params = current_request().address, requests[0][1].params
-            num_sequences = max(params.n, params.beam_width)
+            num_sequences = max(params.n, params.num_beams(self.engine.sampling_defaults))
             admitted = self._admission.admit(tenant, len(requests), num_sequences, address)
         client = client_of(tenant, address)
         # Chat clients seldom give a length; without one, an answer may run to its natural end.
@@ -308,7 +308,7 @@ class Service:
         n = 1 if body.n is None else body.n
         if n > limits.max_n:
             raise ApiError(400, f"expected n of at most {limits.max_n}, got {n}", param="n")
-        others |= beam_params(body, n, limits.max_n)
+        others |= beam_params(body, n, limits.max_n, self.engine.sampling_defaults)
         if len(stop or ()) > limits.max_stop or any(len(text) > limits.max_stop_chars for text in stop or ()):
             raise ApiError(
                 400,

@@ -116,7 +116,10 @@ def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, v
         while waiting and (comparison.at_once or workload.requests[waiting[0]].arrival_s <= clock()):
             index = waiting.popleft()
             params = SamplingParams(
-                max_tokens=workload.requests[index].num_output_tokens, temperature=0, ignore_eos=True
+                max_tokens=workload.requests[index].num_output_tokens,
+                temperature=0,
+                beam_width=1,
+                ignore_eos=True,
             )
             try:
                 engine.submit(workload.token_ids(index, vocab_size), params)

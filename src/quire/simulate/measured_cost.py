@@ -62,6 +62,7 @@ def _times(llm: LLM, num_tokens: int, num_prompts: int = 1) -> tuple[float, floa
         for seconds, num_new in ((first, 1), (all_tokens, 1 + _NUM_STEPS)):
             prompts = generator.integers(0, llm.vocab_size, (num_prompts, num_tokens)).tolist()
             began = time.perf_counter()
-            llm.generate(prompts, SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True))
+            params = SamplingParams(max_tokens=num_new, temperature=0, beam_width=1, ignore_eos=True)
+            llm.generate(prompts, params)
             seconds.append(time.perf_counter() - began)
     return min(first), max(0.0, min(all_tokens) - min(first)) / _NUM_STEPS

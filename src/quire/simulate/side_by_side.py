@@ -89,7 +89,9 @@ class _Side:
         self.num_running_sum = self.num_steps = 0
 
     def add(self, number: int, request: ComparedRequest) -> None:
-        params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=request.num_output_tokens, temperature=0, beam_width=1, ignore_eos=True
+        )
         try:
             self.engine.submit(request.tokens(number), RequestOptions(params, request_id=str(number)))
         except (CapacityError, ArgumentError):

@@ -32,16 +32,14 @@ OBEYED = frozenset(
         "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings",
         "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
         "sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-        "forced_eos_token_id", "exponential_decay_length_penalty",
+        "forced_eos_token_id", "exponential_decay_length_penalty", "num_beams", "length_penalty", "early_stopping",
     )
 )  # fmt: skip
 
-_BEAMS = "of beam search, which a request asks for itself"
 _DRAFTS = "drafts change no token"
 _RUNNING = "how transformers runs the model; the answer does not change"
 _OUTPUT = "further outputs of `generate`, next to the tokens"
 NO_EFFECT = {
-    **dict.fromkeys(("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups"), _BEAMS),
     **dict.fromkeys(
         ("use_mtp", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "speculation_type",
          "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
@@ -57,6 +55,7 @@ NO_EFFECT = {
         ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
         _OUTPUT,
     ),
+    "diversity_penalty": "of groups of beams",
     "num_return_sequences": "a request's `n` says how many answers it gets",
     "renormalize_logits": "adds one number to all logits",
     "remove_invalid_values": "finite logits are unchanged; others end their request with an error",
@@ -77,7 +76,10 @@ def _samples(neutral: float) -> Callable[[Any, GenerationConfig], bool]:
 
 # By field: (whether a value other than None has an effect, the name of the effect that Quire lacks).
 REFUSED: dict[str, tuple[Callable[[Any, GenerationConfig], bool], str]] = {
-    "num_beams": (lambda value, _: value != 1, "beam search"),
+    "num_beam_groups": (
+        lambda value, config: value != 1 and (config.num_beams or 1) != 1,
+        "a search in groups of beams",
+    ),
     "constraints": (_is_on, "constrained beam search"),
     "force_words_ids": (_is_on, "constrained beam search"),
     "penalty_alpha": (lambda value, config: value > 0 and not config.do_sample, "contrastive search"),
@@ -123,6 +125,8 @@ def sampling_defaults(config: GenerationConfig | None, model_type: str, tokenize
                 model_type,
                 name,
             )
+    if config.do_sample and (num_beams := fields.get("num_beams")) not in (None, 1):
+        _refuse(model_type, "num_beams", num_beams, "Quire does not draw beams (do_sample)")
     if fields.get("stop_strings") and tokenizer is None:
         _refuse(model_type, "stop_strings", fields["stop_strings"], "there is no tokenizer")
     defaults = {

@@ -17,10 +17,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from quire.config import REGISTERED_PROPOSERS
 from quire.registry import Registry
+from quire.sampling.params import SamplingParams
 from quire.sampling.proposers.ngram import NgramProposer
 from quire.sampling.proposers.suffix import SuffixProposer
 
-__all__ = ["Drafter", "Proposer", "ProposesTogether", "make_proposer", "register", "unregister"]
+__all__ = [
+    "Drafter",
+    "DrawsLikeRequest",
+    "Proposer",
+    "ProposesTogether",
+    "make_proposer",
+    "register",
+    "unregister",
+]
 
 
 class Drafter(Protocol):
@@ -36,6 +45,15 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The text has ended. No call follows."""
+        ...
+
+
+@runtime_checkable
+class DrawsLikeRequest(Protocol):
+    """An optional part of a drafter: it draws its drafts as the request draws its tokens, so that more are accepted."""
+
+    def draw_like(self, params: SamplingParams, seed: int, index: int) -> None:
+        """Called once, before the first proposal. params: resolved. seed, index: as of `quire.sampling.noise`."""
         ...
 
 

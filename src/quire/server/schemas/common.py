@@ -163,18 +163,18 @@ class SamplingBody(UnservedFields, AcceptedFields, PromptCacheFields, Generating
     ignore_eos: bool | None = Field(False, description="Ours: end tokens do not end the answer.")
     n: int | None = Field(1, ge=1)
     use_beam_search: bool | None = Field(
-        False,
+        None,
         description="vLLM's: a beam search with best_of beams, at temperature 0; the n best are the answers. A stream "
-        "has them at its end.",
+        "has them at its end. Default: as num_beams of the model's generation config, if temperature is not above 0.",
     )
     best_of: int | None = Field(
         None, ge=1, description="vLLM's: beams of a beam search, by default n; without one it has to equal n."
     )
     length_penalty: float | None = Field(
-        None, description="vLLM's: of a beam search, see SamplingParams; 1 by default."
+        None, description="vLLM's: of a beam search, see SamplingParams; by default the model's, else 1."
     )
     early_stopping: bool | Literal["never"] | None = Field(
-        None, description="vLLM's: of a beam search, see SamplingParams; false by default."
+        None, description="vLLM's: of a beam search, see SamplingParams; by default the model's, else false."
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
