@@ -158,7 +158,9 @@ def test_a_trained_model_with_sliding_windows(tmp_path: Path) -> None:
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(source.parent), **where).save_pretrained(folder)
-    engine = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20, "max_model_len": 2048}
+    # With a connector vLLM has one group of blocks for all layers, and rounds differently than with two.
+    engine = {"dtype": "bfloat16", "max_model_len": 2048, "disable_hybrid_kv_cache_manager": True}
+    engine["kv_cache_memory_bytes"] = 256 << 20
     batches = [[request(1, 1500, 16)]]
     options = {"disk_cache": str(tmp_path / "kv")}
     answers = []
