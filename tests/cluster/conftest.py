@@ -27,7 +27,8 @@ class LocalCluster:
         self.replicas = replicas
         self.table = RouteTable()
         self.keys = PromptKeys(load_tokenizer(settings.engine.model), settings.server)
-        self.door = Door(self.table, self.keys, self._send, settings.server.limits.max_body_bytes)
+        max_body_bytes = settings.server.limits.max_body_bytes
+        self.door = Door(self.table, self.keys, self._send, max_body_bytes, settings.hang_seconds)
         self.sent: list[tuple[str, str]] = []  # (replica, path)
         self._parts_left: dict[str, int] = {}
         self._next_parts: int | None = None

@@ -57,6 +57,7 @@ def test_a_secret_is_given_where_the_file_has_none() -> None:
         ({"target_requests": float("nan")}, "`target_requests`"),
         ({"target_kv_use": 1.5}, "`target_kv_use`"),
         ({"digest_seconds": 0}, "`digest_seconds`"),
+        ({"hang_seconds": 0}, "`hang_seconds`"),
         ({"replica": 2}, "got replica"),
         ({"engine": {"kv_events": "tcp://127.0.0.1:5557"}}, "`kv_events`"),
         ({"engine": {"profile": True}}, "`profile`"),
@@ -133,7 +134,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
 
 def test_every_setting_is_documented() -> None:
     assert all(text.endswith(".") for text in cluster_help().values())
-    assert len(cluster_help()) == 10
+    assert len(cluster_help()) == 11
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ _HELP = cluster_help()
 _NUMBERS = {
     "replicas": int, "min_replicas": int, "max_replicas": int, "cpus": float, "gpus": float,
     "target_requests": float, "target_kv_use": float, "scale_up_seconds": float,
-    "scale_down_seconds": float, "digest_seconds": float,
+    "scale_down_seconds": float, "digest_seconds": float, "hang_seconds": float,
 }  # fmt: skip
 
 Address = Annotated[

@@ -79,6 +79,9 @@ class ClusterSettings:
     digest_seconds: float = setting(
         0.5, "Seconds between two reports of an engine's blocks to the door. Default: 0.5."
     )
+    hang_seconds: float = setting(
+        30.0, "Seconds without a sign of life after which an engine's requests go to another one. Default: 30."
+    )
 
     def __post_init__(self) -> None:
         for name in ("replicas", "min_replicas", "max_replicas"):
@@ -96,6 +99,7 @@ class ClusterSettings:
             ("scale_up_seconds", False),
             ("scale_down_seconds", False),
             ("digest_seconds", True),
+            ("hang_seconds", True),
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,7 +11,8 @@ It knows nothing of Ray: `send` carries a request to the replica that the ticket
 Invariants
     G1  a request goes to another replica after its own was lost, unless a byte of its answer was sent on. An answer
         that is no stream is sent on whole.
-    G2  a stream whose replica is lost ends with an error event in its API's form.
+    G2  a stream whose replica is lost goes on at another one behind the events that were sent, if it has a
+        `StreamStart`; else it ends with an error event in its API's form.
     G3  the door checks no key: the replicas do, and the door reads no prompt of a request without a known one.
 
 Cost: for a prompt, its tokens; two hops of Ray Serve.
@@ -19,6 +20,7 @@ Cost: for a prompt, its tokens; two hops of Ray Serve.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -26,13 +28,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from quire.cluster.prompt_keys import PromptKeys, RoutedPrompt
-from quire.cluster.replica_server import AnswerEnd, AnswerHead, AnswerPart, CarriedRequest
+from quire.cluster.replica_server import AnswerEnd, AnswerHead, AnswerPart, CarriedRequest, OutputEvents
 from quire.cluster.route_table import RouteTable
 from quire.server.api_errors import ApiError, error_form, json_answer
 from quire.server.http.sse import DONE, event
@@ -50,24 +53,39 @@ _OF_ALL = {("POST", f"/admin/{name}") for name in ("pins", "drop", "resize", "ex
 _OF_ALL |= {("GET", "/admin/report")}
 _OF_ONE_ENGINE = re.compile(r"/(window/.*|favicon\.ico)?")  # the live page
 _ENDED_BY_DONE = ("/v1/chat/completions", "/v1/completions", "/quire/conversations/")
+_COMMENT = b":"  # begins a comment between two events
+_ID_HEADER = b"x-request-id"
 _HOP_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 
 Send = Callable[[CarriedRequest, int], AsyncGenerator[AnswerPart, None]]
 
 
 class ReplicaLostError(Exception):
-    """The replica of a request has ended, or cannot be reached."""
+    """The replica of a request has ended, cannot be reached, or hangs."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An answer whose head has come, and the rest of its parts."""
+
+    head: AnswerHead
+    parts: AsyncGenerator[AnswerPart, None]
+    ticket: int
 
 
 class Door:
     """send: the parts of the answer to a request with a ticket of `table`. It raises ReplicaLostError, and names the
-    replica in `table.note_sent`. max_body_bytes: of a request."""
+    replica in `table.note_sent`. max_body_bytes: of a request. hang_s: seconds without a part, also an empty one, after
+    which a replica counts as lost."""
 
-    def __init__(self, table: RouteTable, keys: PromptKeys, send: Send, max_body_bytes: int) -> None:
+    def __init__(
+        self, table: RouteTable, keys: PromptKeys, send: Send, max_body_bytes: int, hang_s: float
+    ) -> None:
         self._table = table
         self._keys = keys
         self._send = send
         self._max_body_bytes = max_body_bytes
+        self._hang_s = hang_s
         self._places: OrderedDict[tuple[str, str], str] = OrderedDict()  # the replica of an object
 
     async def answer(self, request: Request) -> Response:
@@ -135,30 +153,21 @@ class Door:
         prompt = prompt or RoutedPrompt()
         lost: set[str] = set()
         for _ in range(_MAX_TRIES):
-            ticket = self._table.open(prompt.block_keys, prompt.num_tokens, wanted, lost)
-            parts = self._send(carried, ticket)
             try:
-                head = await _head_of(parts)
-                if wanted is not None and head.replica != wanted:
-                    raise ReplicaLostError(wanted)
+                begun = await self._begin(carried, prompt, lost, wanted)
+                head = begun.head
                 if place is not None and head.status < 400:
                     self._remember(place, head.replica)
                 if _is_stream(head):
-                    stream = StreamingResponse(self._stream(carried, parts, ticket), head.status)
-                    weakref.finalize(stream, self._table.close, ticket)  # of one that is never begun
+                    events = self._stream(carried, prompt, begun, lost, wanted, place)
+                    stream = StreamingResponse(events, head.status)
+                    weakref.finalize(stream, self._table.close, begun.ticket)  # of one that is never begun
                     return _with_headers(stream, head, keeps_length=False)
-                body = await self._whole(parts, ticket)
-                return _with_headers(Response(body, head.status), head)
+                return _with_headers(Response(await self._whole(begun, lost), head.status), head)
             except ReplicaLostError:
-                if (name := self._table.replica_of(ticket)) is not None:
-                    lost.add(name)
-                await self._give_up(parts, ticket)
                 if wanted is not None:
                     raise
                 self._table.metrics.retries.inc()
-            except BaseException:
-                await self._give_up(parts, ticket)
-                raise
         raise ApiError(
             503,
             f"expected a replica that answers, got {_MAX_TRIES} that were lost on this request; try again",
@@ -166,37 +175,129 @@ class Door:
             retry_after_s=5,
         )
 
-    async def _give_up(self, parts: AsyncGenerator[AnswerPart, None], ticket: int) -> None:
+    async def _begin(
+        self, carried: CarriedRequest, prompt: RoutedPrompt, lost: set[str], wanted: str | None = None
+    ) -> _Begun:
+        """Sends a request to a replica, and waits for the answer's head. *raises:* ReplicaLostError: it is in `lost`
+        then, or is not the wanted one."""
+        ticket = self._table.open(prompt.block_keys, prompt.num_tokens, wanted, lost)
+        parts = self._watched(self._send(carried, ticket), ticket)
+        try:
+            head = await _head_of(parts)
+            if wanted is not None and head.replica != wanted:
+                raise ReplicaLostError(wanted)
+            return _Begun(head, parts, ticket)
+        except BaseException:
+            await self._give_up(parts, ticket, lost)
+            raise
+
+    async def _watched(
+        self, parts: AsyncGenerator[AnswerPart, None], ticket: int
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """The parts. *raises:* ReplicaLostError too: the replica was silent for `hang_s`. The time before the request
+        has a replica does not count."""
+        async with aclosing(parts):
+            while True:
+                coming = asyncio.ensure_future(anext(parts, None))
+                try:
+                    while not (await asyncio.wait({coming}, timeout=self._hang_s))[0]:
+                        if (name := self._table.replica_of(ticket)) is not None:
+                            self._table.note_silent(name)
+                            raise ReplicaLostError(f"{name} was silent for {self._hang_s} s")
+                finally:
+                    if not coming.done():
+                        coming.cancel()
+                        await asyncio.wait({coming})
+                if (part := coming.result()) is None:
+                    return
+                yield part
+
+    async def _give_up(
+        self, parts: AsyncGenerator[AnswerPart, None], ticket: int, lost: set[str] | None = None
+    ) -> None:
+        """Ends a request at its replica, which `lost` then has."""
+        if lost is not None and (name := self._table.replica_of(ticket)) is not None:
+            lost.add(name)
         self._table.close(ticket)
         await parts.aclose()
 
-    async def _whole(self, parts: AsyncGenerator[AnswerPart, None], ticket: int) -> bytes:
+    async def _whole(self, begun: _Begun, lost: set[str]) -> bytes:
         body, num_cached = bytearray(), None
-        async for part in parts:
-            if isinstance(part, bytes):
-                body += part
-            elif isinstance(part, AnswerEnd):
-                num_cached = part.num_cached_tokens
-        self._table.close(ticket, num_cached)
+        try:
+            async for part in begun.parts:
+                if isinstance(part, bytes):
+                    body += part
+                elif isinstance(part, OutputEvents):
+                    body += part.events
+                elif isinstance(part, AnswerEnd):
+                    num_cached = part.num_cached_tokens
+        except BaseException:
+            await self._give_up(begun.parts, begun.ticket, lost)
+            raise
+        self._table.close(begun.ticket, num_cached)
         return bytes(body)
 
+    # -- streams -----------------------------------------------------------------------------------------
+
     async def _stream(
-        self, carried: CarriedRequest, parts: AsyncGenerator[AnswerPart, None], ticket: int
+        self,
+        carried: CarriedRequest,
+        prompt: RoutedPrompt,
+        begun: _Begun | None,
+        lost: set[str],
+        wanted: str | None,
+        place: tuple[str, str] | None,
     ) -> AsyncGenerator[bytes, None]:
-        num_cached = None
-        try:
-            async with aclosing(parts):
-                async for part in parts:
-                    if isinstance(part, bytes):
-                        self._table.note_first_byte(ticket)
-                        yield part
-                    elif isinstance(part, AnswerEnd):
-                        num_cached = part.num_cached_tokens
-        except ReplicaLostError:
-            self._table.metrics.broken.inc()
-            yield _error_event(carried)
-        finally:
-            self._table.close(ticket, num_cached)
+        """The events, from one replica after the other (G2)."""
+        assert begun is not None
+        start = begun.head.start
+        carried = _with_id_of(carried, begun.head)
+        while begun is not None:
+            num_cached, is_over, has_unknown = None, False, False
+            try:
+                async with aclosing(begun.parts) as parts:
+                    async for part in parts:
+                        if isinstance(part, AnswerEnd):
+                            num_cached = part.num_cached_tokens
+                        elif isinstance(part, OutputEvents):
+                            if start is not None:
+                                start = replace(start, token_ids=start.token_ids + part.token_ids)
+                            is_over = part.is_last
+                            self._table.note_first_byte(begun.ticket)
+                            yield part.events
+                        elif isinstance(part, bytes) and part:
+                            has_unknown = has_unknown or not part.startswith(_COMMENT)
+                            self._table.note_first_byte(begun.ticket)
+                            yield part
+                return
+            except ReplicaLostError:
+                if (name := self._table.replica_of(begun.ticket)) is not None:
+                    lost.add(name)
+            finally:
+                self._table.close(begun.ticket, num_cached)
+            if is_over:
+                return
+            begun = None
+            if wanted is None and not has_unknown:
+                begun = await self._continue(replace(carried, continued=start), prompt, lost)
+            if begun is not None:
+                self._table.metrics.continued.inc()
+                if place is not None:
+                    self._remember(place, begun.head.replica)
+        self._table.metrics.broken.inc()
+        yield _error_event(carried)
+
+    async def _continue(
+        self, carried: CarriedRequest, prompt: RoutedPrompt, lost: set[str]
+    ) -> _Begun | None:
+        """A stream's continuation, or a stream without an event from its beginning; None if no replica takes it."""
+        for _ in range(_MAX_TRIES):
+            with suppress(ReplicaLostError):
+                begun = await self._begin(carried, prompt, lost)
+                if begun.head.status == 200 and _is_stream(begun.head):
+                    return begun
+                await self._give_up(begun.parts, begun.ticket, lost)
+        return None
 
     # -- stored objects --------------------------------------------------------------------------------
 
@@ -283,10 +384,19 @@ def _plain(headers: Iterable[Sequence[bytes]]) -> Iterable[Sequence[bytes]]:
     return (pair for pair in headers if pair[0] not in _HOP_HEADERS)
 
 
+def _with_id_of(carried: CarriedRequest, head: AnswerHead) -> CarriedRequest:
+    """The request with the id that its answer has."""
+    others = (pair for pair in carried.headers if pair[0] != _ID_HEADER)
+    return replace(
+        carried, headers=(*others, *(pair for pair in head.headers if pair[0] == _ID_HEADER))
+    )
+
+
 async def _head_of(parts: AsyncGenerator[AnswerPart, None]) -> AnswerHead:
     async for part in parts:
-        assert isinstance(part, AnswerHead)
-        return part
+        if part:
+            assert isinstance(part, AnswerHead)
+            return part
     raise ReplicaLostError("the answer has no beginning")
 
 

@@ -33,6 +33,7 @@ from quire.cluster.router_metrics import RouterMetrics
 __all__ = ["TABLE", "RouteTable"]
 
 _FIRST_TOKEN_S = 0.0005  # seconds of a prompt's token before one was measured
+_SILENT_S = 60.0  # a replica that hung comes last for this long
 _HISTORY_S = 5.0  # a routed prompt counts as cached this long; a digest that has it comes sooner
 _NEWEST = 0.2  # weight of a new measurement
 _MIN_MEASURED = 32  # tokens of a prompt that a measurement of a token's seconds needs
@@ -59,6 +60,7 @@ class _Replica:
         self.open: dict[int, _OpenRequest] = {}
         self.max_running = 1
         self.digest_made_at: float | None = None
+        self.silent_until = 0.0
 
 
 class RouteTable:
@@ -111,7 +113,8 @@ class RouteTable:
             ranked = rank_replicas(keys, num_tokens, max(1, self.block_tokens), loads, costs)
             if request is None:
                 return [replica.name for replica in ranked]
-            order = sorted(ranked, key=lambda one: (one.name != request.wanted, one.name in request.excluded))
+            last = {*request.excluded, *(name for name in names if self._replicas[name].silent_until > now)}
+            order = sorted(ranked, key=lambda one: (one.name != request.wanted, one.name in last))
             request.predicted = {one.name: (one.num_cached_blocks, one.work_s) for one in order}
             self._take_back(ticket, request)
             self._place(ticket, request, order[0].name, now)  # the next ranking counts it
@@ -168,6 +171,12 @@ class RouteTable:
                     if self._token_s is None
                     else self._token_s + _NEWEST * (measured - self._token_s)
                 )
+
+    def note_silent(self, name: str) -> None:
+        """The replica hangs: for a time it is tried behind the others."""
+        with self._lock:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.silent_until = self._clock() + _SILENT_S
 
     def close(self, ticket: int, num_cached_tokens: int | None = None) -> None:
         """The request has ended. num_cached_tokens: of its prompt, as the engine found them; None if it did not say,

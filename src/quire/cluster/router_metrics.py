@@ -51,6 +51,9 @@ class RouterMetrics:
         self.broken = self._counter(
             "broken_streams", "Streams that ended with an error because their replica was lost.", []
         )
+        self.continued = self._counter(
+            "continued_streams", "Streams that went on at another replica because theirs was lost.", []
+        )
         self.digest_age = Gauge(
             "quire:router_digest_age_seconds",
             "Time since the replica's newest digest.",

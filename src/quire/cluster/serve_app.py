@@ -84,7 +84,8 @@ class DoorDeployment:
         )
         self._engines = engines.options(stream=True)
         keys = PromptKeys(tokenizer, settings.server)
-        self._door = Door(TABLE, keys, self._send, settings.server.limits.max_body_bytes)
+        max_body_bytes = settings.server.limits.max_body_bytes
+        self._door = Door(TABLE, keys, self._send, max_body_bytes, settings.hang_seconds)
 
     async def __call__(self, request: Request) -> Response:
         answer = await self._door.answer(request)
