@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -32,6 +32,7 @@ class LocalCluster:
         self.sent: list[tuple[str, str]] = []  # (replica, path)
         self._parts_left: dict[str, int] = {}
         self._next_parts: int | None = None
+        self.when_lost: list[Callable[[str], object]] = []  # one call for each loss in an answer
         self.report()
 
     def report(self) -> None:
@@ -65,6 +66,8 @@ class LocalCluster:
                 if name in self._parts_left:
                     self._parts_left[name] -= 1
                     if self._parts_left[name] == 0:
+                        if self.when_lost:
+                            self.when_lost.pop(0)(name)
                         raise ReplicaLostError(name)
         finally:
             await answer.aclose()
