@@ -10,8 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from quire.cluster.cluster_settings import ClusterSettings
-from quire.cluster.door import Door, ReplicaLostError
+from quire.cluster.door import Door
 from quire.cluster.prompt_keys import PromptKeys
+from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
 from quire.cluster.route_table import RouteTable
 from quire.weights.load import load_tokenizer
@@ -28,7 +29,8 @@ class LocalCluster:
         self.table = RouteTable()
         self.keys = PromptKeys(load_tokenizer(settings.engine.model), settings.server)
         max_body_bytes = settings.server.limits.max_body_bytes
-        self.door = Door(self.table, self.keys, self._send, max_body_bytes, settings.hang_seconds)
+        self.group = ReplicaGroup(self.table, self._send, settings.hang_seconds)
+        self.door = Door(self.group, self.keys, max_body_bytes)
         self.sent: list[tuple[str, str]] = []  # (replica, path)
         self._parts_left: dict[str, int] = {}
         self._next_parts: int | None = None

@@ -12,13 +12,19 @@ import pytest
 from starlette.requests import Request
 
 from quire.cluster.door import Door
+from quire.cluster.replica_group import ReplicaGroup
 from quire.cluster.replica_server import AnswerEnd, AnswerHead, AnswerPart, CarriedRequest, OutputEvents
 from quire.cluster.route_table import RouteTable
 from quire.server.stream_progress import StreamStart
 
 PROMPT = "def add(first, second):\n"
 COMPLETION = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
-CHAT = {"messages": [{"role": "user", "content": "Add"}], "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "Add"}],
+    "max_tokens": 10,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -85,7 +91,14 @@ def streamed(cluster: Any, path: str, body: dict[str, Any]) -> list[Any]:
 
 def joined(events: list[Any]) -> dict[str, Any]:
     """The parts of all events together. Several tokens may come in one event."""
-    found: dict[str, Any] = {"text": "", "logprobs": [], "token_ids": [], "last": None, "calls": "", "heads": []}
+    found: dict[str, Any] = {
+        "text": "",
+        "logprobs": [],
+        "token_ids": [],
+        "last": None,
+        "calls": "",
+        "heads": [],
+    }
     for event in events:
         for choice in event["choices"]:
             delta = choice.get("delta", choice)
@@ -98,7 +111,9 @@ def joined(events: list[Any]) -> dict[str, Any]:
                 found["calls"] += call["function"].get("arguments") or ""
             scores = choice["logprobs"] or {}
             found["logprobs"] += scores.get("content") or []
-            found["logprobs"] += zip(scores.get("text_offset", ()), scores.get("token_logprobs", ()), strict=True)
+            found["logprobs"] += zip(
+                scores.get("text_offset", ()), scores.get("token_logprobs", ()), strict=True
+            )
             found["last"] = choice["finish_reason"] and (choice["finish_reason"], choice["stop_reason"])
         if usage := event.get("usage"):
             found["usage"] = (usage["prompt_tokens"], usage["completion_tokens"])
@@ -144,7 +159,12 @@ def test_a_stream_goes_on_though_its_second_replica_is_lost_too(cluster: Any) ->
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_stream_without_an_event_begins_again(cluster: Any, path: str) -> None:
-    body = {"model": "embedded", "max_tokens": 8, "messages": [{"role": "user", "content": "a"}], "temperature": 0}
+    body = {
+        "model": "embedded",
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": "a"}],
+        "temperature": 0,
+    }
     if path == "/v1/responses":
         body = {"input": "a", "max_output_tokens": 8, "temperature": 0}
     cluster.lose_next(1)  # the head
@@ -185,7 +205,7 @@ class Silent:
         yield AnswerEnd(None)
 
     async def ask(self) -> bytes:
-        door = Door(self.table, None, self.send, 1 << 20, 0.05)  # type: ignore[arg-type]
+        door = Door(ReplicaGroup(self.table, self.send, 0.05), None, 1 << 20)  # type: ignore[arg-type]
         scope = {"type": "http", "method": "GET", "path": "/any", "headers": [], "query_string": b""}
 
         async def receive() -> dict[str, Any]:

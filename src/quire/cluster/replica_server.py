@@ -20,25 +20,27 @@ from typing import Any, TypeAlias
 
 from quire.cluster.block_digest import BlockDigest
 from quire.cluster.cluster_settings import ClusterSettings
+from quire.config import EngineConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.server.app import create_app
 from quire.server.http.request_log import RequestRecord, current_request
-from quire.server.stream_progress import CONTINUABLE_PATHS, StreamProgress, StreamStart
 from quire.server.run import log_requests_to_stderr
+from quire.server.stream_progress import CONTINUABLE_PATHS, StreamProgress, StreamStart
 from quire.server.warm_prompts import compute_all
 
 __all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "OutputEvents", "ReplicaServer"]
 
 _MAX_QUEUED = 64  # parts of an answer that wait to be taken
 _ALIVE_S = 1.0
+_MAX_FLUSH_S = 5.0  # in which a computed prompt is in the host cache
 
 
 @dataclass(frozen=True)
 class CarriedRequest:
     """An HTTP request with its whole body, as the door sends it. path: decoded. headers: names in lower case. client:
-    (address, port), None where it is unknown. continued: the stream that a lost replica began; its events are left out of
-    the answer."""
+    (address, port), None where it is unknown. continued: the stream that a lost replica began; its events
+    are left out of the answer."""
 
     method: str
     path: str
@@ -82,12 +84,13 @@ anywhere."""
 
 
 class ReplicaServer:
-    """Opens the engine. name: the replica's. *raises:* as `LLM` and `create_app`."""
+    """Opens the engine. name: the replica's. config: its options, by default those of the settings; with `peer_listen`
+    an answer ends when peers can fetch its prompt. *raises:* as `LLM` and `create_app`."""
 
-    def __init__(self, settings: ClusterSettings, name: str) -> None:
+    def __init__(self, settings: ClusterSettings, name: str, config: EngineConfig | None = None) -> None:
         self.name = name
         self._target_kv_use = settings.target_kv_use
-        config = settings.engine
+        config = config or settings.engine
         if config.num_threads is None:
             config = replace(config, num_threads=max(1, int(settings.cpus)))
         self._llm = LLM(config=config)
@@ -190,6 +193,8 @@ class ReplicaServer:
             while (part := await _next_of(parts)) is not None:
                 yield part
             await task  # raises the error of an answer that broke off
+            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+                await asyncio.to_thread(tiers.stack.flush, _MAX_FLUSH_S)
             if record is None or record.num_prompt_tokens is None:
                 yield AnswerEnd(None)
             else:

@@ -27,10 +27,10 @@ from typing import Any
 
 from quire.cluster.block_digest import unpacked_digest
 from quire.cluster.routed_blocks import RecentWork, RoutedBlocks
-from quire.cluster.router import ReplicaLoad, RouteCosts, rank_replicas
+from quire.cluster.router import ReplicaLoad, RouteCosts, num_cached_blocks, rank_replicas
 from quire.cluster.router_metrics import RouterMetrics
 
-__all__ = ["TABLE", "RouteTable"]
+__all__ = ["ENGINES", "PREFILLS", "TABLES", "RouteTable"]
 
 _FIRST_TOKEN_S = 0.0005  # seconds of a prompt's token before one was measured
 _SILENT_S = 60.0  # a replica that hung comes last for this long
@@ -64,12 +64,16 @@ class _Replica:
 
 
 class RouteTable:
-    """See the module's text. clock: monotonic seconds. load_s: as of `RouteCosts`."""
+    """See the module's text. clock: monotonic seconds. load_s: as of `RouteCosts`. metrics: of another table, to
+    share."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, load_s: Mapping[str, float] | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        load_s: Mapping[str, float] | None = None,
+        metrics: RouterMetrics | None = None,
     ) -> None:
-        self.metrics = RouterMetrics()
+        self.metrics = metrics or RouterMetrics()
         self.block_tokens = 0  # 0: no replica has reported its size of a block
         self._clock = clock
         self._load_s = load_s or {}
@@ -200,6 +204,12 @@ class RouteTable:
             request = self._requests.get(ticket)
             return None if request is None else request.replica
 
+    def most_cached(self, block_keys: Sequence[int]) -> int:
+        """The most of the prompt's first blocks that a replica is taken to have."""
+        with self._lock:
+            blocks = [replica.blocks for replica in self._replicas.values()]
+            return max((num_cached_blocks(block_keys, one) for one in blocks), default=0)
+
     @property
     def names(self) -> list[str]:
         """The running replicas."""
@@ -249,5 +259,7 @@ class RouteTable:
         return ReplicaLoad(name, waiting_s + answering_s, replica.work.seconds(now), replica.blocks)
 
 
-TABLE = RouteTable()
-"""The table of a door's process."""
+ENGINES = RouteTable()
+PREFILLS = RouteTable(metrics=ENGINES.metrics)
+TABLES = {"engine": ENGINES, "prefill": PREFILLS}
+"""The tables of a door's process, by the name of the replicas' deployment."""

@@ -54,6 +54,11 @@ class RouterMetrics:
         self.continued = self._counter(
             "continued_streams", "Streams that went on at another replica because theirs was lost.", []
         )
+        self.prefills = self._counter(
+            "prefills",
+            "Prompts sent to a prefill replica, by outcome: computed, refused or lost.",
+            ["outcome"],
+        )
         self.digest_age = Gauge(
             "quire:router_digest_age_seconds",
             "Time since the replica's newest digest.",

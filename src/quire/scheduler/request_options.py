@@ -17,8 +17,8 @@ from quire.sampling.params import SamplingParams
 __all__ = [
     "CACHE_PRIORITIES",
     "MAX_SESSION_CHARS",
-    "CachePriority",
     "BegunAnswer",
+    "CachePriority",
     "RequestKeywords",
     "RequestOptions",
     "cache_priority_number",
@@ -58,8 +58,8 @@ class RequestOptions:
     default_max_tokens: max_tokens, if neither the parameters nor the model set it; None: the engine's default.
     session: the name of its session, of at most 256 characters, which counts within its tenant; None for none.
     is_preparation: computes a prompt before a client asks for it: no request in counts and records. only_loads: takes
-    what the tiers have of its prompt into memory, computes nothing and ends. begun: the beginning of its answer: it goes
-    on behind that, as after a preemption.
+    what the tiers have of its prompt into memory, computes nothing and ends. begun: the beginning of its answer; it
+    goes on behind that, as after a preemption.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)

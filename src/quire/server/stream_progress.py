@@ -41,8 +41,8 @@ class StreamProgress:
     """continued: the stream that another engine began, or None. when_written: called with the tokens of an output when
     all of its events have been sent, except of the last one.
 
-    start: of this stream, None if it is not followed. created: as of `StreamStart`. is_writing: events of an output are being sent; is_dropped:
-    their client has them.
+    start: of this stream, None if it is not followed. created: as of `StreamStart`. is_writing: events of an output are
+    being sent; is_dropped: events that the client has are.
     """
 
     def __init__(

@@ -52,7 +52,9 @@ class RequestRecord:
     asked_report: str | None = None  # the value of the header X-Cache-Report
     asked_session: str | None = None  # the value of the header X-Session-Id
     cache_report: str | None = None  # of the answer, see `cache_report`
-    progress: StreamProgress | None = None  # of the answer, if it is a stream that another engine could go on with
+    progress: StreamProgress | None = (
+        None  # of the answer, if it is a stream that another engine could go on with
+    )
 
     def line(self, route: str, seconds: float) -> str:
         """NAME=VALUE words; a value with a space or a quote in it is quoted."""
