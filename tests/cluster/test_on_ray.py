@@ -40,7 +40,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             patch.setenv(name, process.environment[name])
         try:
             process.wait_for(f"http://127.0.0.1:{port}")
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            ray.init(address=process.address, log_to_driver=False, logging_level="ERROR")
             yield f"http://127.0.0.1:{port}"
         finally:
             ray.shutdown()
