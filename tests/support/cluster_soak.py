@@ -2,9 +2,9 @@
 
     python tests/support/cluster_soak.py [--seconds 300] [--seed N] [--apart]
 
-Bursts of requests, with pauses in which the number of replicas returns to one. Half of the requests stream, half are
-seeded, the others greedy. --apart: prompts are computed by prefill replicas, which are killed too. A line of JSON at the
-end; status 1 for a wrong token, text or end, for an answer that did not end, and for one that was lost with an error.
+Bursts of requests, with pauses in which the number of replicas returns to one. Half of the requests stream, most have a
+seed, the others are greedy. --apart: prompts are computed by a prefill replica, which is killed too. A line of JSON at
+the end; status 1 for a wrong token, text or end, for an answer that did not end, and for one that ended with an error.
 """
 
 from __future__ import annotations
@@ -90,9 +90,8 @@ class Soak:
                 self.counts["streams" if stream else "answers"] += 1
                 if found != wanted:
                     self.counts["lost" if "error" in found else "wrong"] += 1
-                    self.faults.append(
-                        f"{name} max_tokens={length} seed={seed} stream={stream}: {found.get('error') or (found, wanted)}"
-                    )
+                    asked = f"{name} max_tokens={length} seed={seed} stream={stream}"
+                    self.faults.append(f"{asked}: {found.get('error') or (found, wanted)}")
 
     def _ask(self, prompt: str, length: int, seed: int | None, stream: bool) -> dict[str, Any]:
         body: dict[str, Any] = {
