@@ -33,7 +33,7 @@ __all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "OutputEve
 
 _MAX_QUEUED = 64  # parts of an answer that wait to be taken
 _ALIVE_S = 1.0
-_MAX_FLUSH_S = 5.0  # in which a computed prompt is in the host cache
+_MAX_FLUSH_S = 2.0  # in which a computed prompt is in the host cache
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ class ReplicaServer:
             while (part := await _next_of(parts)) is not None:
                 yield part
             await task  # raises the error of an answer that broke off
-            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
-                await asyncio.to_thread(tiers.stack.flush, _MAX_FLUSH_S)
             if record is None or record.num_prompt_tokens is None:
                 yield AnswerEnd(None)
-            else:
-                yield AnswerEnd(record.num_cached_tokens)
+                return
+            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+                await asyncio.to_thread(tiers.stack.flush, _MAX_FLUSH_S)
+            yield AnswerEnd(record.num_cached_tokens)
         finally:
             is_gone.set()
             if not task.done():
