@@ -3,7 +3,7 @@
 A stream is followed if it is of one sequence: one prompt, n=1, no beams, of a route that begins one
 (`CONTINUABLE_PATHS`). Its seed is known then, so that the tokens behind any position are those of every engine of the
 model. The owner of the application, which takes its events (`quire.cluster.replica_server`), puts a progress in the
-scope's `quire.progress`.
+ASGI scope.
 
     first engine     events of token 1 | events of tokens 2, 3 | lost
     second engine    [events of tokens 1, 2, 3: dropped] | events of token 4 | ...
