@@ -19,6 +19,7 @@ ALLOWED = {
     "baselines/growing.py": "a storage: contiguous memory of this machine",
     "engine/open_model.py": "the number of threads of this machine",
     "server/threads.py": "ends a thread that runs a chat template, by Python's own call",
+    "connect/vllm/worker_side.py": "tells layers of vLLM that share memory, reads nothing of it",
     "hf/layers.py": "counts who holds a row's buffer, reads nothing of it",
 }
 

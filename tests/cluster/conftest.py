@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -10,8 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from quire.cluster.cluster_settings import ClusterSettings
-from quire.cluster.door import Door, ReplicaLostError
+from quire.cluster.door import Door
 from quire.cluster.prompt_keys import PromptKeys
+from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
 from quire.cluster.route_table import RouteTable
 from quire.weights.load import load_tokenizer
@@ -27,10 +28,13 @@ class LocalCluster:
         self.replicas = replicas
         self.table = RouteTable()
         self.keys = PromptKeys(load_tokenizer(settings.engine.model), settings.server)
-        self.door = Door(self.table, self.keys, self._send, settings.server.limits.max_body_bytes)
+        max_body_bytes = settings.server.limits.max_body_bytes
+        self.group = ReplicaGroup(self.table, self._send, settings.hang_seconds)
+        self.door = Door(self.group, self.keys, max_body_bytes)
         self.sent: list[tuple[str, str]] = []  # (replica, path)
         self._parts_left: dict[str, int] = {}
         self._next_parts: int | None = None
+        self.when_lost: list[Callable[[str], object]] = []  # one call for each loss in an answer
         self.report()
 
     def report(self) -> None:
@@ -64,6 +68,8 @@ class LocalCluster:
                 if name in self._parts_left:
                     self._parts_left[name] -= 1
                     if self._parts_left[name] == 0:
+                        if self.when_lost:
+                            self.when_lost.pop(0)(name)
                         raise ReplicaLostError(name)
         finally:
             await answer.aclose()

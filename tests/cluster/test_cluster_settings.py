@@ -11,9 +11,12 @@ import pytest
 import yaml
 
 from quire.cluster.cluster_settings import ClusterSettings, cluster_help
+from quire.cluster.prefill_sockets import PrefillSockets
 from quire.cluster.scaling import replicas_for
 from quire.cluster.serve_control import APPLICATION, deploy_yaml
 from quire.errors import ArgumentError
+
+APART: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1}
 
 
 def test_options_settings_and_the_file_reach_a_replica(tmp_path: Path) -> None:
@@ -37,6 +40,17 @@ def test_options_settings_and_the_file_reach_a_replica(tmp_path: Path) -> None:
     assert settings.most_replicas == 3
 
 
+def test_prefill_replicas_give_and_the_others_ask() -> None:
+    settings = ClusterSettings.from_arguments(
+        {"prefill_replicas": 2, "decode_replicas": 3, "engine": {"host_cache": "1GiB"}}
+    )
+    assert (settings.num_engines, settings.most_replicas) == (3, 5)
+    sockets = PrefillSockets(b"secret", settings.prefill_replicas)
+    assert settings.config_of_engine(sockets).peers == ",".join(sockets.addresses)
+    alone = ClusterSettings.from_arguments({"replicas": 2})
+    assert alone.config_of_engine(PrefillSockets(b"secret", 0)) == alone.engine
+
+
 def test_a_secret_is_given_where_the_file_has_none() -> None:
     secret = b"sixteen bytes at least"
     assert ClusterSettings.from_arguments({}, secret).engine.tenant_secret == secret
@@ -57,6 +71,19 @@ def test_a_secret_is_given_where_the_file_has_none() -> None:
         ({"target_requests": float("nan")}, "`target_requests`"),
         ({"target_kv_use": 1.5}, "`target_kv_use`"),
         ({"digest_seconds": 0}, "`digest_seconds`"),
+        ({"hang_seconds": 0}, "`hang_seconds`"),
+        ({"prefill_replicas": -1}, "`prefill_replicas`"),
+        ({"prefill_min_tokens": 0}, "`prefill_min_tokens`"),
+        ({"decode_replicas": 2}, "`decode_replicas`"),
+        ({"prefill_replicas": 1}, "`decode_replicas`"),
+        ({**APART, "replicas": 2}, "`decode_replicas`"),
+        ({**APART, "max_replicas": 2}, "`decode_replicas`"),
+        (APART, "`host_cache`"),
+        ({**APART, "engine": {"host_cache": "1GiB", "peers": "unix:/x"}}, "`peers`"),
+        (
+            {"engine": {"host_cache": "1GiB", "cache_write": "through", "peer_listen": "unix:/x"}},
+            "`peer_listen`",
+        ),
         ({"replica": 2}, "got replica"),
         ({"engine": {"kv_events": "tcp://127.0.0.1:5557"}}, "`kv_events`"),
         ({"engine": {"profile": True}}, "`profile`"),
@@ -133,7 +160,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
 
 def test_every_setting_is_documented() -> None:
     assert all(text.endswith(".") for text in cluster_help().values())
-    assert len(cluster_help()) == 10
+    assert len(cluster_help()) == 14
 
 
 @pytest.mark.parametrize(

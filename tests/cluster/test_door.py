@@ -65,8 +65,9 @@ def test_a_request_whose_replica_is_lost_goes_to_another(cluster: Any, num_parts
 @pytest.mark.parametrize(
     ("path", "body", "ends_with_done"),
     [
-        ("/v1/completions", BODY, 1),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 12}, 1),
+        ("/v1/completions", {**BODY, "n": 2, "seed": 1}, 1),
+        ("/v1/completions", {**BODY, "prompt": ["a", "b"]}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 12, "n": 2}, 1),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 12, "model": "embedded"}, 0),
         ("/v1/responses", {"input": "a", "max_output_tokens": 12}, 0),
     ],

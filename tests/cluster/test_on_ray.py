@@ -28,7 +28,7 @@ BODY = {"prompt": LONG, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of two replicas, started by Serve's own command from our YAML."""
     folder, port = tmp_path_factory.mktemp("yaml"), free_port()
-    words = f"cluster yaml --replicas 2 --kv-memory 32MiB --port {port} --cpus 0.5".split()
+    words = f"cluster yaml --replicas 2 --kv-memory 32MiB --port {port} --cpus 0.5 --hang-seconds 10".split()
     printed = subprocess.run(
         [sys.executable, "-m", "quire", *words], capture_output=True, text=True, check=True
     )
@@ -40,7 +40,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             patch.setenv(name, process.environment[name])
         try:
             process.wait_for(f"http://127.0.0.1:{port}")
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            ray.init(address=process.address, log_to_driver=False, logging_level="ERROR")
             yield f"http://127.0.0.1:{port}"
         finally:
             ray.shutdown()
@@ -100,22 +100,34 @@ def test_a_stream_has_events_and_one_request_id(deployed: str) -> None:
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == whole
 
 
-def test_a_replica_killed_in_a_stream_ends_it_with_an_error(deployed: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "seeded"])
+def test_a_stream_goes_on_behind_the_loss_of_its_replica(
+    deployed: str, sampling: dict[str, Any], number: signal.Signals
+) -> None:
     until(lambda: two_replicas(deployed), seconds=START_S)
+    body = {**BODY, **sampling, "stream": True, "max_tokens": 1500, "return_token_ids": True}
+    whole = post(deployed, **{**body, "stream": False}).json()["choices"][0]
+    before = samples(deployed, "quire:router_continued_streams_total")[""]
     lines: list[str] = []
-    body = {**BODY, "stream": True, "max_tokens": 1500}
+    pid = 0
     with httpx.stream("POST", f"{deployed}/v1/completions", json=body, timeout=START_S) as answer:
         for line in answer.iter_lines():
-            if line:
-                lines.append(line)
-            if len(lines) == 2:
+            if line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+            if len(lines) == 2 and not pid:
                 running = samples(deployed, "vllm:num_requests_running")
-                (busy,) = [name for name, number in running.items() if number]
-                os.kill(pid_of(busy), signal.SIGKILL)
-                lines.append("killed")
-    assert lines[-1] == "data: [DONE]"
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert samples(deployed, "quire:router_broken_streams_total") == {"": 1.0}
+                (busy,) = [name for name, count in running.items() if count]
+                pid = pid_of(busy)
+                os.kill(pid, number)
+    assert lines[-1] == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert choices[-1]["finish_reason"] == whole["finish_reason"]
+    if number == signal.SIGSTOP:
+        os.kill(pid, signal.SIGKILL)
+    assert samples(deployed, "quire:router_continued_streams_total")[""] >= before + 1
     assert post(deployed).status_code == 200
     until(lambda: two_replicas(deployed), seconds=START_S)
 

@@ -147,3 +147,21 @@ def test_a_loaded_replica_is_passed_over_although_it_has_the_prompt(table: Route
     for one in held:
         table.close(one)
     assert send(table, shared, excluded=[])[1] in NAMES
+
+
+def test_a_replica_that_hangs_comes_last_for_a_time(table: RouteTable, clock: Clock) -> None:
+    ticket, first = send(table, [1, 2])
+    table.close(ticket)
+    table.note_silent(first)
+    assert table.rank(table.open([1, 2], 32), NAMES)[-1] == first
+    clock.now += 61
+    table.set_replicas({name: report(*([1, 2] if name == first else []), made_at=2.0) for name in NAMES})
+    assert table.rank(table.open([1, 2], 32), NAMES)[0] == first
+
+
+def test_the_most_blocks_that_a_replica_has(table: RouteTable) -> None:
+    assert table.most_cached([1, 2, 3]) == 0
+    table.set_replicas(
+        {"a": report(1, made_at=2.0), "b": report(1, 2, made_at=2.0), "c": report(3, made_at=2.0)}
+    )
+    assert table.most_cached([1, 2, 3]) == 2

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -60,6 +61,40 @@ class RayProcess:
                 return False
 
         until(answers, seconds=START_S)
+
+    def _below(self) -> dict[int, str]:
+        """The command lines of all processes below the program."""
+        parents, found = {}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        for pid in parents:
+            above = pid
+            while above not in (0, self.process.pid):
+                above = parents.get(above, 0)
+            if above:
+                with suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return found
+
+    def replicas(self, *deployments: str) -> list[int]:
+        """The processes of the replicas of these deployments."""
+        names = tuple(f"ServeReplica:quire:{name}" for name in deployments)
+        return sorted(
+            pid for pid, line in self._below().items() if line.removeprefix("ray::").startswith(names)
+        )
+
+    @property
+    def address(self) -> str:
+        """Of its Ray: `auto` may find another one of the machine."""
+        (found,) = {
+            word.partition("=")[2]
+            for line in self._below().values()
+            for word in line.split()
+            if word.startswith("--gcs-address=")
+        }
+        return found
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -29,9 +29,10 @@ cluster = typer.Typer(
 
 _HELP = cluster_help()
 _NUMBERS = {
-    "replicas": int, "min_replicas": int, "max_replicas": int, "cpus": float, "gpus": float,
+    "replicas": int, "prefill_replicas": int, "decode_replicas": int, "prefill_min_tokens": int,
+    "min_replicas": int, "max_replicas": int, "cpus": float, "gpus": float,
     "target_requests": float, "target_kv_use": float, "scale_up_seconds": float,
-    "scale_down_seconds": float, "digest_seconds": float,
+    "scale_down_seconds": float, "digest_seconds": float, "hang_seconds": float,
 }  # fmt: skip
 
 Address = Annotated[
@@ -102,10 +103,12 @@ def serve_replicas(arguments: dict[str, Any], address: Address = None) -> None:
         for warning in settings.server.warnings:
             print(f"quire: {warning}", file=sys.stderr)
         count = (
-            f"{settings.replicas} replicas"
+            f"{settings.num_engines} replicas"
             if settings.max_replicas is None
             else f"{settings.min_replicas or 1} to {settings.max_replicas} replicas"
         )
+        if settings.prefill_replicas:
+            count += f" and {settings.prefill_replicas} for prompts"
         print(f"quire: serving {count} on {url} (try {url}/v1/models)", file=sys.stderr, flush=True)
 
     run_cluster(arguments, address, print_ready)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from quire.cluster.prefill_sockets import PrefillSockets
 from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
 from quire.server.settings import ServerLimits, ServerSettings, load_config
@@ -36,6 +37,7 @@ _OF_CONNECTIONS = (
 _OF_ONE_ENGINE = {
     "kv_events": "all replicas would publish on one port; the door's metrics have the figures of each",
     "kv_events_replay": "all replicas would publish on one port",
+    "peer_listen": "all replicas would listen at one address; prefill_replicas has prompts computed apart",
     "profile": "it reports when a command ends, and replicas do not",
 }
 _SERVER_FLAGS = (
@@ -59,6 +61,18 @@ class ClusterSettings:
     engine: EngineConfig
     server: ServerSettings
     replicas: int = setting(1, "Engines to start. Default: 1.")
+    prefill_replicas: int = setting(
+        0,
+        "Engines that only compute prompts, on the machine of the others, which fetch them from their host cache. "
+        "Needs decode_replicas and host_cache. Default: 0.",
+    )
+    decode_replicas: int | None = setting(
+        None, "With --prefill-replicas: engines that generate, in place of --replicas."
+    )
+    prefill_min_tokens: int = setting(
+        256,
+        "Tokens of a prompt that no engine has, from which on a prefill engine computes it first. Default: 256.",
+    )
     min_replicas: int | None = setting(None, "With --max-replicas: the fewest engines. Default: 1.")
     max_replicas: int | None = setting(None, "The most engines; their number then follows the load.")
     cpus: float = setting(
@@ -79,11 +93,15 @@ class ClusterSettings:
     digest_seconds: float = setting(
         0.5, "Seconds between two reports of an engine's blocks to the door. Default: 0.5."
     )
+    hang_seconds: float = setting(
+        30.0,
+        "Seconds without a sign of life after which an engine's requests go to another one. Default: 30.",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "min_replicas", "max_replicas"):
+        for name in ("replicas", "prefill_replicas", "decode_replicas", "min_replicas", "max_replicas"):
             value = getattr(self, name)
-            low = 1
+            low = int(name != "prefill_replicas")
             if value is not None and (type(value) is not int or not low <= value <= _MAX_REPLICAS):
                 raise ArgumentError(
                     f"expected an integer of {low} to {_MAX_REPLICAS}, got {value!r} - in `{name}`"
@@ -96,6 +114,7 @@ class ClusterSettings:
             ("scale_up_seconds", False),
             ("scale_down_seconds", False),
             ("digest_seconds", True),
+            ("hang_seconds", True),
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -118,6 +137,7 @@ class ClusterSettings:
             raise ArgumentError(
                 f"expected a share of at most 1, got {self.target_kv_use!r} - in `target_kv_use`"
             )
+        self._check_prefills()
         for name, reason in _OF_ONE_ENGINE.items():
             default = EngineConfig.__dataclass_fields__[name].default
             if (given := getattr(self.engine, name)) != default:
@@ -128,6 +148,35 @@ class ClusterSettings:
                     f"expected no {name} for replicas, got {given}: Ray Serve's proxy accepts the connections; put a "
                     f"proxy with that limit before it - in `{name}`"
                 )
+
+    def _check_prefills(self) -> None:
+        if type(self.prefill_min_tokens) is not int or self.prefill_min_tokens < 1:
+            raise ArgumentError(
+                f"expected an integer of 1 or more, got {self.prefill_min_tokens!r} - in `prefill_min_tokens`"
+            )
+        if not self.prefill_replicas:
+            if self.decode_replicas is not None:
+                raise ArgumentError(
+                    f"expected prefill_replicas with decode_replicas {self.decode_replicas}, got 0; without them give "
+                    "replicas - in `decode_replicas`"
+                )
+            return
+        if self.decode_replicas is None or self.max_replicas is not None or self.replicas != 1:
+            raise ArgumentError(
+                f"expected decode_replicas with prefill_replicas {self.prefill_replicas}, and neither replicas nor "
+                f"max_replicas, got {self.decode_replicas}, {self.replicas} and {self.max_replicas} - in "
+                "`decode_replicas`"
+            )
+        if self.engine.host_cache is None:
+            raise ArgumentError(
+                "expected host_cache with prefill_replicas, got none: the prompts that they compute are fetched from "
+                "there; give --host-cache SIZE - in `host_cache`"
+            )
+        if self.engine.peers is not None:
+            raise ArgumentError(
+                f"expected no peers with prefill_replicas, got {self.engine.peers!r}: the cluster sets them - "
+                "in `peers`"
+            )
 
     @classmethod
     def from_arguments(
@@ -163,9 +212,24 @@ class ClusterSettings:
         )
 
     @property
+    def num_engines(self) -> int:
+        """Engines that answer, where their number does not follow the load."""
+        return self.replicas if self.decode_replicas is None else self.decode_replicas
+
+    @property
     def most_replicas(self) -> int:
-        """The most engines that it can come to."""
-        return self.replicas if self.max_replicas is None else self.max_replicas
+        """The most engines that it can come to, with those for prompts."""
+        return self.prefill_replicas + (self.num_engines if self.max_replicas is None else self.max_replicas)
+
+    def config_of_engine(self, sockets: PrefillSockets) -> EngineConfig:
+        """The options of an engine that answers: it fetches prompts, if there are prefill replicas."""
+        return (
+            replace(self.engine, peers=",".join(sockets.addresses)) if self.prefill_replicas else self.engine
+        )
+
+    def config_of_prefill(self, sockets: PrefillSockets) -> EngineConfig:
+        """The options of a prefill replica, which takes one of the sockets."""
+        return replace(self.engine, cache_write="through", peer_listen=sockets.take())
 
 
 def cluster_help() -> dict[str, str]:

@@ -6,13 +6,15 @@
     the administrator's calls       to all replicas; the answer has one entry for each
     /metrics                        of all replicas, with the label `replica`, and the door's own
 
-It knows nothing of Ray: `send` carries a request to the replica that the ticket's ranking names.
+It knows nothing of Ray: a `ReplicaGroup` carries a request to the replica that the ticket's ranking names.
 
 Invariants
     G1  a request goes to another replica after its own was lost, unless a byte of its answer was sent on. An answer
         that is no stream is sent on whole.
-    G2  a stream whose replica is lost ends with an error event in its API's form.
-    G3  the door checks no key: the replicas do, and the door reads no prompt of a request without a known one.
+    G2  a stream whose replica is lost goes on at another one behind the events that were sent, if it has a
+        `StreamStart`; else it ends with an error event in its API's form.
+    G3  a prompt that no prefill replica computes, or that cannot be fetched there, is computed by the one that answers.
+    G4  the door checks no key: the replicas do, and the door reads no prompt of a request without a known one.
 
 Cost: for a prompt, its tokens; two hops of Ray Serve.
 """
@@ -24,21 +26,22 @@ import re
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from quire.cluster.prompt_keys import PromptKeys, RoutedPrompt
-from quire.cluster.replica_server import AnswerEnd, AnswerHead, AnswerPart, CarriedRequest
-from quire.cluster.route_table import RouteTable
+from quire.cluster.replica_group import BegunReply, ReplicaGroup, ReplicaLostError
+from quire.cluster.replica_server import AnswerEnd, AnswerHead, CarriedRequest, OutputEvents
 from quire.server.api_errors import ApiError, error_form, json_answer
 from quire.server.http.sse import DONE, event
 from quire.server.prompt_tokens import GENERATING_PATHS
 
-__all__ = ["Door", "ReplicaLostError"]
+__all__ = ["Door"]
 
 _MAX_TRIES = 4  # replicas that one request may be sent to
 _MAX_PLACES = 1 << 16  # stored objects and sessions whose replica is remembered
@@ -50,23 +53,33 @@ _OF_ALL = {("POST", f"/admin/{name}") for name in ("pins", "drop", "resize", "ex
 _OF_ALL |= {("GET", "/admin/report")}
 _OF_ONE_ENGINE = re.compile(r"/(window/.*|favicon\.ico)?")  # the live page
 _ENDED_BY_DONE = ("/v1/chat/completions", "/v1/completions", "/quire/conversations/")
+_COMMENT = b":"  # begins a comment between two events
+_ID_HEADER = b"x-request-id"
+# Headers that say something of the request's own body and answer.
+_OF_ITS_BODY = (
+    b"content-type", b"content-length", b"content-encoding", b"x-request-id", b"x-session-id", b"x-cache-report",
+)  # fmt: skip
 _HOP_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade")
-
-Send = Callable[[CarriedRequest, int], AsyncGenerator[AnswerPart, None]]
-
-
-class ReplicaLostError(Exception):
-    """The replica of a request has ended, or cannot be reached."""
 
 
 class Door:
-    """send: the parts of the answer to a request with a ticket of `table`. It raises ReplicaLostError, and names the
-    replica in `table.note_sent`. max_body_bytes: of a request."""
+    """engines: those that answer. max_body_bytes: of a request. prefills: those that compute prompts before, of
+    `prefill_min_tokens` unknown tokens and more; None without any. They share the engines' metrics."""
 
-    def __init__(self, table: RouteTable, keys: PromptKeys, send: Send, max_body_bytes: int) -> None:
-        self._table = table
+    def __init__(
+        self,
+        engines: ReplicaGroup,
+        keys: PromptKeys,
+        max_body_bytes: int,
+        prefills: ReplicaGroup | None = None,
+        prefill_min_tokens: int = 0,
+    ) -> None:
+        self._engines = engines
+        self._table = engines.table
+        self._groups = [engines] if prefills is None else [engines, prefills]
+        self._prefills = prefills
+        self._prefill_min_tokens = prefill_min_tokens
         self._keys = keys
-        self._send = send
         self._max_body_bytes = max_body_bytes
         self._places: OrderedDict[tuple[str, str], str] = OrderedDict()  # the replica of an object
 
@@ -104,6 +117,8 @@ class Door:
             return await self._stored(carried, prompt.stored)
         if prompt.fallback is not None:
             self._table.metrics.fallbacks.labels(prompt.fallback).inc()
+        if self._prefills is not None:
+            await self._prefill(self._prefills, carried, prompt)
         session = request.headers.get("x-session-id")
         place = None if session is None else ("v1/sessions", session)
         return await self._forward(carried, prompt, place=place)
@@ -120,6 +135,20 @@ class Door:
                 )
         return bytes(body)
 
+    async def _prefill(self, prefills: ReplicaGroup, carried: CarriedRequest, prompt: RoutedPrompt) -> None:
+        """Has the prompt computed, so that the engine that answers can fetch it. If that fails, it computes it."""
+        num_known = self._table.most_cached(prompt.block_keys) * self._table.block_tokens
+        if not prompt.block_keys or prompt.num_tokens - num_known < self._prefill_min_tokens:
+            return
+        outcome, lost = "lost", set[str]()
+        try:
+            begun = await prefills.begin(_prefill_of(carried, prompt), prompt, lost)
+            await prefills.whole(begun, lost)
+            outcome = "computed" if begun.head.status == 200 else "refused"
+        except ReplicaLostError:
+            pass
+        self._table.metrics.prefills.labels(outcome).inc()
+
     # -- one replica -----------------------------------------------------------------------------------
 
     async def _forward(
@@ -129,36 +158,28 @@ class Door:
         *,
         wanted: str | None = None,
         place: tuple[str, str] | None = None,
+        group: ReplicaGroup | None = None,
     ) -> Response:
-        """The answer of one replica. place: the object that this replica then has. *raises:* ReplicaLostError: the
-        wanted one is gone."""
-        prompt = prompt or RoutedPrompt()
+        """The answer of one replica. place: the object that this replica then has. group: the wanted one's.
+        *raises:* ReplicaLostError: the wanted one is gone."""
+        prompt, group = prompt or RoutedPrompt(), group or self._engines
         lost: set[str] = set()
         for _ in range(_MAX_TRIES):
-            ticket = self._table.open(prompt.block_keys, prompt.num_tokens, wanted, lost)
-            parts = self._send(carried, ticket)
             try:
-                head = await _head_of(parts)
-                if wanted is not None and head.replica != wanted:
-                    raise ReplicaLostError(wanted)
+                begun = await group.begin(carried, prompt, lost, wanted)
+                head = begun.head
                 if place is not None and head.status < 400:
                     self._remember(place, head.replica)
                 if _is_stream(head):
-                    stream = StreamingResponse(self._stream(carried, parts, ticket), head.status)
-                    weakref.finalize(stream, self._table.close, ticket)  # of one that is never begun
+                    events = self._stream(carried, prompt, begun, lost, wanted, place)
+                    stream = StreamingResponse(events, head.status)
+                    weakref.finalize(stream, group.table.close, begun.ticket)  # of one that is never begun
                     return _with_headers(stream, head, keeps_length=False)
-                body = await self._whole(parts, ticket)
-                return _with_headers(Response(body, head.status), head)
+                return _with_headers(Response(await group.whole(begun, lost), head.status), head)
             except ReplicaLostError:
-                if (name := self._table.replica_of(ticket)) is not None:
-                    lost.add(name)
-                await self._give_up(parts, ticket)
                 if wanted is not None:
                     raise
                 self._table.metrics.retries.inc()
-            except BaseException:
-                await self._give_up(parts, ticket)
-                raise
         raise ApiError(
             503,
             f"expected a replica that answers, got {_MAX_TRIES} that were lost on this request; try again",
@@ -166,37 +187,67 @@ class Door:
             retry_after_s=5,
         )
 
-    async def _give_up(self, parts: AsyncGenerator[AnswerPart, None], ticket: int) -> None:
-        self._table.close(ticket)
-        await parts.aclose()
-
-    async def _whole(self, parts: AsyncGenerator[AnswerPart, None], ticket: int) -> bytes:
-        body, num_cached = bytearray(), None
-        async for part in parts:
-            if isinstance(part, bytes):
-                body += part
-            elif isinstance(part, AnswerEnd):
-                num_cached = part.num_cached_tokens
-        self._table.close(ticket, num_cached)
-        return bytes(body)
+    # -- streams -----------------------------------------------------------------------------------------
 
     async def _stream(
-        self, carried: CarriedRequest, parts: AsyncGenerator[AnswerPart, None], ticket: int
+        self,
+        carried: CarriedRequest,
+        prompt: RoutedPrompt,
+        begun: BegunReply | None,
+        lost: set[str],
+        wanted: str | None,
+        place: tuple[str, str] | None,
     ) -> AsyncGenerator[bytes, None]:
-        num_cached = None
-        try:
-            async with aclosing(parts):
-                async for part in parts:
-                    if isinstance(part, bytes):
-                        self._table.note_first_byte(ticket)
-                        yield part
-                    elif isinstance(part, AnswerEnd):
-                        num_cached = part.num_cached_tokens
-        except ReplicaLostError:
-            self._table.metrics.broken.inc()
-            yield _error_event(carried)
-        finally:
-            self._table.close(ticket, num_cached)
+        """The events, from one replica after the other (G2)."""
+        assert begun is not None
+        start = begun.head.start
+        carried = _with_id_of(carried, begun.head)
+        while begun is not None:
+            num_cached, is_over, has_unknown = None, False, False
+            try:
+                async with aclosing(begun.parts) as parts:
+                    async for part in parts:
+                        if isinstance(part, AnswerEnd):
+                            num_cached = part.num_cached_tokens
+                        elif isinstance(part, OutputEvents):
+                            if start is not None:
+                                start = replace(start, token_ids=start.token_ids + part.token_ids)
+                            is_over = part.is_last
+                            self._table.note_first_byte(begun.ticket)
+                            yield part.events
+                        elif isinstance(part, bytes) and part:
+                            has_unknown = has_unknown or not part.startswith(_COMMENT)
+                            self._table.note_first_byte(begun.ticket)
+                            yield part
+                return
+            except ReplicaLostError:
+                if (name := self._table.replica_of(begun.ticket)) is not None:
+                    lost.add(name)
+            finally:
+                self._table.close(begun.ticket, num_cached)
+            if is_over:
+                return
+            begun = None
+            if wanted is None and not has_unknown:
+                begun = await self._continue(replace(carried, continued=start), prompt, lost)
+            if begun is not None:
+                self._table.metrics.continued.inc()
+                if place is not None:
+                    self._remember(place, begun.head.replica)
+        self._table.metrics.broken.inc()
+        yield _error_event(carried)
+
+    async def _continue(
+        self, carried: CarriedRequest, prompt: RoutedPrompt, lost: set[str]
+    ) -> BegunReply | None:
+        """A stream's continuation, or a stream without an event from its beginning; None if no replica takes it."""
+        for _ in range(_MAX_TRIES):
+            with suppress(ReplicaLostError):
+                begun = await self._engines.begin(carried, prompt, lost)
+                if begun.head.status == 200 and _is_stream(begun.head):
+                    return begun
+                await self._engines.give_up(begun.parts, begun.ticket, lost)
+        return None
 
     # -- stored objects --------------------------------------------------------------------------------
 
@@ -226,9 +277,11 @@ class Door:
 
     async def _each(self, carried: CarriedRequest) -> list[tuple[str, Response]]:
         answers = []
-        for name in await self._names():
-            with suppress(ReplicaLostError):
-                answers.append((name, await self._forward(carried, wanted=name)))
+        await self._names()
+        for group in self._groups:
+            for name in group.table.names:
+                with suppress(ReplicaLostError):
+                    answers.append((name, await self._forward(carried, wanted=name, group=group)))
         return answers
 
     async def _list(self, carried: CarriedRequest) -> Response:
@@ -261,7 +314,9 @@ class Door:
             if answer.status_code != 200:
                 return answer
             pages[name] = bytes(answer.body).decode()
-        page = self._table.metrics.render(pages, self._table.digest_ages(time.time()))
+        now = time.time()
+        ages = {name: age for group in self._groups for name, age in group.table.digest_ages(now).items()}
+        page = self._table.metrics.render(pages, ages)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -283,11 +338,22 @@ def _plain(headers: Iterable[Sequence[bytes]]) -> Iterable[Sequence[bytes]]:
     return (pair for pair in headers if pair[0] not in _HOP_HEADERS)
 
 
-async def _head_of(parts: AsyncGenerator[AnswerPart, None]) -> AnswerHead:
-    async for part in parts:
-        assert isinstance(part, AnswerHead)
-        return part
-    raise ReplicaLostError("the answer has no beginning")
+def _prefill_of(carried: CarriedRequest, prompt: RoutedPrompt) -> CarriedRequest:
+    """The request, of the same client, that only computes the prompt."""
+    body: dict[str, Any] = {"prompt": prompt.token_ids, "max_tokens": 0}
+    if prompt.cache_salt is not None:
+        body["cache_salt"] = prompt.cache_salt
+    headers = [pair for pair in carried.headers if pair[0] not in _OF_ITS_BODY]
+    headers.append((b"content-type", b"application/json"))
+    return replace(
+        carried, path="/v1/completions", query=b"", headers=tuple(headers), body=json.dumps(body).encode()
+    )
+
+
+def _with_id_of(carried: CarriedRequest, head: AnswerHead) -> CarriedRequest:
+    """The request with the id that its answer has."""
+    others = (pair for pair in carried.headers if pair[0] != _ID_HEADER)
+    return replace(carried, headers=(*others, *(pair for pair in head.headers if pair[0] == _ID_HEADER)))
 
 
 def _is_stream(head: AnswerHead) -> bool:

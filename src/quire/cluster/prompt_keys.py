@@ -8,6 +8,7 @@ Cost: the template and the tokenizer in a thread; 1 us for each block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,14 @@ __all__ = ["PromptKeys", "RoutedPrompt"]
 class RoutedPrompt:
     """block_keys: of the prompt's full blocks. num_tokens: 0 where they are not known; fallback: then the reason, of
     `router_metrics.FALLBACKS`, or None if there is nothing to know. stored: the kind and id of the stored
-    content that it continues, which one replica has."""
+    content that it continues, which one replica has. token_ids, cache_salt: of the prompt."""
 
     block_keys: tuple[int, ...] = ()
     num_tokens: int = 0
     fallback: str | None = None
     stored: tuple[str, str] | None = None
+    token_ids: Sequence[int] = ()
+    cache_salt: str | None = None
 
 
 class PromptKeys:
@@ -67,7 +70,12 @@ class PromptKeys:
             return RoutedPrompt(num_tokens=len(prompt.token_ids), fallback="no_digest")
         namespace = self._namespace(tenant, prompt.cache_salt)
         hashes = block_hashes(namespace, np.array(prompt.token_ids, np.int32), None, block_tokens)
-        return RoutedPrompt(tuple(map(block_number, hashes)), len(prompt.token_ids))
+        return RoutedPrompt(
+            tuple(map(block_number, hashes)),
+            len(prompt.token_ids),
+            token_ids=prompt.token_ids,
+            cache_salt=prompt.cache_salt,
+        )
 
     def _namespace(self, tenant: ApiTenant, cache_salt: str | None) -> bytes:
         name = tenant.in_engine or ""

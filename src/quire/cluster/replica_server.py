@@ -3,6 +3,10 @@
 `answer` runs the application on a request and yields its answer in parts, so that every route, field and error is that
 of `quire serve`. It knows nothing of Ray.
 
+A stream that another replica could continue (`quire.server.stream_progress`) comes in parts with their tokens: the
+events of one output of the engine together, the last of them with all that follows. So a client has all of an output's
+events or none. While nothing comes, an empty part each `_ALIVE_S` says that the replica lives.
+
 Cost: a task and a queue for each request; a part for each event of a stream.
 """
 
@@ -16,22 +20,27 @@ from typing import Any, TypeAlias
 
 from quire.cluster.block_digest import BlockDigest
 from quire.cluster.cluster_settings import ClusterSettings
+from quire.config import EngineConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.server.app import create_app
 from quire.server.http.request_log import RequestRecord, current_request
 from quire.server.run import log_requests_to_stderr
+from quire.server.stream_progress import CONTINUABLE_PATHS, StreamProgress, StreamStart
 from quire.server.warm_prompts import compute_all
 
-__all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "ReplicaServer"]
+__all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "OutputEvents", "ReplicaServer"]
 
 _MAX_QUEUED = 64  # parts of an answer that wait to be taken
+_ALIVE_S = 1.0
+_MAX_FLUSH_S = 2.0  # in which a computed prompt is in the host cache
 
 
 @dataclass(frozen=True)
 class CarriedRequest:
     """An HTTP request with its whole body, as the door sends it. path: decoded. headers: names in lower case. client:
-    (address, port), None where it is unknown."""
+    (address, port), None where it is unknown. continued: the stream that a lost replica began; its events
+    are left out of the answer."""
 
     method: str
     path: str
@@ -40,15 +49,26 @@ class CarriedRequest:
     client: tuple[str, int] | None
     body: bytes = b""
     scheme: str = "http"
+    continued: StreamStart | None = None
 
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """replica: the name of the one that answers."""
+    """replica: the name of the one that answers. start: of a stream that another replica can continue."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     replica: str
+    start: StreamStart | None = None
+
+
+@dataclass(frozen=True)
+class OutputEvents:
+    """events: of these tokens, whole. is_last: all that is left of the answer."""
+
+    events: bytes
+    token_ids: tuple[int, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,17 +78,19 @@ class AnswerEnd:
     num_cached_tokens: int | None
 
 
-AnswerPart: TypeAlias = AnswerHead | bytes | AnswerEnd
-"""First the head, then pieces of the body, each whole as the application sent it, then the end."""
+AnswerPart: TypeAlias = AnswerHead | bytes | OutputEvents | AnswerEnd
+"""First the head, then pieces of the body, each whole as the application sent it, then the end. An empty piece may come
+anywhere."""
 
 
 class ReplicaServer:
-    """Opens the engine. name: the replica's. *raises:* as `LLM` and `create_app`."""
+    """Opens the engine. name: the replica's. config: its options, by default those of the settings; with `peer_listen`
+    an answer ends when peers can fetch its prompt. *raises:* as `LLM` and `create_app`."""
 
-    def __init__(self, settings: ClusterSettings, name: str) -> None:
+    def __init__(self, settings: ClusterSettings, name: str, config: EngineConfig | None = None) -> None:
         self.name = name
         self._target_kv_use = settings.target_kv_use
-        config = settings.engine
+        config = config or settings.engine
         if config.num_threads is None:
             config = replace(config, num_threads=max(1, int(settings.cpus)))
         self._llm = LLM(config=config)
@@ -128,6 +150,15 @@ class ReplicaServer:
         is_gone = asyncio.Event()
         bodies = [request.body]
         record: RequestRecord | None = None
+        written = bytearray()  # events of the output that is being written
+
+        async def when_written(token_ids: tuple[int, ...]) -> None:
+            await parts.put(OutputEvents(bytes(written), token_ids))
+            written.clear()
+
+        progress: StreamProgress | None = None
+        if request.method == "POST" and request.path in CONTINUABLE_PATHS:
+            progress = StreamProgress(request.continued, when_written)
 
         async def receive() -> dict[str, Any]:
             if bodies:
@@ -140,32 +171,50 @@ class ReplicaServer:
             record = current_request()
             if message["type"] == "http.response.start":
                 headers = tuple((bytes(name), bytes(value)) for name, value in message.get("headers", ()))
-                await parts.put(AnswerHead(message["status"], headers, self.name))
+                start = None if progress is None else progress.start
+                await parts.put(AnswerHead(message["status"], headers, self.name, start))
             elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
-                await parts.put(bytes(body))
+                if progress is None or not (progress.is_writing or progress.is_dropped):
+                    await parts.put(bytes(body))
+                elif not progress.is_dropped:
+                    written.extend(body)
 
         async def run() -> None:
             try:
-                await self._app(_scope_of(request), receive, send)
+                await self._app({**_scope_of(request), "quire.progress": progress}, receive, send)
+                if written:
+                    await parts.put(OutputEvents(bytes(written), is_last=True))
             finally:
                 if not is_gone.is_set():
                     await parts.put(None)
 
         task = asyncio.create_task(run())
         try:
-            while (part := await parts.get()) is not None:
+            while (part := await _next_of(parts)) is not None:
                 yield part
             await task  # raises the error of an answer that broke off
             if record is None or record.num_prompt_tokens is None:
                 yield AnswerEnd(None)
-            else:
-                yield AnswerEnd(record.num_cached_tokens)
+                return
+            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+                await asyncio.to_thread(tiers.stack.flush, _MAX_FLUSH_S)
+            yield AnswerEnd(record.num_cached_tokens)
         finally:
             is_gone.set()
             if not task.done():
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
+
+
+async def _next_of(parts: asyncio.Queue[AnswerPart | None]) -> AnswerPart | None:
+    """The next part, an empty one if none comes in time."""
+    try:
+        return parts.get_nowait()
+    except asyncio.QueueEmpty:
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(parts.get(), _ALIVE_S)
+        return b""
 
 
 def _scope_of(request: CarriedRequest) -> dict[str, Any]:

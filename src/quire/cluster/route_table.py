@@ -27,12 +27,13 @@ from typing import Any
 
 from quire.cluster.block_digest import unpacked_digest
 from quire.cluster.routed_blocks import HISTORY_S, RecentWork, RoutedBlocks
-from quire.cluster.router import ReplicaLoad, RouteCosts, rank_replicas
+from quire.cluster.router import ReplicaLoad, RouteCosts, num_cached_blocks, rank_replicas
 from quire.cluster.router_metrics import RouterMetrics
 
-__all__ = ["TABLE", "RouteTable"]
+__all__ = ["ENGINES", "PREFILLS", "TABLES", "RouteTable"]
 
 _FIRST_TOKEN_S = 0.0005  # seconds of a prompt's token before one was measured
+_SILENT_S = 60.0  # a replica that hung comes last for this long
 _NEWEST = 0.2  # weight of a new measurement
 _MIN_MEASURED = 32  # tokens of a prompt that a measurement of a token's seconds needs
 
@@ -58,15 +59,20 @@ class _Replica:
         self.open: dict[int, _OpenRequest] = {}
         self.max_running = 1
         self.digest_made_at: float | None = None
+        self.silent_until = 0.0
 
 
 class RouteTable:
-    """See the module's text. clock: monotonic seconds. load_s: as of `RouteCosts`."""
+    """See the module's text. clock: monotonic seconds. load_s: as of `RouteCosts`. metrics: of another table, to
+    share."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, load_s: Mapping[str, float] | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        load_s: Mapping[str, float] | None = None,
+        metrics: RouterMetrics | None = None,
     ) -> None:
-        self.metrics = RouterMetrics()
+        self.metrics = metrics or RouterMetrics()
         self.block_tokens = 0  # 0: no replica has reported its size of a block
         self._clock = clock
         self._load_s = load_s or {}
@@ -110,7 +116,8 @@ class RouteTable:
             ranked = rank_replicas(keys, num_tokens, max(1, self.block_tokens), loads, costs)
             if request is None:
                 return [replica.name for replica in ranked]
-            order = sorted(ranked, key=lambda one: (one.name != request.wanted, one.name in request.excluded))
+            last = {*request.excluded, *(name for name in names if self._replicas[name].silent_until > now)}
+            order = sorted(ranked, key=lambda one: (one.name != request.wanted, one.name in last))
             request.predicted = {one.name: (one.num_cached_blocks, one.work_s) for one in order}
             self._take_back(ticket, request)
             self._place(ticket, request, order[0].name, now)  # the next ranking counts it
@@ -168,6 +175,12 @@ class RouteTable:
                     else self._token_s + _NEWEST * (measured - self._token_s)
                 )
 
+    def note_silent(self, name: str) -> None:
+        """The replica hangs: for a time it is tried behind the others."""
+        with self._lock:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.silent_until = self._clock() + _SILENT_S
+
     def close(self, ticket: int, num_cached_tokens: int | None = None) -> None:
         """The request has ended. num_cached_tokens: of its prompt, as the engine found them; None if it did not say,
         as after a failure."""
@@ -189,6 +202,12 @@ class RouteTable:
         with self._lock:
             request = self._requests.get(ticket)
             return None if request is None else request.replica
+
+    def most_cached(self, block_keys: Sequence[int]) -> int:
+        """The most of the prompt's first blocks that a replica is taken to have."""
+        with self._lock:
+            blocks = [replica.blocks for replica in self._replicas.values()]
+            return max((num_cached_blocks(block_keys, one) for one in blocks), default=0)
 
     @property
     def names(self) -> list[str]:
@@ -239,5 +258,7 @@ class RouteTable:
         return ReplicaLoad(name, waiting_s + answering_s, replica.work.seconds(now), replica.blocks)
 
 
-TABLE = RouteTable()
-"""The table of a door's process."""
+ENGINES = RouteTable()
+PREFILLS = RouteTable(metrics=ENGINES.metrics)
+TABLES = {"engine": ENGINES, "prefill": PREFILLS}
+"""The tables of a door's process, by the name of the replicas' deployment."""

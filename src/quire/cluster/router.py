@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["BlockTiers", "RankedReplica", "ReplicaLoad", "RouteCosts", "rank_replicas"]
+__all__ = ["BlockTiers", "RankedReplica", "ReplicaLoad", "RouteCosts", "num_cached_blocks", "rank_replicas"]
 
 
 class BlockTiers(Protocol):
@@ -99,6 +99,11 @@ def rank_replicas(
     )
 
 
+def num_cached_blocks(block_keys: Sequence[int], blocks: BlockTiers) -> int:
+    """How many of a prompt's first blocks are there, by bisection."""
+    return bisect_left(block_keys, True, key=lambda key: blocks.get(key) is None)
+
+
 def _rated(
     block_keys: Sequence[int],
     num_tokens: int,
@@ -116,12 +121,12 @@ def _rated(
 def _cached(
     block_keys: Sequence[int], block_tokens: int, blocks: BlockTiers, load_s: Mapping[str, float]
 ) -> tuple[int, float]:
-    """How many of the first blocks the replica has, by bisection, and the seconds to load those from their tiers.
+    """How many of the first blocks the replica has, and the seconds to load those from their tiers.
 
     Tiers lie one behind the other along a prompt: a tail is evicted before its head. So the tier of each stretch is
     found by bisection too.
     """
-    num_cached = bisect_left(block_keys, True, key=lambda key: blocks.get(key) is None)
+    num_cached = num_cached_blocks(block_keys, blocks)
     seconds, start = 0.0, 0
     while load_s and start < num_cached:
         tier = blocks.get(block_keys[start]) or ""

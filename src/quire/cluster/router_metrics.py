@@ -51,6 +51,14 @@ class RouterMetrics:
         self.broken = self._counter(
             "broken_streams", "Streams that ended with an error because their replica was lost.", []
         )
+        self.continued = self._counter(
+            "continued_streams", "Streams that went on at another replica because theirs was lost.", []
+        )
+        self.prefills = self._counter(
+            "prefills",
+            "Prompts sent to a prefill replica, by outcome: computed, refused or lost.",
+            ["outcome"],
+        )
         self.digest_age = Gauge(
             "quire:router_digest_age_seconds",
             "Time since the replica's newest digest.",

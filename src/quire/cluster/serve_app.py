@@ -4,6 +4,7 @@
 `ClusterSettings.from_arguments`.
 
     client -> Serve's HTTP proxy -> DoorDeployment -> EngineDeployment, one of several
+                                                   -> EngineDeployment "prefill", before a long prompt
 
 Needs ray[serve] (`quire-kv[cluster]`).
 """
@@ -25,10 +26,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.cluster.cluster_settings import ClusterSettings
-from quire.cluster.door import Door, ReplicaLostError
+from quire.cluster.door import Door
+from quire.cluster.prefill_sockets import PrefillSockets
 from quire.cluster.prompt_keys import PromptKeys
+from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError, Send
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
-from quire.cluster.route_table import TABLE
+from quire.cluster.route_table import ENGINES, PREFILLS
 from quire.weights.load import load_tokenizer
 
 __all__ = ["DoorDeployment", "EngineDeployment", "build"]
@@ -47,11 +50,17 @@ def _settings_of(arguments: Mapping[str, Any], secret: bytes) -> ClusterSettings
 
 
 class EngineDeployment:
-    """A replica. arguments: of `build`. secret: the tenants', where the file has none."""
+    """A replica. arguments: of `build`. secret: the tenants', where the file has none. is_prefill: it only computes
+    prompts."""
 
-    async def __init__(self, arguments: Mapping[str, Any], secret: bytes) -> None:  # pyright: ignore[reportGeneralTypeIssues]
+    async def __init__(  # pyright: ignore[reportGeneralTypeIssues]
+        self, arguments: Mapping[str, Any], secret: bytes, is_prefill: bool = False
+    ) -> None:
         name = serve.get_replica_context().replica_id.unique_id
-        self._server = ReplicaServer(_settings_of(arguments, secret), name)
+        settings = _settings_of(arguments, secret)
+        sockets = PrefillSockets(secret, settings.prefill_replicas)
+        config = settings.config_of_prefill(sockets) if is_prefill else settings.config_of_engine(sockets)
+        self._server = ReplicaServer(settings, name, config)
         self._server.begin_warming()
 
     async def answer(self, request: CarriedRequest, ticket: int) -> AsyncGenerator[AnswerPart, None]:
@@ -74,17 +83,28 @@ class EngineDeployment:
 
 
 class DoorDeployment:
-    """The door. engines: the handle of the replicas."""
+    """The door. engines, prefills: the handles of the replicas."""
 
-    def __init__(self, engines: DeploymentHandle, arguments: Mapping[str, Any], secret: bytes) -> None:
+    def __init__(
+        self,
+        engines: DeploymentHandle,
+        arguments: Mapping[str, Any],
+        secret: bytes,
+        prefills: DeploymentHandle | None = None,
+    ) -> None:
         settings = _settings_of(arguments, secret)
         config = settings.engine
         tokenizer = load_tokenizer(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        self._engines = engines.options(stream=True)
         keys = PromptKeys(tokenizer, settings.server)
-        self._door = Door(TABLE, keys, self._send, settings.server.limits.max_body_bytes)
+        self._door = Door(
+            ReplicaGroup(ENGINES, _sender(engines), settings.hang_seconds),
+            keys,
+            settings.server.limits.max_body_bytes,
+            None if prefills is None else ReplicaGroup(PREFILLS, _sender(prefills), settings.hang_seconds),
+            settings.prefill_min_tokens,
+        )
 
     async def __call__(self, request: Request) -> Response:
         answer = await self._door.answer(request)
@@ -92,8 +112,13 @@ class DoorDeployment:
         answer.raw_headers = [pair for pair in answer.raw_headers if pair[0] != b"x-request-id"]
         return answer
 
-    async def _send(self, request: CarriedRequest, ticket: int) -> AsyncGenerator[AnswerPart, None]:
-        parts: Any = self._engines.answer.remote(request, ticket=ticket)
+
+def _sender(replicas: DeploymentHandle) -> Send:
+    """Sends requests to the replicas of a handle."""
+    handle = replicas.options(stream=True)
+
+    async def send(request: CarriedRequest, ticket: int) -> AsyncGenerator[AnswerPart, None]:
+        parts: Any = handle.answer.remote(request, ticket=ticket)
         is_over = False
         try:
             async for part in parts:
@@ -107,12 +132,14 @@ class DoorDeployment:
                 with suppress(Exception):
                     parts.cancel()
 
+    return send
+
 
 def build(arguments: dict[str, Any]) -> serve.Application:
     """The application. *raises:* ArgumentError: as `ClusterSettings.from_arguments`."""
     settings = ClusterSettings.from_arguments(arguments)
     secret = secrets.token_bytes(32)
-    scaling: dict[str, Any] = {"num_replicas": settings.replicas}
+    scaling: dict[str, Any] = {"num_replicas": settings.num_engines}
     if settings.max_replicas is not None:
         policy = AutoscalingPolicy(policy_function="quire.cluster.scaling:desired_replicas")
         scaling = {
@@ -125,9 +152,28 @@ def build(arguments: dict[str, Any]) -> serve.Application:
                 policy=policy,
             )
         }
-    engines = serve.deployment(
+    engines = _deployment("engine", settings, scaling).bind(arguments, secret)
+    prefills: list[serve.Application] = []
+    if settings.prefill_replicas:
+        number = {"num_replicas": settings.prefill_replicas}
+        prefills = [_deployment("prefill", settings, number).bind(arguments, secret, is_prefill=True)]
+    door = serve.deployment(
+        DoorDeployment,
+        name="door",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MAX_OPEN,
+        graceful_shutdown_timeout_s=settings.server.drain_seconds,
+        logging_config=_LOGGING,
+    )
+    return door.bind(engines, arguments, secret, *prefills)
+
+
+def _deployment(name: str, settings: ClusterSettings, scaling: Mapping[str, Any]) -> serve.Deployment:
+    """A deployment of engines; its name is that of their table."""
+    return serve.deployment(
         EngineDeployment,
-        name="engine",
+        name=name,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         max_ongoing_requests=_MAX_OPEN,
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -140,13 +186,3 @@ def build(arguments: dict[str, Any]) -> serve.Application:
         ),
         **scaling,
     )
-    door = serve.deployment(
-        DoorDeployment,
-        name="door",
-        num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=_MAX_OPEN,
-        graceful_shutdown_timeout_s=settings.server.drain_seconds,
-        logging_config=_LOGGING,
-    )
-    return door.bind(engines.bind(arguments, secret), arguments, secret)

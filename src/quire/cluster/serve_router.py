@@ -1,7 +1,7 @@
 """`QuireRouter`: Ray Serve's request router over the `RouteTable` that the door of the same process has.
 
-Serve makes a router in each process that has a handle of the replicas; of a cluster that is the door alone. Calls of
-the handle have the ticket as keyword `ticket`. `routing_stats` of a replica is its newest report (`routing_stats`).
+Serve makes a router for each deployment in each process that has a handle of it; of a cluster that is the door alone.
+Calls of the handle have the ticket as keyword `ticket`. `routing_stats` of a replica is its newest report.
 
 Serve pickles this class by value, its globals too: the table is reached through its module, which is not copied.
 
@@ -10,11 +10,14 @@ Needs ray[serve] (`quire-kv[cluster]`). Ray calls its router API alpha: nothing 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica  # pyright: ignore[reportMissingImports]
 
 from quire.cluster import route_table
+
+if TYPE_CHECKING:
+    from quire.cluster.route_table import RouteTable
 
 __all__ = ["QuireRouter"]
 
@@ -22,9 +25,13 @@ __all__ = ["QuireRouter"]
 class QuireRouter(RequestRouter):
     """Tries the replicas in the table's order."""
 
+    @property
+    def _table(self) -> RouteTable:
+        return route_table.TABLES[self._deployment_id.name]
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        route_table.TABLE.set_replicas(
+        self._table.set_replicas(
             {replica.replica_id.unique_id: replica.routing_stats or {} for replica in replicas}
         )
 
@@ -35,12 +42,10 @@ class QuireRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # between two rounds, else Serve spins
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [
-            [by_name[name]] for name in route_table.TABLE.rank(_ticket_of(pending_request), list(by_name))
-        ]
+        return [[by_name[name]] for name in self._table.rank(_ticket_of(pending_request), list(by_name))]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        route_table.TABLE.note_sent(_ticket_of(pending_request), replica_id.unique_id)
+        self._table.note_sent(_ticket_of(pending_request), replica_id.unique_id)
 
 
 def _ticket_of(request: PendingRequest) -> int:

@@ -76,7 +76,9 @@ def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of a request that has begun, the last one `finished`. Closing it before that aborts the request.
 
-    max_unread: unread outputs at which the engine pauses the request until half of them have been read.
+    max_unread: unread outputs at which the engine pauses the request until half of them have been read. seed: of its
+    draws, once it has begun. drawn: the output of the tokens of `RequestOptions.begun`, which the iteration
+    leaves out; None without any.
     *raises* in the iteration: the error of the request, or the one that stopped the engine.
     """
 
@@ -90,6 +92,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.request_id = request_id
         self.queue = Queue(when_ended)
         self.unread = FlowControl(max_unread)
+        self.seed: int | None = None
+        self.drawn: RequestOutput | None = None
         self._engine = engine
         self._ended = False
 
@@ -304,6 +308,7 @@ class AsyncEngine(EngineHandle):
             submit()
             for stream in streams:
                 driver.expect(stream.request_id, sink, ticket=stream.queue, unread=stream.unread)
+                stream.seed, stream.drawn = self.engine.start_of(stream.request_id)
 
         self._requests |= {stream.queue: (stream.request_id, sink) for stream in streams}
         try:

@@ -237,6 +237,12 @@ class Engine:
             self.scheduler.add(request)
             self.pins.touch(request.prompt_token_ids, **request.key.content)
 
+    def start_of(self, request_id: str) -> tuple[int, RequestOutput | None]:
+        """Of a queued request: the seed of its draws, and the output of the tokens that were drawn before, None without
+        any. Later outputs of deltas do not repeat that one."""
+        request = self.scheduler.requests[request_id]
+        return request.seed, self._outputs.so_far(request) if request.sequences[0].output_ids else None
+
     def fork(
         self,
         request_id: str,
@@ -279,6 +285,7 @@ class Engine:
             params=params,
             request_id=new_request_id,
             stream=parent.stream if stream is None else stream,
+            begun=None,
         )
         prompt = Prompt(None, sequence.token_ids())
         child = self._validator.request(prompt, options, key=parent.key, rules=rules)

@@ -15,6 +15,7 @@ moves. The first sequence computes the prompt; the others are forked from it aft
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ import numpy as np
 
 from quire.cache.prefix_key import NOBODYS, ResolvedKey
 from quire.cache.protocol import CacheSequence
+from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 from quire.sampling.prompt_scores import PromptScores
 from quire.scheduler.beam_group import BeamGroup
@@ -116,6 +118,23 @@ class RequestSequence:
         self.score: float | None = None  # of an answer of a beam search
         self.num_shown = 0  # output tokens that earlier outputs of deltas contained
         self.token_s: float | None = None  # time of its newest token; None before the first and after a pause
+
+    def take_drawn(self, token_ids: Sequence[int]) -> None:
+        """Makes the first tokens of its answer known before it runs, as if it had drawn them and waited since. Their
+        log probabilities are unknown: NaN. *raises:* ArgumentError: they would have ended it."""
+        for token in token_ids:
+            if self.detokenizer is not None:
+                self.detokenizer.push([token])
+            if self.matcher is not None:
+                self.matcher.accept(token)
+        is_stopped = self.detokenizer is not None and self.detokenizer.stopped
+        if is_stopped or not self.request.stop_ids.isdisjoint(token_ids):
+            raise ArgumentError("expected tokens behind which an answer goes on, got its end - in `begun`")
+        self.output_ids = list(token_ids)
+        self.num_tokens += len(token_ids)
+        self.last_token = token_ids[-1]
+        if self.request.params.logprobs is not None:
+            self.logprobs = [{token: math.nan} for token in token_ids]
 
     @property
     def finished(self) -> bool:

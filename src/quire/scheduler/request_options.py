@@ -17,6 +17,7 @@ from quire.sampling.params import SamplingParams
 __all__ = [
     "CACHE_PRIORITIES",
     "MAX_SESSION_CHARS",
+    "BegunAnswer",
     "CachePriority",
     "RequestKeywords",
     "RequestOptions",
@@ -39,6 +40,15 @@ class RequestKeywords(PrefixKeywords, total=False):
 
 
 @dataclass(frozen=True)
+class BegunAnswer:
+    """The first tokens of an answer, drawn by another engine from the same prompt and parameters, and the seed of its
+    draws, in place of that of the parameters."""
+
+    seed: int
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """key: selects the cached content that it finds. priority: the smallest is served first; the tenant's is added.
 
@@ -48,7 +58,8 @@ class RequestOptions:
     default_max_tokens: max_tokens, if neither the parameters nor the model set it; None: the engine's default.
     session: the name of its session, of at most 256 characters, which counts within its tenant; None for none.
     is_preparation: computes a prompt before a client asks for it: no request in counts and records. only_loads: takes
-    what the tiers have of its prompt into memory, computes nothing and ends.
+    what the tiers have of its prompt into memory, computes nothing and ends. begun: the beginning of its answer; it
+    goes on behind that, as after a preemption.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -63,6 +74,7 @@ class RequestOptions:
     is_preparation: bool = False
     session: str | None = None
     only_loads: bool = False
+    begun: BegunAnswer | None = None
 
     @classmethod
     def of(

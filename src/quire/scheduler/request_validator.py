@@ -106,7 +106,7 @@ class RequestValidator:
         params = self._resolve_params(options.params)
         max_tokens = self._max_tokens(params, tokens, key, options.default_max_tokens or _DEFAULT_MAX_TOKENS)
         arrival = self._num_arrivals + number
-        seed = params.seed
+        seed = params.seed if options.begun is None else options.begun.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, arrival]).generate_state(1, np.uint64)[0])
         end_ids = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -142,7 +142,26 @@ class RequestValidator:
                 )
         for sequence in request.sequences:
             sequence.matcher = self._grammars.matcher(params)
+        if options.begun is not None and options.begun.token_ids:
+            self._take_drawn(request, options.begun.token_ids)
         return request
+
+    def _take_drawn(self, request: Request, token_ids: Sequence[int]) -> None:
+        """*raises:* ArgumentError: no answer to the request can go on behind these tokens."""
+        if len(request.sequences) > 1:
+            raise ArgumentError(
+                f"expected n=1 and beam_width=1, got {len(request.sequences)} sequences - with `begun`"
+            )
+        if len(token_ids) >= request.max_tokens:
+            raise ArgumentError(
+                f"expected less than max_tokens {request.max_tokens} tokens, got {len(token_ids)} - in "
+                "`begun`"
+            )
+        if beyond := [token for token in token_ids if not 0 <= token < self._vocab_size]:
+            raise ArgumentError(
+                f"expected token ids of 0 to {self._vocab_size - 1}, got {beyond[0]} - in `begun`"
+            )
+        request.sequences[0].take_drawn(token_ids)
 
     def count_arrivals(self, num_requests: int) -> None:
         """Records that `num_requests` requests made by `request` are queued; later requests arrive after them."""

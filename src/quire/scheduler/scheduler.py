@@ -813,7 +813,7 @@ class Scheduler:
             request = sequence.request
             if request.started_s is None:
                 request.started_s = self.clock()
-                request.num_cached_tokens = sequence.num_computed
+                request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_token_ids))
                 if request.options.session is not None:
                     self.on_session_start(request)
 

@@ -16,6 +16,7 @@ infill          prompts of a completion with a suffix
 warm_prompts    prompts computed at the start              recorded_body  a request's body from a file
 completions, chat, responses, conversations, models, admin, metrics   one router each
 prompt_tokens   the tokens of a request's prompt, without an engine
+stream_progress  the tokens of a stream that its client has
 app             the ASGI application                  app_lifespan     its engine, opened and closed
 run             `quire serve`: uvicorn, signals, draining
 
@@ -25,6 +26,7 @@ Others may use
     recorded_body, warm_prompts   requests' bodies from a file; prompts to compute at the start
     api_errors, http.origin_check, live_page.page_files   for another page on this machine
     dependencies, prompt_tokens, threads, http.request_log, http.sse   for a door before several engines
+    stream_progress      for an owner that continues streams elsewhere
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import string
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -41,7 +40,7 @@ from quire.server.schemas.chat_bodies import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, RunningRequests, Service, id_of_answer
+from quire.server.service import Answer, RunningRequests, Service, created_of_answer, id_of_answer
 from quire.server.sessions.next_turn import EndedTurn, ThoughtsBack
 from quire.server.sessions.session_name import session_of
 
@@ -210,7 +209,7 @@ class ChatWriter:
         self._head = {
             "id": id_of_answer("chatcmpl"),
             "object": "chat.completion",
-            "created": int(time.time()),
+            "created": created_of_answer(),
             "model": service.model_name,
         }
 

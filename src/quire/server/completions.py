@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -29,7 +28,7 @@ from quire.server.schemas.completion_bodies import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.service import Answer, RunningRequests, Service, id_of_answer
+from quire.server.service import Answer, RunningRequests, Service, created_of_answer, id_of_answer
 
 __all__ = ["router"]
 
@@ -160,7 +159,7 @@ class _CompletionWriter:
         self._head = {
             "id": id_of_answer("cmpl"),
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": created_of_answer(),
             "model": service.model_name,
         }
 

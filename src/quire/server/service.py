@@ -54,9 +54,10 @@ from quire.server.sessions.request_session import RequestSession
 from quire.server.sessions.session_commands import SessionCommands
 from quire.server.sessions.session_turns import SessionTurns
 from quire.server.settings import ServerSettings
+from quire.server.stream_progress import StreamProgress
 from quire.server.threads import Threads
 
-__all__ = ["Answer", "RunningRequests", "Service", "id_of_answer"]
+__all__ = ["Answer", "RunningRequests", "Service", "created_of_answer", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 _MAX_TOKENIZED_BYTES = 256 << 10
@@ -68,6 +69,12 @@ _MAX_UNREAD = (
 def id_of_answer(kind: str) -> str:
     """The `id` in the body of an answer: the kind and the request's id."""
     return f"{kind}-{current_request().id}"
+
+
+def created_of_answer() -> int:
+    """The time of an answer that begins, seconds since 1970."""
+    progress = current_request().progress
+    return int(time.time()) if progress is None else progress.created
 
 
 @dataclass
@@ -243,6 +250,11 @@ class Service:
             "session": None if session is None else session.name,
         }
         requests = [(prompt, replace(options, **own)) for prompt, options in requests]
+        progress = current_request().progress
+        if not body.stream or len(requests) * num_sequences > 1:
+            progress = None
+        if progress is not None:
+            requests = [(prompt, progress.options(options)) for prompt, options in requests]
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
@@ -259,7 +271,11 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return RunningRequests(self, body, admitted, streams, releases, began, reports, kept, session)
+        if progress is not None:
+            progress.begin(streams[0])
+        return RunningRequests(
+            self, body, admitted, streams, releases, began, reports, kept, session, progress
+        )
 
     async def _reports(
         self,
@@ -637,7 +653,8 @@ class RunningRequests:
     """The running requests of one body. The outputs of each are read once.
 
     reports: the cache's, of each prompt, if the request asked for them. kept, session: see `Service.begin`.
-    kept_counts: by the request's place, from its first output on, if it had beginnings to pin.
+    progress: of the one stream, if it is followed. kept_counts: by the request's place, from its first output on, if it
+    had beginnings to pin.
     The end of a `with` block aborts requests that have not ended, releases their places, and calls `when_over`.
     """
 
@@ -652,8 +669,10 @@ class RunningRequests:
         reports: Sequence[dict[str, Any]] = (),
         kept: Sequence[Sequence[KeptPrefix]] = (),
         session: RequestSession | None = None,
+        progress: StreamProgress | None = None,
     ) -> None:
         self._service = service
+        self._progress = progress
         self._reports = reports
         self._session = session
         self._kept = kept
@@ -712,7 +731,7 @@ class RunningRequests:
                 prefixes,
             )
 
-        return self._service.with_metrics(
+        outputs = self._service.with_metrics(
             self._admitted.tenant,
             release,
             self._body,
@@ -721,6 +740,7 @@ class RunningRequests:
             keep if prefixes else None,
             None if self._session is None else partial(self._session.record, place),
         )
+        return outputs if self._progress is None else self._progress.followed(stream.drawn, outputs)
 
     async def answers(self, n: int) -> list[Answer]:
         """The whole answers to all requests, generated concurrently; the first error ends all."""

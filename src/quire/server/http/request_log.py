@@ -19,10 +19,13 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.server.api_errors import answer_of, json_answer
 from quire.server.http.client_address import TrustedProxies
+
+if TYPE_CHECKING:
+    from quire.server.stream_progress import StreamProgress
 
 __all__ = ["LOGGER", "RequestLog", "RequestRecord", "current_request"]
 
@@ -49,6 +52,9 @@ class RequestRecord:
     asked_report: str | None = None  # the value of the header X-Cache-Report
     asked_session: str | None = None  # the value of the header X-Session-Id
     cache_report: str | None = None  # of the answer, see `cache_report`
+    progress: StreamProgress | None = (
+        None  # of the answer, if it is a stream that another engine could go on with
+    )
 
     def line(self, route: str, seconds: float) -> str:
         """NAME=VALUE words; a value with a space or a quote in it is quoted."""
@@ -100,6 +106,7 @@ class RequestLog:
         record.address = self._proxies.client_of(scope)
         record.asked_report = _header(scope, b"x-cache-report")
         record.asked_session = _header(scope, b"x-session-id")
+        record.progress = scope.get("quire.progress")
         began = time.monotonic()
 
         async def send_with_id(message: Any) -> None:

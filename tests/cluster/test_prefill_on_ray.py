@@ -1,0 +1,108 @@
+"""Prefill replicas on a real Ray: prompts are computed there, and a replica that is killed costs the computation."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.ray_process import START_S, RayProcess, free_port
+from support.until import until
+
+from quire import LLM, SamplingParams
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own code
+pytest.importorskip("ray", reason="needs quire-kv[cluster]")
+
+
+class Apart:
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        words = (
+            f"cluster serve --prefill-replicas 1 --decode-replicas 1 --prefill-min-tokens 64 --cpus 0.5 --kv-memory \
+            32MiB --host-cache 32MiB --port {port}"
+        )
+        self.ray = RayProcess(folder, sys.executable, "-m", "quire", *words.split())
+        self.url = f"http://127.0.0.1:{port}"
+
+    def page(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=60).text
+
+    def is_whole(self) -> bool:
+        return "quire:router_replicas 2.0" in self.page()
+
+    def count(self, name: str) -> float:
+        """A metric, of all replicas together."""
+        return sum(map(float, re.findall(rf"^{name}.* (\S+)$", self.page(), re.M)))
+
+    def prefill(self) -> int:
+        """The process of the prefill replica."""
+        (pid,) = self.ray.replicas("prefill")
+        return pid
+
+    def ask(self, name: str) -> list[int]:
+        body = {"prompt": prompt_of(name), "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=START_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+
+def prompt_of(name: str) -> str:
+    return f"def {name}(first, second):\n    return first + second\n" * 8
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    made = Apart(tmp_path_factory.mktemp("apart"))
+    try:
+        made.ray.wait_for(made.url)
+        until(made.is_whole, seconds=START_S)
+        yield made
+    finally:
+        made.ray.end()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM(kv_memory="32MiB") as llm:
+        yield llm
+
+
+def answer(llm: LLM, name: str) -> list[int]:
+    [output] = llm.generate([prompt_of(name)], SamplingParams(max_tokens=12, temperature=0))
+    return output.outputs[0].token_ids
+
+
+def test_a_prompt_is_computed_apart_and_fetched(apart: Apart, alone: LLM) -> None:
+    numbers = itertools.count()
+
+    def is_fetched() -> bool:  # an engine that started before the prefill replica asks again after a while
+        name = f"first_{next(numbers)}"
+        assert apart.ask(name) == answer(alone, name)
+        return apart.count(r'quire:hit_tokens_total\{.*tier="peers"') > 0
+
+    until(is_fetched, seconds=START_S)
+    assert apart.count(r'quire:router_prefills_total\{outcome="computed"\}') == next(numbers)
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_killed_prefill_replica_costs_the_computation(apart: Apart, alone: LLM, moment: str) -> None:
+    until(apart.is_whole, seconds=START_S)
+    pid = apart.prefill()
+    found: list[list[int]] = []
+    if moment == "before":
+        os.kill(pid, signal.SIGSTOP)  # the prompt waits there
+    asking = threading.Thread(target=lambda: found.extend(apart.ask(f"{moment}_{n}") for n in range(3)))
+    asking.start()
+    os.kill(pid, signal.SIGKILL)
+    asking.join(START_S)
+    assert found == [answer(alone, f"{moment}_{n}") for n in range(3)]
+    until(apart.is_whole, seconds=START_S)
+    assert apart.prefill() != pid
