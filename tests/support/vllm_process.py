@@ -28,9 +28,18 @@ def _num_workers(given: dict[str, Any]) -> int:
 
 
 class VllmProcess:
-    """Runs batches of requests, see `vllm_run`. folder: an empty one for the link to Quire and the log."""
+    """Runs batches of requests, see `vllm_run`. folder: an empty one for the link to Quire and the log. own_worker:
+    vLLM's engine and worker in processes of their own, as it does by default."""
 
-    def __init__(self, folder: Path, model: str | Path, batches: list[Any], **given: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str | Path,
+        batches: list[Any],
+        *,
+        own_worker: bool = True,
+        **given: Any,
+    ) -> None:
         python = vllm_python()
         assert python is not None
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +59,7 @@ class VllmProcess:
                 "PYTHONPATH": str(folder),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "0|1" if _num_workers(given) > 1 else "auto",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_worker)),
                 "VLLM_LOGGING_LEVEL": "WARNING",
             },
         )
