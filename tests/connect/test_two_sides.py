@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_vllm import FakeRequest, FakeVllm, layout_of, open_side
+from support.fake_vllm import FakeRequest, FakeVllm, layout_of
+from support.fake_vllm import open_side as open_connected_side
 from support.faulty_tier import FaultyTier
 
+from quire.connect.vllm.scheduler_side import SchedulerSide
 from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.host import HostTier
 from quire.tiers.segment import segment_tokens
 from quire.tiers.tier import Tier
 
 SIZE = 4
+
+_SIDES: list[SchedulerSide] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_sides() -> Iterator[None]:
+    """No thread of a stack outlives its test."""
+    yield
+    while _SIDES:
+        _SIDES.pop().stack.close()
+
+
+def open_side(*arguments: Any, **options: Any) -> SchedulerSide:
+    _SIDES.append(open_connected_side(*arguments, **options))
+    return _SIDES[-1]
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

@@ -14,8 +14,8 @@ from support import gguf_case
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import LLM, SamplingParams
+from quire import file_digest as file_digest_module
 from quire.errors import ArgumentError, LoadError
-from quire.model import fingerprint as fingerprint_module
 from quire.model.fingerprint import engine_fingerprint
 from quire.spec import KVSpec
 from quire.spec.weight_formats import parse_weights
@@ -181,11 +181,11 @@ def test_its_world_is_that_of_the_file(file: Path, tmp_path: Path, monkeypatch: 
     worlds = {engine_fingerprint(load(path, dtype=d)) for path in (file, other) for d in ("auto", "float32")}
     assert len(worlds) == 4
     assert engine_fingerprint(load(file)) in worlds
-    monkeypatch.setattr(fingerprint_module, "_MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(file_digest_module, "_MIN_SAVED_BYTES", 1)
     engine_fingerprint(load(other))
     hashed: list[Path] = []
-    digest = fingerprint_module._sha256
-    monkeypatch.setattr(fingerprint_module, "_sha256", lambda path: hashed.append(path) or digest(path))
+    digest = file_digest_module.sha256_of
+    monkeypatch.setattr(file_digest_module, "sha256_of", lambda path: hashed.append(path) or digest(path))
     engine_fingerprint(load(other))
     assert other not in hashed
 

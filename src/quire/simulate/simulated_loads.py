@@ -14,12 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from quire.cache.protocol import CacheSequence
 from quire.offload.tier_load import LoadedSpan
+from quire.scheduler.request import RequestSequence
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock
 from quire.simulate.simulated_store import SimulatedStore
+from quire.step import StepPlan
 
 __all__ = ["SimulatedLoads"]
 
@@ -39,7 +41,7 @@ class SimulatedLoads:
         block_tokens: int,
         step_tokens: int,
         content_ids: Callable[[str], tuple[int, ...]],
-        commit: Callable[[Any, int], None],
+        commit: Callable[[CacheSequence, int], None],
     ) -> None:
         self._store, self._clock = store, clock
         self._token_s = cost.prompt_token_s(step_tokens)
@@ -52,13 +54,16 @@ class SimulatedLoads:
 
     # -- the calls of `TierLoads` for the scheduler -------------------------------------------------------
 
-    def search(self, sequence: Any, *, is_wanted: bool = False) -> None:
+    def search(self, sequence: RequestSequence, *, is_wanted: bool = False) -> None:
         ids = self._content_ids(sequence.request.request_id)
-        sequence.search = _Search(ids, bool(ids) and ids[0] in self._store)
+        sequence.search = _Search(ids, bool(ids) and ids[0] in self._store)  # type: ignore[assignment]
 
-    def num_worth_loading(self, sequence: Any, num_in_memory: int, *, is_wanted: bool = False) -> int:
+    def num_worth_loading(
+        self, sequence: RequestSequence, num_in_memory: int, *, is_wanted: bool = False
+    ) -> int:
         first = num_in_memory // self._block_tokens
-        num_blocks = self._store.count(sequence.search.content_ids, first)
+        search: _Search = sequence.search  # type: ignore[assignment]
+        num_blocks = self._store.count(search.content_ids, first)
         most = len(sequence.request.prompt_token_ids) - 1  # the last token is always computed
         stop = min(most, (first + num_blocks) * self._block_tokens)
         num_tokens = stop - num_in_memory
@@ -66,15 +71,17 @@ class SimulatedLoads:
             return num_in_memory
         return stop
 
-    def begin(self, sequence: Any, cache_sequence: Any, plan: Any, num_tokens: int) -> None:
+    def begin(
+        self, sequence: RequestSequence, cache_sequence: CacheSequence, plan: StepPlan, num_tokens: int
+    ) -> None:
         found = cache_sequence.num_computed_tokens
         seconds = self._store.cost.seconds(num_tokens - found, 0)
         load = _Load(self._clock, found, num_tokens, self._clock() + seconds)
         self._loads.add(load)
-        sequence.load = load
+        sequence.load = load  # type: ignore[assignment]
 
-    def finish(self, sequence: Any) -> list[LoadedSpan]:
-        load: _Load = sequence.load
+    def finish(self, sequence: RequestSequence) -> list[LoadedSpan]:
+        load: _Load = sequence.load  # type: ignore[assignment]
         self._loads.remove(load)
         sequence.load = sequence.search = None
         if not load.done:  # preempted
