@@ -3,7 +3,7 @@
 Evicted first: what was used longest ago; of a prompt its end before its beginning. What an earlier process has stored
 counts as oldest, in tiers with an index (host memory, a folder).
 
-Cost: O(1) for each segment used; the first use of a root reads its rows of the index, in the tiers' threads.
+Cost: O(segments of the root) a prompt; the first use of a root reads its rows of the index, in the tiers' threads.
 """
 
 from __future__ import annotations
