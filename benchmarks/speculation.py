@@ -248,9 +248,12 @@ def load_for_generate(path: str) -> tuple[Any, Any]:
     """(model, tokenizer) of a folder or a GGUF file."""
     where, options = Path(path), {}
     if where.suffix == ".gguf":
-        where, options = where.parent, {"gguf_file": where.name}
+        from transformers import GgufConfig
+
+        dense = GgufConfig(dequantize=True)  # torch has no product with the codes
+        where, options = where.parent, {"gguf_file": where.name, "quantization_config": dense}
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **options).eval()
-    return model, AutoTokenizer.from_pretrained(where, **options)
+    return model, AutoTokenizer.from_pretrained(where, gguf_file=options.get("gguf_file"))
 
 
 def main() -> None:
