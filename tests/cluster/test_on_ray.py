@@ -40,7 +40,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             patch.setenv(name, process.environment[name])
         try:
             process.wait_for(f"http://127.0.0.1:{port}")
-            ray.init(address=process.address, log_to_driver=False, logging_level="ERROR")
+            # With an address Ray does not look for the token; with `auto` no other Ray may run on the machine.
+            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
             yield f"http://127.0.0.1:{port}"
         finally:
             ray.shutdown()

@@ -85,17 +85,6 @@ class RayProcess:
             pid for pid, line in self._below().items() if line.removeprefix("ray::").startswith(names)
         )
 
-    @property
-    def address(self) -> str:
-        """Of its Ray: `auto` may find another one of the machine."""
-        (found,) = {
-            word.partition("=")[2]
-            for line in self._below().values()
-            for word in line.split()
-            if word.startswith("--gcs-address=")
-        }
-        return found
-
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
