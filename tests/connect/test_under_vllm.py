@@ -106,7 +106,8 @@ def test_a_salt_finds_only_its_own(tmp_path: Path) -> None:
 
 def test_chunks_and_preemption_change_nothing(tmp_path: Path) -> None:
     batches = [[request(seed, 150 + 20 * seed, 80) for seed in range(8)]]
-    small = {**ENGINE, "kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    small = {**ENGINE, "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    small["kv_cache_memory_bytes"] = 4 << 20  # 640 tokens: the six do not fit
     plain = run(tmp_path / "plain", batches, engine=small)
     options = {"disk_cache": str(tmp_path / "kv")}
     assert tokens_of(run(tmp_path, batches, engine=small, options=options)) == tokens_of(plain)
