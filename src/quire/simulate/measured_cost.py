@@ -7,8 +7,8 @@
 
 Each time is the least of three: other programs of the machine only add to it.
 
-Cost: nine answers of 17 tokens and nine of one, of prompts of 64 and 512 tokens, or the half of what the model holds;
-three of each are of eight prompts at once, or as many as memory holds.
+Cost: nine answers of 17 tokens and nine of one. The prompts have 64 and 512 tokens, or half of what the model holds.
+Three answers of each length are of eight prompts at once, or of as many as memory holds.
 """
 
 from __future__ import annotations

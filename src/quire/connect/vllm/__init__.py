@@ -6,10 +6,10 @@
 connector          `QuireConnector`, the only module that imports vllm: it hands each call to one of the two sides
 scheduler_side     owns the tiers: finds the prefixes of requests, decides what is loaded and saved
 worker_side        copies blocks between vLLM's memory and payloads
-step_transfers     what the two sides tell each other in a step
+step_transfers     the messages of the two sides in a step
 prefix_load        the longest stored prefix of a prompt on its way into host memory
 connector_options  kv_connector_extra_config
-model_identity     what decides the bits of a vLLM's keys and values
+model_identity     the fingerprint of a vLLM's keys and values
 
 Nothing here imports transformers: vLLM has its own version of it.
 """

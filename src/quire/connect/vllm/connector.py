@@ -111,7 +111,7 @@ class QuireConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         sources: dict[Any, int] = {}
         if num_external_tokens:
-            for tier, count in self._scheduler_side.take_sources(request).items():
+            for tier, count in self._scheduler_side.sources_of(request).items():
                 source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
                 sources[source] = sources.get(source, 0) + count
         return sources

@@ -1,7 +1,7 @@
 """The fingerprint of a vLLM's keys and values: equal fingerprints mean that one process may use the blocks of another.
 
-It covers the weights (SHA-256 of their files), the model's config, dtypes, quantization, block size and layers, the
-attention back end, and vLLM's and torch's versions and the device, whose kernels decide the bits.
+It covers the weights (SHA-256 of their files), the model's config, dtypes, quantization, block size and layers. It also
+covers the kernels: the attention back end, the versions of vLLM and torch, and the device.
 
 Cost: see `file_digest`; the digests of large files are saved next to them.
 """

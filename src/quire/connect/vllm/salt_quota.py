@@ -1,7 +1,7 @@
 """`SaltQuota`: the most bytes that the tiers keep under one root, that of a cache salt.
 
-Evicted first: what was used longest ago; of a prompt its end before its beginning. What an earlier process has stored
-counts as oldest, in tiers with an index (host memory, a folder).
+The oldest use is evicted first, and of a prompt its end before its beginning. Segments of an earlier process count as
+oldest, in tiers with an index (host memory, a folder).
 
 Cost: O(segments of the root) a prompt; the first use of a root reads its rows of the index, in the tiers' threads.
 """

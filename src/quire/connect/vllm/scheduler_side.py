@@ -163,6 +163,7 @@ class SchedulerSide:
             return
         tracked.block_ids = list(block_ids)
         load, tracked.load = tracked.load, None
+        tracked.sources.clear()
         if load is None:
             return
         if num_loaded:
@@ -186,7 +187,7 @@ class SchedulerSide:
             )
         )
 
-    def take_sources(self, request: ConnectedRequest) -> Counter[str]:
+    def sources_of(self, request: ConnectedRequest) -> Counter[str]:
         """By tier, the tokens of the request's last load."""
         tracked = self._requests.get(request.request_id)
         return Counter() if tracked is None else tracked.sources

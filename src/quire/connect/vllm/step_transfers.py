@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other in a step of vLLM: blocks to load and save, and those saved.
+"""The messages of the connector's two sides in a step of vLLM: blocks to load and to save, and the saved ones.
 
 A payload has the bytes of several blocks: for each worker (of tensor parallelism), for each layer, one block after the
 other, each as it lies in the worker's memory.
