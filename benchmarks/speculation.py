@@ -13,6 +13,7 @@ with drafts): without drafts, with prompt_lookup_num_tokens=8, and with the assi
 `drawn`: the included model at temperature 1. Its draft model is itself with weights rounded to 8, 4 and 3 bits in
 groups of 32. Drafts are the likeliest tokens, then those drawn with the request's random numbers; both in every step.
     speed              the rate with drafts divided by that without, medians of the repetitions
+    answer_speed       the mean time of an answer behind its first token, without drafts divided by that with them
     processor_speed    the same by the processor's time, which other programs on the machine change less
     accepted           of the drafts
     tokens_per_step    of a sequence
@@ -105,49 +106,53 @@ class KnownText:
 
 def run(
     llm: LLM, prompts: list[Any], params: SamplingParams, speculation: Any
-) -> tuple[float, float, list[list[int]]]:
-    """Seconds of the decode steps, the processor's seconds of all, and the tokens. speculation: the engine's, or None
-    for the turn without."""
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds of the decode steps, the processor's seconds of all, the mean seconds of an answer behind its first
+    token; and the tokens. speculation: the engine's, or None for the turn without."""
     llm.engine.scheduler.speculation = llm.engine._speculation = speculation
     before, processor = llm.engine._decode.seconds, time.process_time()
     outputs = llm.generate(prompts, params)
     processor = time.process_time() - processor
-    return llm.engine._decode.seconds - before, processor, [list(o.outputs[0].token_ids) for o in outputs]
+    answer = statistics.mean(o.timings.total_s - o.timings.time_to_first_token_s for o in outputs)
+    seconds = [llm.engine._decode.seconds - before, processor, answer]
+    return seconds, [list(o.outputs[0].token_ids) for o in outputs]
 
 
 def measure(llm: LLM, prompts: list[Any], params: SamplingParams, repetitions: int, **facts: Any) -> None:
     speculation: Any = llm.engine.scheduler.speculation
     assert speculation is not None
-    *_, expected = run(llm, prompts, params, None)  # the prompts are cached from then on
+    _, expected = run(llm, prompts, params, None)  # the prompts are cached from then on
     KnownTexts.texts = [
         [*output.prompt_token_ids, *output.outputs[0].token_ids] for output in llm.generate(prompts, params)
     ]
     run(llm, prompts, params, speculation)  # measures the cost of rows
     before = dict(speculation.stats())
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    processor: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[list[float]]] = {False: [], True: []}
     is_equal, num_steps = True, 0
     for _ in range(repetitions):
         for with_drafts in (False, True):
             steps = llm.engine.scheduler.num_steps
-            taken, used, tokens = run(llm, prompts, params, speculation if with_drafts else None)
+            taken, tokens = run(llm, prompts, params, speculation if with_drafts else None)
             seconds[with_drafts].append(taken)
-            processor[with_drafts].append(used)
             is_equal &= tokens == expected
             num_steps += with_drafts * (llm.engine.scheduler.num_steps - steps)
     num_tokens = sum(map(len, expected))
     counts = {
         name: value - before[name] for name, value in speculation.stats().items() if isinstance(value, int)
     }
-    without, with_drafts = statistics.median(seconds[False]), statistics.median(seconds[True])
+    without, drafted = (
+        [statistics.median(each) for each in zip(*seconds[w], strict=True)] for w in (False, True)
+    )
+    speed, processor_speed, answer_speed = (round(a / b, 3) for a, b in zip(without, drafted, strict=True))
     emit(
         benchmark="speculation",
         **facts,
         batch=len(prompts),
-        tokens_per_s_off=round(num_tokens / without, 1),
-        tokens_per_s=round(num_tokens / with_drafts, 1),
-        speed=round(without / with_drafts, 3),
-        processor_speed=round(statistics.median(processor[False]) / statistics.median(processor[True]), 3),
+        tokens_per_s_off=round(num_tokens / without[0], 1),
+        tokens_per_s=round(num_tokens / drafted[0], 1),
+        speed=speed,
+        processor_speed=processor_speed,
+        answer_speed=answer_speed,
         drafts=counts["num_draft_tokens"],
         accepted=round(counts["num_accepted_tokens"] / max(1, counts["num_draft_tokens"]), 3),
         tokens_per_step=round(num_tokens * repetitions / max(1, num_steps) / len(prompts), 2),

@@ -191,6 +191,8 @@ def test_a_full_pool_takes_the_drafts_back() -> None:
 class Costs(StepCosts):
     """A step of n rows takes 1 + n * row_s seconds."""
 
+    num_points = 2
+
     def __init__(self, row_s: float) -> None:
         super().__init__()
         self.row_s = row_s

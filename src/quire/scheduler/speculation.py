@@ -1,12 +1,17 @@
 """`Speculation`: chooses the draft tokens of a step, and counts how many of them were accepted.
 
 Drafts are further rows of a decode (`sampling.proposers.proposer`). Their number follows two measurements: the share p
-of a sequence's drafts that were accepted lately, and the seconds of a step by its rows (`step_costs`). The j-th draft
-of a sequence is worth p^j tokens. The step gets the most valuable drafts, as many as give the most tokens a second, and
-none if that is less than `_LEAST_GAIN` times the rate without. Where the cost is unknown, it gets `_NUM_TRIED` drafts a
-sequence. A sequence without drafts forgets its share, so that it is tried again. After a step whose drafts would not
-pay, the next `_REST` steps of as many sequences have none, and the cost of more rows is doubted; after one without
-proposals, the next `_SHORT_REST`. In these, speculation costs nothing.
+of a sequence's drafts that were right lately, and the seconds of a step by its rows (`step_costs`). With n drafts a
+sequence gets 1 + p + ... + p^n tokens of a step; each further row makes the step longer for all. The step gets the
+drafts with the least mean time of a token over its sequences, and none if they make it less than `_LEAST_GAIN` times
+shorter. Where the cost is unknown, each sequence gets `_NUM_TRIED`. After a step whose drafts would not pay, the next
+`_REST` steps of as many sequences have none, and the cost of more rows is doubted; after one without proposals, the
+next `_SHORT_REST`. In these, speculation costs nothing.
+
+In a step whose drafts would not pay, up to `_NUM_GUESSING` sequences guess: their drafters propose, no row is computed,
+and the tokens that come next show how many proposals were right. So the share of a text is known before its drafts cost
+anything. A draft model's proposals cost too much for this: there, a sequence without drafts forgets its share, so that
+it is tried again.
 
 A step that computes a prompt has no drafts: its rows are not cheap, and the prompt's requests wait for it.
 
@@ -35,29 +40,54 @@ _LEAST_GAIN = 1.05
 _NUM_TRIED = 3
 _MAX_SEQUENCES = 64  # of a step with drafts
 _REST, _SHORT_REST = 15, 2
-_PRIOR = 0.75, 1.5  # accepted and tried drafts that a sequence begins with
-_KEPT_TRIED, _KEPT_IDLE = 0.96, 0.98  # of the share's weight: after a step with drafts, and at each look
+_NUM_GUESSING, _NUM_GUESSED = 8, 8  # sequences of a step, and tokens of each
+_NUM_PRIOR = 1.5  # drafts that a sequence begins with
+_PRIOR, _PRIOR_WITH_GUESSES = 0.5, 0.2  # the share of these
+# Of the share's weight: after drafts or a guess, and at each look without guesses.
+_KEPT_TRIED, _KEPT_IDLE = 0.96, 0.98
 
 
 class _SequenceDrafts:
-    """The drafter of a sequence, and its share of accepted drafts, the newest weighing most."""
+    """The drafter of a sequence, and the share of its drafts and guesses that were right, the newest weighing most."""
 
-    __slots__ = ("_num_accepted", "_num_tried", "drafter", "num_known")
+    __slots__ = ("_guess", "_num_accepted", "_num_tried", "_prior", "drafter", "num_known")
 
-    def __init__(self, drafter: Drafter, num_known: int) -> None:
+    def __init__(self, drafter: Drafter, num_known: int, prior: float) -> None:
         self.drafter = drafter
         self.num_known = num_known  # output tokens that the drafter knows
         self._num_accepted = self._num_tried = 0.0
+        self._prior = prior
+        self._guess: Sequence[int] = ()  # of the tokens behind those
+
+    def extend(self, output_ids: Sequence[int]) -> None:
+        """output_ids: all of the sequence."""
+        if self.num_known == len(output_ids):
+            return
+        new = output_ids[self.num_known :]
+        self.drafter.extend(new)
+        self.num_known = len(output_ids)
+        if len(self._guess):
+            compared = list(zip(self._guess, new, strict=False))
+            num_right = next((i for i, (a, b) in enumerate(compared) if a != b), len(compared))
+            self.record(num_right, num_right + (num_right < len(compared)))
+            self._guess = ()
+
+    def guess(self, num_tokens: int) -> bool:
+        """Has the drafter propose for the share alone. Whether it did."""
+        self._guess = self.drafter.propose(num_tokens)
+        return len(self._guess) > 0
 
     def record(self, num_accepted: int, num_tried: int) -> None:
         self._num_accepted = self._num_accepted * _KEPT_TRIED + num_accepted
         self._num_tried = self._num_tried * _KEPT_TRIED + num_tried
 
     def share(self) -> float:
-        """The share now; its weight falls."""
+        return (self._num_accepted + self._prior * _NUM_PRIOR) / (self._num_tried + _NUM_PRIOR)
+
+    def forget(self) -> None:
+        """The share weighs less."""
         self._num_accepted *= _KEPT_IDLE
         self._num_tried *= _KEPT_IDLE
-        return (self._num_accepted + _PRIOR[0]) / (self._num_tried + _PRIOR[1])
 
 
 class Speculation:
@@ -78,6 +108,7 @@ class Speculation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._proposer = proposer
+        self._guesses = not isinstance(proposer, ProposesTogether)
         self.max_drafts = max_drafts
         self._max_step_drafts = max_step_drafts
         self._clock = clock
@@ -87,6 +118,7 @@ class Speculation:
         self.num_accepted_by_position = [0] * max_drafts
         self._by_sequence: dict[RequestSequence, _SequenceDrafts] = {}
         self._rest = (0, 0)  # steps without drafts that are left, and the number of sequences that they have
+        self._first_guessing = 0  # place of the next sequence that guesses
 
     def choose(
         self, chosen: Sequence[tuple[RequestSequence, int]], num_tokens: int
@@ -109,11 +141,24 @@ class Speculation:
         divided = self._divide(limits, len(chosen), room)
         drafts = self._propose(divided)
         if limits and not drafts and self.costs.num_points:
-            self._rest = (_SHORT_REST if divided else _REST, len(chosen))
+            if divided:
+                rest = _SHORT_REST
+            else:
+                rest = _NUM_GUESSED - 1 if self._guess(limits) else _REST
+            self._rest = (rest, len(chosen))
         return drafts
 
+    def _guess(self, limits: list[tuple[RequestSequence, int]]) -> bool:
+        """Has some sequences guess, one after the other in the steps. Whether one did."""
+        if not self._guesses:
+            return False
+        first = self._first_guessing % len(limits)
+        self._first_guessing = first + _NUM_GUESSING
+        guessing = [*limits[first:], *limits[:first]][:_NUM_GUESSING]
+        return sum(self._of(sequence).guess(min(limit, _NUM_GUESSED)) for sequence, limit in guessing) > 0
+
     def _propose(self, divided: list[tuple[RequestSequence, int]]) -> dict[RequestSequence, list[int]]:
-        wanted = [(self._drafter(sequence), count) for sequence, count in divided]
+        wanted = [(self._of(sequence).drafter, count) for sequence, count in divided]
         began = self._clock()
         if isinstance(self._proposer, ProposesTogether):
             proposed = self._proposer.propose_all(wanted)
@@ -130,32 +175,33 @@ class Speculation:
         self, limits: list[tuple[RequestSequence, int]], num_sequences: int, room: int
     ) -> list[tuple[RequestSequence, int]]:
         """How many drafts each sequence gets; those that get some. limits: of each. num_sequences: of the step."""
-        shares = [self._of(sequence).share() for sequence, _ in limits]
-        values = [
-            (share**j, -j, index)
-            for index, (share, (_, limit)) in enumerate(zip(shares, limits, strict=True))
-            for j in range(1, limit + 1)
-        ]
-        values.sort(reverse=True)
-        costs = self.costs.seconds(np.arange(num_sequences, num_sequences + min(room, len(values)) + 1))
+        known = [self._of(sequence) for sequence, _ in limits]
+        if not self._guesses:
+            for of_sequence in known:
+                of_sequence.forget()
+        shares = np.array([of_sequence.share() for of_sequence in known])
+        most = np.array([limit for _, limit in limits])
+        # The steps that a token takes, by the number of drafts, and what each draft saves of them.
+        steps = 1 / np.cumsum(shares[:, None] ** np.arange(most.max(initial=0) + 1), axis=1)
+        saved = -np.diff(steps, axis=1)
+        places, nths = np.nonzero(np.arange(saved.shape[1]) < most[:, None])
+        order = np.lexsort((nths, -saved[places, nths]))[:room]
+        places, nths = places[order], nths[order]
+        costs = self.costs.seconds(num_sequences + np.arange(len(order) + 1))
         if costs is None and not self.costs.num_points:
             return []  # the first step is one without drafts
         if costs is None:
             tried = min(_NUM_TRIED, room // max(1, len(limits)))
             return [(sequence, min(limit, tried)) for sequence, limit in limits] if tried else []
-        values = values[:room]
-        gained = np.cumsum([num_sequences, *(value for value, _, _ in values)])
-        if isinstance(self._proposer, ProposesTogether):
-            rounds = np.maximum.accumulate([0, *(-j for _, j, _ in values)])
+        if not self._guesses:
+            rounds = np.maximum.accumulate([0, *(nths + 1)])
             costs = costs + rounds * self._proposer.round_seconds(len(limits))
-        rates = gained / costs
-        best = int(rates.argmax())
-        if rates[best] < _LEAST_GAIN * rates[0]:
+        seconds_of_token = costs * (num_sequences - np.cumsum([0.0, *saved[places, nths]]))
+        best = int(seconds_of_token.argmin())
+        if _LEAST_GAIN * seconds_of_token[best] > seconds_of_token[0]:
             self.costs.doubt(num_sequences)
             return []
-        counts = [0] * len(limits)
-        for _, _, index in values[:best]:
-            counts[index] += 1
+        counts = np.bincount(places[:best], minlength=len(limits)).tolist()
         return [(sequence, n) for (sequence, _), n in zip(limits, counts, strict=True) if n]
 
     def record(self, sequence: RequestSequence, num_drafts: int, num_accepted: int) -> None:
@@ -181,7 +227,7 @@ class Speculation:
         """Forgets an ended sequence."""
         of_sequence = self._by_sequence.pop(sequence, None)
         if of_sequence is not None:
-            of_sequence.drafter.extend(sequence.output_ids[of_sequence.num_known :])
+            of_sequence.extend(sequence.output_ids)
             of_sequence.drafter.close()
 
     def forget(self, namespace: bytes) -> None:
@@ -189,6 +235,7 @@ class Speculation:
         self._proposer.forget(namespace)
 
     def _of(self, sequence: RequestSequence) -> _SequenceDrafts:
+        """The sequence's drafter and share, with all of its tokens."""
         found = self._by_sequence.get(sequence)
         if found is None:
             key = sequence.request.key
@@ -196,13 +243,7 @@ class Speculation:
             drafter = self._proposer.open(sequence.token_ids().tolist(), namespace)
             if isinstance(drafter, DrawsLikeRequest):
                 drafter.draw_like(sequence.request.params, sequence.request.seed, sequence.index)
-            found = self._by_sequence[sequence] = _SequenceDrafts(drafter, len(sequence.output_ids))
+            prior = _PRIOR_WITH_GUESSES if self._guesses else _PRIOR
+            found = self._by_sequence[sequence] = _SequenceDrafts(drafter, len(sequence.output_ids), prior)
+        found.extend(sequence.output_ids)
         return found
-
-    def _drafter(self, sequence: RequestSequence) -> Drafter:
-        """The sequence's drafter, with all known tokens."""
-        of_sequence = self._of(sequence)
-        if of_sequence.num_known < len(sequence.output_ids):
-            of_sequence.drafter.extend(sequence.output_ids[of_sequence.num_known :])
-            of_sequence.num_known = len(sequence.output_ids)
-        return of_sequence.drafter
