@@ -113,7 +113,8 @@ def run(
     before, processor = llm.engine._decode.seconds, time.process_time()
     outputs = llm.generate(prompts, params)
     processor = time.process_time() - processor
-    answer = statistics.mean(o.timings.total_s - o.timings.time_to_first_token_s for o in outputs)
+    times = [(o.timings.time_to_first_token_s or 0.0, o.timings.total_s or 0.0) for o in outputs]
+    answer = statistics.mean(end - first for first, end in times)
     seconds = [llm.engine._decode.seconds - before, processor, answer]
     return seconds, [list(o.outputs[0].token_ids) for o in outputs]
 

@@ -226,6 +226,51 @@ def test_the_number_of_drafts_follows_their_share_and_the_cost_of_rows(
     assert least <= drafts.num_draft_tokens / max(1, possible) <= most
 
 
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 0.7, 1.0), (0.0, 0.0, 0.0)])
+def test_guesses_show_the_share_of_texts_before_a_row_is_computed_for_them(
+    share: float, least: float, most: float
+) -> None:
+    """A row costs too much for drafts of texts that nothing is known of. In parts of the steps of a sequence."""
+    expected = [expected_tokens(full_spec(), prompt, 200) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    drafts = Speculation(TruthProposer(texts, share, VOCAB), 1)
+    drafts.costs = Costs(0.07)
+    engine = FakeEngine(400, speculation=drafts)
+    ids = [engine.submit(prompt, SamplingParams(max_tokens=200)) for prompt in PROMPTS]
+    outputs = engine.run()
+    assert [outputs[i].outputs[0].token_ids for i in ids] == expected
+    assert least <= drafts.num_drafts / (100 * len(PROMPTS)) <= most
+
+
+def test_one_quick_text_does_not_hold_up_the_others() -> None:
+    """Eight drafts would give the most tokens a second, and hold up the others by a third."""
+    expected = [expected_tokens(full_spec(), prompt, 60) for prompt in PROMPTS]
+    drafts = Speculation(TruthProposer([PROMPTS[0] + expected[0]], 1.0, VOCAB), 8)
+    drafts.costs = Costs(0.05)
+    engine = FakeEngine(400, speculation=drafts)
+    for prompt in PROMPTS:
+        engine.submit(prompt, SamplingParams(max_tokens=60))
+    while len(engine.scheduler.running) + len(engine.scheduler.waiting) == len(PROMPTS):
+        engine.step()
+    assert drafts.num_drafts < drafts.num_draft_tokens < 3 * drafts.num_drafts
+
+
+def test_an_old_cost_follows_a_slower_machine_soon() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        costs.add(1, 1.0)
+        costs.add(8, 1.5)
+    for _ in range(100):
+        costs.add(1, 2.0)
+    for _ in range(8):
+        for _ in range(16):
+            costs.add(1, 2.0)
+        costs.add(8, 3.0)
+    found = costs.seconds(np.array([1, 8]))
+    assert found is not None
+    np.testing.assert_allclose(found, [2.0, 3.0], atol=0.2)
+
+
 def test_a_cost_that_was_measured_too_high_falls_until_a_step_tries_it() -> None:
     """And never below that of the rows without drafts."""
     costs = StepCosts()

@@ -141,21 +141,18 @@ class Speculation:
         divided = self._divide(limits, len(chosen), room)
         drafts = self._propose(divided)
         if limits and not drafts and self.costs.num_points:
-            if divided:
-                rest = _SHORT_REST
-            else:
-                rest = _NUM_GUESSED - 1 if self._guess(limits) else _REST
-            self._rest = (rest, len(chosen))
+            self._rest = (_SHORT_REST if divided else self._guess(limits), len(chosen))
         return drafts
 
-    def _guess(self, limits: list[tuple[RequestSequence, int]]) -> bool:
-        """Has some sequences guess, one after the other in the steps. Whether one did."""
+    def _guess(self, limits: list[tuple[RequestSequence, int]]) -> int:
+        """Has some sequences guess, each in turn. Returns the steps until the guesses can be compared."""
         if not self._guesses:
-            return False
+            return _REST
         first = self._first_guessing % len(limits)
         self._first_guessing = first + _NUM_GUESSING
         guessing = [*limits[first:], *limits[:first]][:_NUM_GUESSING]
-        return sum(self._of(sequence).guess(min(limit, _NUM_GUESSED)) for sequence, limit in guessing) > 0
+        guesses = [self._of(sequence).guess(min(limit, _NUM_GUESSED)) for sequence, limit in guessing]
+        return _NUM_GUESSED - 1 if any(guesses) else _REST
 
     def _propose(self, divided: list[tuple[RequestSequence, int]]) -> dict[RequestSequence, list[int]]:
         wanted = [(self._of(sequence).drafter, count) for sequence, count in divided]
@@ -193,7 +190,7 @@ class Speculation:
         if costs is None:
             tried = min(_NUM_TRIED, room // max(1, len(limits)))
             return [(sequence, min(limit, tried)) for sequence, limit in limits] if tried else []
-        if not self._guesses:
+        if isinstance(self._proposer, ProposesTogether):
             rounds = np.maximum.accumulate([0, *(nths + 1)])
             costs = costs + rounds * self._proposer.round_seconds(len(limits))
         seconds_of_token = costs * (num_sequences - np.cumsum([0.0, *saved[places, nths]]))
