@@ -247,6 +247,26 @@ def test_a_search_goes_on_in_a_quota_of_one_sequence(others_run: bool) -> None:
     assert not others_run or busy not in engine.outputs
 
 
+def test_a_request_that_needs_its_whole_quota_does_not_wait_for_the_others() -> None:
+    """Its hit ends in a partial block, and the quota has no block for a copy."""
+    engine = fake(num_blocks=60)
+    size = engine.cache.block_size
+    add(engine, "small", quota=5)
+    add(engine, "other")
+    busy = engine.submit(tokens_of(1, 4), SamplingParams(max_tokens=120), tenant="other")
+    prompt = tokens_of(0, 4 * size)
+    engine.submit(prompt, SamplingParams(max_tokens=1), tenant="small")
+    for _ in range(6):
+        engine.step()
+    text = [*prompt[: size + size // 2], *tokens_of(2, 4 * size - size // 2 - 1)]
+    again = engine.submit(text, SamplingParams(max_tokens=1), tenant="small")
+    for _ in range(20):
+        engine.step()
+    assert busy not in engine.outputs
+    assert engine.outputs[again].outputs[0].token_ids == expected_tokens(engine.spec, text, 1)
+    assert engine.outputs[again].num_cached_tokens == size
+
+
 def test_a_tenant_finds_nothing_of_anothers_search() -> None:
     engine = fake(num_blocks=60)
     owners = {name: add(engine, name) for name in ("a", "b")}

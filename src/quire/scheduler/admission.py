@@ -9,6 +9,8 @@ Invariants
         and is RUNNING.
     A2  the first sequence may take all free blocks, in smaller chunks if need be; each later one leaves a margin and
         room for the rest of the prompts before it.
+    A3  a sequence that its quota holds is admitted when its owner runs nothing else, even if the quota has no block for
+        a copy: then it finds whole blocks alone.
 
 Cost: `admit` O(running + examined sequences + their prompts).
 """
@@ -127,6 +129,9 @@ class Admission:
                 limit = self._memory_limits.blocking_limit(owner_id, num_blocks, taken_by[owner_id])
                 if limit is not None:
                     sequence.is_long = False  # it waits for blocks
+                    if limit == "itself" and all(other.request.owner_id != owner_id for other in running):
+                        # The copy of the hit's partial block may be the one too many (A3).
+                        sequence.most_found = num_computed - num_computed % cache.block_size
                     cache.close(cache_sequence)
                     short.add(owner_id)
                     taken += num_blocks if limit == "others" else 0

@@ -73,6 +73,7 @@ class RequestSequence:
         "load",
         "logprobs",
         "matcher",
+        "most_found",
         "num_computed",
         "num_shown",
         "num_tokens",
@@ -106,6 +107,7 @@ class RequestSequence:
         self.swapped: Swapped | None = None
         self.search: Search | None = None
         self.load: TierLoad | None = None
+        self.most_found: int | None = None  # the most tokens that it may take: no block is left for a copy
         # A running or loading sequence, and the position that it has to reach first.
         self.waits_for: tuple[RequestSequence, int] | None = None
         self.finish_reason: str | None = None
@@ -180,7 +182,8 @@ class RequestSequence:
     def max_cached_tokens(self) -> int | None:
         """The most tokens that it may take from the cache or a tier: tokens whose scores are missing are computed."""
         scores = self.request.scores
-        return None if scores is None else scores.most_cached
+        most = [limit for limit in (self.most_found, scores and scores.most_cached) if limit is not None]
+        return min(most, default=None)
 
     def known_scores(self) -> np.ndarray:
         """float32 [num_tokens]: the scores of prompt and output, NaN where none is known."""
