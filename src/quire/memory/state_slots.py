@@ -157,6 +157,8 @@ class StateSlots:
             raise ArgumentError(
                 f"expected the {self.bytes_per_slot} bytes of a state of {self.spec.name}, got {payload.nbytes}"
             )
+        if not payload.flags.writeable:
+            payload = payload.copy()  # torch warns of others
         start = 0
         for field in self._slot_fields(slot):
             stop = start + 4 * field.numel()
