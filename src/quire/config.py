@@ -554,7 +554,7 @@ class EngineConfig:
         None,
         None,
         "A secret, at least 16 bytes, of peers alone, in place of remote_secret. Without peers and peer_listen the "
-        "peers are those that `quire cluster` names. Needs host_cache. Default: remote_secret.",
+        "peers are those that `quire cluster` names; it needs host_cache then. Default: remote_secret.",
         is_secret=True,
     )
     cache_write: Literal["eviction", "through"] = option(
@@ -695,8 +695,8 @@ class EngineConfig:
         return self.long_prefill_tokens
 
     def _check_peers(self) -> None:
-        if self.peer_secret is not None and self.host_cache is None:
-            self._refuse("peer_secret", "host_cache, which peers give values from and fetch them to")
+        if self.peer_secret is not None and self.peers is self.host_cache is None:
+            self._refuse("peer_secret", "host_cache, to which values of peers are fetched, or peers")
         if self.peer_listen is None:
             return
         if self.host_cache is None:

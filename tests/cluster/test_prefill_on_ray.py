@@ -1,14 +1,15 @@
-"""Prefill replicas on a real Ray: prompts are computed there, and a replica that is killed costs the computation."""
+"""Prefill replicas on a real Ray, on one machine and on two: prompts are computed there, and a replica that is killed
+costs the computation."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -21,15 +22,23 @@ from quire import LLM, SamplingParams
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own code
 pytest.importorskip("ray", reason="needs quire-kv[cluster]")
 
+COMPUTED = r'quire:router_prefills_total\{outcome="computed"\}'
+FETCHED = r'quire:tier_(hits|not_loaded)_total\{.*tier="peers"'
+
+
+TWO_NODES = str(Path(__file__).parents[1] / "support/two_ray_nodes.py")
+
 
 class Apart:
-    def __init__(self, folder: Path) -> None:
+    """words: of a program, before the options of `quire cluster serve`."""
+
+    def __init__(self, folder: Path, *words: str, cpus: float) -> None:
         port = free_port()
-        words = (
-            f"cluster serve --prefill-replicas 1 --decode-replicas 1 --prefill-min-tokens 64 --cpus 0.5 --kv-memory \
-            32MiB --host-cache 32MiB --port {port}"
+        options = (
+            f"--prefill-replicas 1 --decode-replicas 1 --prefill-min-tokens 64 --cpus {cpus} --kv-memory 32MiB \
+            --host-cache 32MiB --port {port}"
         )
-        self.ray = RayProcess(folder, sys.executable, "-m", "quire", *words.split())
+        self.ray = RayProcess(folder, sys.executable, *words, *options.split())
         self.url = f"http://127.0.0.1:{port}"
 
     def page(self) -> str:
@@ -53,20 +62,35 @@ class Apart:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["token_ids"]
 
+    def check_fetched(self, alone: LLM, name: str) -> None:
+        """A prompt is computed by the prefill replica and fetched from there, or could be: so small a model may compute
+        it faster."""
+        computed, fetched = self.count(COMPUTED), self.count(FETCHED)
+        assert self.ask(name) == answer(alone, name)
+        assert self.count(COMPUTED) == computed + 1
+        assert self.count(FETCHED) > fetched
+
 
 def prompt_of(name: str) -> str:
     return f"def {name}(first, second):\n    return first + second\n" * 8
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    made = Apart(tmp_path_factory.mktemp("apart"))
+@contextmanager
+def started(made: Apart) -> Iterator[Apart]:
     try:
         made.ray.wait_for(made.url)
         until(made.is_whole, seconds=START_S)
         yield made
     finally:
         made.ray.end()
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with started(
+        Apart(tmp_path_factory.mktemp("apart"), "-m", "quire", "cluster", "serve", cpus=0.5)
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +105,7 @@ def answer(llm: LLM, name: str) -> list[int]:
 
 
 def test_a_prompt_is_computed_apart_and_fetched(apart: Apart, alone: LLM) -> None:
-    numbers = itertools.count()
-
-    def is_fetched() -> bool:  # an engine that started before the prefill replica asks again after a while
-        name = f"first_{next(numbers)}"
-        assert apart.ask(name) == answer(alone, name)
-        return apart.count(r'quire:hit_tokens_total\{.*tier="peers"') > 0
-
-    until(is_fetched, seconds=START_S)
-    assert apart.count(r'quire:router_prefills_total\{outcome="computed"\}') == next(numbers)
+    apart.check_fetched(alone, "first")
 
 
 @pytest.mark.parametrize("moment", ["before", "between"])
@@ -106,3 +122,16 @@ def test_a_killed_prefill_replica_costs_the_computation(apart: Apart, alone: LLM
     assert found == [answer(alone, f"{moment}_{n}") for n in range(3)]
     until(apart.is_whole, seconds=START_S)
     assert apart.prefill() != pid
+    apart.check_fetched(alone, f"{moment}_new")  # its first prompt
+
+
+def test_nodes_with_addresses_of_their_own(tmp_path: Path, apart: Apart, alone: LLM) -> None:
+    apart.ray.end()  # one Ray at a time
+    with started(Apart(tmp_path, TWO_NODES, cpus=1)) as made:
+        [engine] = made.ray.replicas("engine")
+        assert parent_of(engine) != parent_of(made.prefill())  # its node's
+        made.check_fetched(alone, "first")
+
+
+def parent_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]

@@ -138,7 +138,7 @@ def apart() -> Iterator[Apart]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[dict[str, Any]], Any]]:
+def alone() -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     """The answer of one engine without prefill replicas."""
     replica = ReplicaServer(settings_of(), "alone")
 

@@ -34,6 +34,7 @@ __all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "OutputEve
 
 _MAX_QUEUED = 64  # parts of an answer that wait to be taken
 _ALIVE_S = 1.0
+_TRUST_S = 60.0  # in which the weights that a model starts from are checked
 _MAX_FLUSH_S = 2.0  # in which a computed prompt is in the host cache
 
 
@@ -102,6 +103,8 @@ class ReplicaServer:
             self._engine = AsyncEngine(self._llm)
             self._app = create_app(self._engine, settings.server)
             self.digest = BlockDigest()
+            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+                tiers.stores.is_trusted(_TRUST_S)  # no content is stored, for peers neither, before that
             if self._engine.cache.prefix_caching and self._engine.cache.can_fork:
                 self._engine.monitor.subscribe(self.digest)
         except BaseException:
