@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,10 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWa
 pytest.importorskip("ray", reason="needs quire-kv[cluster]")
 
 COMPUTED = r'quire:router_prefills_total\{outcome="computed"\}'
-FETCHED = r'quire:tier_(hits|not_loaded)_total\{.*tier="peers"'
-
-
-TWO_NODES = str(Path(__file__).parents[1] / "support/two_ray_nodes.py")
+FETCHED = r'quire:tier_(?:hits|not_loaded)_total\{.*tier="peers"'
 
 
 class Apart:
@@ -75,22 +71,28 @@ def prompt_of(name: str) -> str:
     return f"def {name}(first, second):\n    return first + second\n" * 8
 
 
-@contextmanager
-def started(made: Apart) -> Iterator[Apart]:
+ONE_MACHINE = (["-m", "quire", "cluster", "serve"], 0.5)
+TWO_NODES = ([str(Path(__file__).parents[1] / "support/two_ray_nodes.py")], 1)
+
+
+@pytest.fixture(scope="module", params=[ONE_MACHINE, TWO_NODES], ids=["one machine", "two nodes"])
+def apart(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Apart]:
+    words, cpus = request.param
+    made = Apart(tmp_path_factory.mktemp("apart"), *words, cpus=cpus)
     try:
         made.ray.wait_for(made.url)
         until(made.is_whole, seconds=START_S)
+        [engine] = made.ray.replicas("engine")
+        is_one_node = parent_of(engine) == parent_of(made.prefill())
+        assert is_one_node == (words is ONE_MACHINE[0])
         yield made
     finally:
         made.ray.end()
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with started(
-        Apart(tmp_path_factory.mktemp("apart"), "-m", "quire", "cluster", "serve", cpus=0.5)
-    ) as made:
-        yield made
+def parent_of(pid: int) -> str:
+    """A replica's: the process of its node."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +125,3 @@ def test_a_killed_prefill_replica_costs_the_computation(apart: Apart, alone: LLM
     until(apart.is_whole, seconds=START_S)
     assert apart.prefill() != pid
     apart.check_fetched(alone, f"{moment}_new")  # its first prompt
-
-
-def test_nodes_with_addresses_of_their_own(tmp_path: Path, apart: Apart, alone: LLM) -> None:
-    apart.ray.end()  # one Ray at a time
-    with started(Apart(tmp_path, TWO_NODES, cpus=1)) as made:
-        [engine] = made.ray.replicas("engine")
-        assert parent_of(engine) != parent_of(made.prefill())  # its node's
-        made.check_fetched(alone, "first")
-
-
-def parent_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]

@@ -264,10 +264,10 @@ def test_a_prompt_that_is_late_is_aborted_and_computed_by_the_engine(
     apart: Apart, alone: Any, prefill_table: RouteTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = apart.count("late")
-    monkeypatch.setattr("quire.cluster.prefills._MIN_LIMIT_S", 0.0)
+    monkeypatch.setattr("quire.cluster.prefills._LEAST_S", 0.0)
     monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 0.0)
     limits: list[float] = []
-    answer, within = apart.prefill.answer, apart.apart._within
+    answer, within = apart.prefill.answer, apart.apart._compute_within
 
     async def never_answers(request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
         async with aclosing(answer(request)) as parts:  # it has begun there
@@ -281,7 +281,7 @@ def test_a_prompt_that_is_late_is_aborted_and_computed_by_the_engine(
         limits.append(limit_s)
         return within(limit_s, *arguments)
 
-    monkeypatch.setattr(apart.apart, "_within", noted)
+    monkeypatch.setattr(apart.apart, "_compute_within", noted)
     body = {**BODY, "prompt": prompt_of("late")}
     assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
     monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 0.01)

@@ -16,8 +16,8 @@ _STORE_BYTES = 128 << 20
 
 def start() -> Cluster:
     node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args={**node, "node_ip_address": "127.0.0.1"})
-    nodes.add_node(**node, node_ip_address="127.0.0.2")
+    nodes = Cluster(initialize_head=True, head_node_args=node)
+    nodes.add_node(**node, node_ip_address="127.0.0.2")  # the head has the machine's
     return nodes
 
 

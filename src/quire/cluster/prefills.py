@@ -2,8 +2,7 @@
 
 The time of a prompt is limited, so that a prefill replica costs an answer little when it cannot help:
 
-    limit_s = max(_MIN_LIMIT_S, patience * seconds that the table expects, behind the open requests and at the measured
-              speed)
+    limit_s = patience * max(_LEAST_S, seconds that the table expects, behind open requests and at the measured speed)
 
 `patience` is 4. It doubles with each prompt that is late, up to 64, and is 4 again after one that is computed: so a
 speed is measured in the end, also if the first guess was far too fast.
@@ -32,7 +31,7 @@ __all__ = ["HANG_S", "Prefills"]
 
 HANG_S = 5.0
 """A prefill replica without a sign of life for so long hangs: the engine that answers can compute the prompt."""
-_MIN_LIMIT_S = 10.0
+_LEAST_S = 2.5
 _PATIENCE, _MAX_PATIENCE = 4.0, 64.0
 _POLL_S = 0.25  # between two looks at the replicas of a prompt that waits
 # Headers that say something of the request's own body and answer.
@@ -58,14 +57,9 @@ class Prefills:
         if not prompt.block_keys or prompt.num_tokens - num_known < self._min_tokens:
             return None
         outcome, address = "absent", None
-        expected_s = self._expected_s(prompt)
-        if expected_s is not None:
-            head = await self._within(max(_MIN_LIMIT_S, self._patience * expected_s), carried, prompt)
-            if isinstance(head, AnswerHead):
-                outcome = "computed" if head.status == 200 else "refused"
-                address = head.peer_address if head.status == 200 else None
-            else:
-                outcome = head
+        if (expected_s := self._expected_s(prompt)) is not None:
+            limit_s = self._patience * max(_LEAST_S, expected_s)
+            outcome, address = await self._compute_within(limit_s, carried, prompt)
         if outcome == "computed":
             self._patience = _PATIENCE
         elif outcome == "late":
@@ -76,36 +70,34 @@ class Prefills:
     def _expected_s(self, prompt: RoutedPrompt) -> float | None:
         return self.group.table.expected_s(prompt.block_keys, prompt.num_tokens)
 
-    async def _within(
+    async def _compute_within(
         self, limit_s: float, carried: CarriedRequest, prompt: RoutedPrompt
-    ) -> AnswerHead | str:
-        """The head of the whole answer; without one the outcome. All replicas may end or hang meanwhile."""
+    ) -> tuple[str, str | None]:
+        """The outcome, and the peer address after "computed". All replicas may end or hang meanwhile."""
         task = asyncio.create_task(self._answer(carried, prompt))
         until = time.monotonic() + limit_s
         try:
             while not task.done():
-                left_s = until - time.monotonic()
                 if self._expected_s(prompt) is None:
-                    return "absent"
-                if left_s <= 0:
-                    return "late"
+                    return "absent", None
+                if (left_s := until - time.monotonic()) <= 0:
+                    return "late", None
                 await asyncio.wait({task}, timeout=min(_POLL_S, left_s))
-            return task.result()
+            head = task.result()
         except ReplicaLostError:
-            return "lost"
+            return "lost", None
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+        return ("computed", head.peer_address) if head.status == 200 else ("refused", None)
 
     async def _answer(self, carried: CarriedRequest, prompt: RoutedPrompt) -> AnswerHead:
-        lost: set[str] = set()
-        begun = await self.group.begin(_prefill_of(carried, prompt), prompt, lost)
-        if begun.head.status == 200:
-            self.group.table.note_first_byte(
-                begun.ticket
-            )  # the whole prompt is computed: its speed is measured
-        await self.group.whole(begun, lost)
+        """The head, once the whole answer has come."""
+        begun = await self.group.begin(_prefill_of(carried, prompt), prompt, set())
+        if begun.head.status == 200:  # the prompt is computed, which measures the speed
+            self.group.table.note_first_byte(begun.ticket)
+        await self.group.whole(begun, set())
         return begun.head
 
 
