@@ -17,6 +17,7 @@ from quire.cluster.prompt_keys import PromptKeys
 from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
 from quire.cluster.route_table import RouteTable
+from quire.offload.open_tiers import OpenTiers
 from quire.peer_address import PeerAddress
 from quire.tiers.peers.peer_tier import PeerTier
 from quire.tiers.tier import TierError
@@ -260,37 +261,44 @@ def test_a_prompt_that_waits_is_given_up_when_the_last_prefill_replica_ends(
     assert all(table.num_open == 0 for table in apart.tables)
 
 
+class Clock:
+    """step: seconds after which a prefill is looked at; it does not end then. 0: it ends."""
+
+    now = step = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def test_a_prompt_that_is_late_is_aborted_and_computed_by_the_engine(
     apart: Apart, alone: Any, prefill_table: RouteTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = apart.count("late")
-    monkeypatch.setattr("quire.cluster.prefills._LEAST_S", 0.0)
-    monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 0.0)
-    limits: list[float] = []
-    answer, within = apart.prefill.answer, apart.apart._compute_within
+    late, computed = apart.count("late"), apart.count("computed")
+    clock = Clock()
+    monkeypatch.setattr("quire.cluster.prefills.time", clock)
+    monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 5.0)
+    answer = apart.prefill.answer
 
-    async def never_answers(request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
-        async with aclosing(answer(request)) as parts:  # it has begun there
-            async for _ in parts:
-                await _never()
-                yield b""
+    async def answer_late(request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
+        async with aclosing(answer(request)) as parts:
+            async for part in parts:  # the prompt is at the replica
+                if clock.step:
+                    clock.now += clock.step
+                    await _never()
+                yield part
 
-    monkeypatch.setattr(apart.prefill, "answer", never_answers)
-
-    def noted(limit_s: float, *arguments: Any) -> Any:
-        limits.append(limit_s)
-        return within(limit_s, *arguments)
-
-    monkeypatch.setattr(apart.apart, "_compute_within", noted)
-    body = {**BODY, "prompt": prompt_of("late")}
-    assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
-    monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 0.01)
-    body["prompt"] = prompt_of("late_again")
-    assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
-    assert apart.count("late") == late + 2
-    assert limits == [0.0, 0.08]  # 4 times the expected seconds, then 8 times
+    monkeypatch.setattr(apart.prefill, "answer", answer_late)
+    for number, clock.step in enumerate((21.0, 41.0)):  # 4 and 8 times the expected seconds, and one more
+        body = {**BODY, "prompt": prompt_of(f"late_{number}")}
+        assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
+        assert apart.count("late") == late + number + 1
+        assert apart.prefill._app.state.service.num_open == 0
     assert all(table.num_open == 0 for table in apart.tables)
-    assert apart.prefill._app.state.service.num_open == 0
+    assert apart.apart._patience == 16
+    clock.step = 0.0
+    apart.ask("/v1/completions", {**BODY, "prompt": prompt_of("in_time")})
+    assert apart.count("computed") == computed + 1
+    assert apart.apart._patience == 4
 
 
 def test_a_new_prefill_replica_is_asked_for_its_first_prompt(apart: Apart, alone: Any) -> None:
@@ -318,3 +326,16 @@ def test_another_cluster_gets_nothing(apart: Apart) -> None:
             pytest.raises(TierError, match="another remote_secret"),
         ):
             tier.ping()
+
+
+def test_a_prefill_replica_starts_when_its_content_can_be_stored(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+
+    def connect(tiers: OpenTiers, *parts: object) -> None:
+        tiers.stores.is_trusted = lambda timeout_s: bool(waited_s.append(timeout_s)) or True
+
+    monkeypatch.setattr("quire.engine.open_engine._connect_tiers", connect)
+    ReplicaServer(apart.settings, "new", apart.settings.config_of_prefill(SECRET, "127.0.0.1")).close()
+    assert waited_s[0] == 60
