@@ -4,7 +4,7 @@ The time of a prompt is limited, so that a prefill replica costs an answer littl
 
     limit_s = patience * max(_LEAST_S, seconds that the table expects, behind open requests and at the measured speed)
 
-`patience` is 4. It doubles with each prompt that is late, up to 64, and is 4 again after one that is computed: so a
+Patience is 4. It doubles with each prompt that is late, up to 64, and is 4 again after one that is computed: so a
 speed is measured in the end, also if the first guess was far too fast.
 
 Invariants
