@@ -224,6 +224,8 @@ def test_help_tells_the_options(face: type) -> None:
             {"peer_listen": "0.0.0.0:1", "host_cache": "1MiB", "cache_write": "through"},
             "expected with peer_listen also remote_secret: other machines",
         ),
+        ({"peer_secret": "sixteen bytes and more"}, "expected with peer_secret also host_cache"),
+        ({"peer_secret": "sixteen", "host_cache": "1MiB"}, "got 7 bytes - in `peer_secret`"),
         (
             {"peer_listen": "there"},
             r"expected HOST:PORT, .* or unix:PATH, got \'there\' - in `peer_listen`",

@@ -550,6 +550,13 @@ class EngineConfig:
         "refused. Default: none.",
         is_secret=True,
     )
+    peer_secret: Annotated[str | bytes | None, _checked(_check_secret_or_text)] = option(
+        None,
+        None,
+        "A secret, at least 16 bytes, of peers alone, in place of remote_secret. Without peers and peer_listen the "
+        "peers are those that `quire cluster` names; it needs host_cache then. Default: remote_secret.",
+        is_secret=True,
+    )
     cache_write: Literal["eviction", "through"] = option(
         "eviction",
         "W",
@@ -688,14 +695,22 @@ class EngineConfig:
         return self.long_prefill_tokens
 
     def _check_peers(self) -> None:
+        if self.peer_secret is not None and self.peers is self.host_cache is None:
+            self._refuse("peer_secret", "host_cache, to which values of peers are fetched, or peers")
         if self.peer_listen is None:
             return
         if self.host_cache is None:
             self._refuse("peer_listen", "host_cache, whose content peers get")
         if self.cache_write != "through":
             self._refuse("peer_listen", "cache_write through: else the host cache has only evicted content")
-        if self.remote_secret is None and not PeerAddress.parse(self.peer_listen).is_local:
+        is_open = self.peer_secret is None and self.remote_secret is None
+        if is_open and not PeerAddress.parse(self.peer_listen).is_local:
             self._refuse("peer_listen", "remote_secret: other machines can reach this address")
+
+    @property
+    def asks_peers(self) -> bool:
+        """Whether it fetches from peers: those of `peers`, or with `peer_secret` alone those that calls name."""
+        return self.peers is not None or (self.peer_secret is not None and self.peer_listen is None)
 
     @property
     def has_tiers(self) -> bool:

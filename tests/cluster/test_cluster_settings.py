@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from quire.cluster.cluster_settings import ClusterSettings, cluster_help
-from quire.cluster.prefill_sockets import PrefillSockets
 from quire.cluster.scaling import replicas_for
 from quire.cluster.serve_control import APPLICATION, deploy_yaml
 from quire.errors import ArgumentError
 
+SECRET = b"sixteen bytes at least"
 APART: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1}
 
 
@@ -45,15 +45,19 @@ def test_prefill_replicas_give_and_the_others_ask() -> None:
         {"prefill_replicas": 2, "decode_replicas": 3, "engine": {"host_cache": "1GiB"}}
     )
     assert (settings.num_engines, settings.most_replicas) == (3, 5)
-    sockets = PrefillSockets(b"secret", settings.prefill_replicas)
-    assert settings.config_of_engine(sockets).peers == ",".join(sockets.addresses)
+    engine, prefill = settings.config_of_engine(SECRET), settings.config_of_prefill(SECRET, "fd00::1")
+    assert engine.asks_peers
+    assert engine.peer_listen is None
+    assert not prefill.asks_peers
+    assert prefill.peer_listen == "[fd00::1]:0"
+    assert engine.peer_secret == prefill.peer_secret != settings.config_of_engine(SECRET[1:]).peer_secret
+    assert engine.peer_secret != SECRET  # the tenants'
     alone = ClusterSettings.from_arguments({"replicas": 2})
-    assert alone.config_of_engine(PrefillSockets(b"secret", 0)) == alone.engine
+    assert alone.config_of_engine(SECRET) == alone.engine
 
 
 def test_a_secret_is_given_where_the_file_has_none() -> None:
-    secret = b"sixteen bytes at least"
-    assert ClusterSettings.from_arguments({}, secret).engine.tenant_secret == secret
+    assert ClusterSettings.from_arguments({}, SECRET).engine.tenant_secret == SECRET
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, closing
 from typing import Any
 
 import httpx
@@ -13,12 +12,15 @@ import pytest
 from starlette.requests import Request
 
 from quire.cluster.door import Door
-from quire.cluster.prefill_sockets import PrefillSockets
+from quire.cluster.prefills import Prefills
 from quire.cluster.prompt_keys import PromptKeys
 from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
 from quire.cluster.route_table import RouteTable
-from quire.errors import QuireError
+from quire.offload.open_tiers import OpenTiers
+from quire.peer_address import PeerAddress
+from quire.tiers.peers.peer_tier import PeerTier
+from quire.tiers.tier import TierError
 from quire.weights.load import load_tokenizer
 
 from .conftest import SECRET, settings_of
@@ -31,43 +33,60 @@ def prompt_of(name: str) -> str:
     return f"def {name}(first, second):\n    return first + second\n" * 6
 
 
+async def _nothing() -> None:
+    pass
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+async def _fail() -> None:
+    pytest.fail("a prompt was sent to a prefill replica that cannot compute it")
+
+
 class Apart:
     """A prefill replica and an engine that answers, behind one door. `on_prefill`: called at each part of a prefill
-    with its number; it may raise ReplicaLostError."""
+    with its number; it may raise ReplicaLostError. `before_prefill`: awaited before one is sent."""
 
     def __init__(self) -> None:
         settings = settings_of(
             **APART, engine={"kv_memory": "16MiB", "max_model_len": 512, "host_cache": "16MiB"}
         )
-        sockets = PrefillSockets(SECRET, 1)
-        self.prefill = ReplicaServer(settings, "prefill", settings.config_of_prefill(sockets))
-        self.engine = ReplicaServer(settings, "engine", settings.config_of_engine(sockets))
+        self.settings = settings
+        self.prefill = ReplicaServer(settings, "prefill", settings.config_of_prefill(SECRET, "127.0.0.1"))
+        self.engine = ReplicaServer(settings, "engine", settings.config_of_engine(SECRET))
         table = RouteTable()
         prefills = RouteTable(metrics=table.metrics)
         self.metrics = table.metrics
         table.set_replicas({"engine": self.engine.routing_stats()})
-        prefills.set_replicas({"prefill": self.prefill.routing_stats()})
         self.on_prefill: Callable[[int], object] = lambda number: None
+        self.before_prefill: Callable[[], Awaitable[object]] = _nothing
+        self.prefills = ReplicaGroup(prefills, self._sender(prefills, "prefill"), 30.0)
+        self.apart = Prefills(self.prefills, table, settings.prefill_min_tokens)
         self.door = Door(
-            ReplicaGroup(table, self._sender(table, self.engine), 30.0),
+            ReplicaGroup(table, self._sender(table, "engine"), 30.0),
             PromptKeys(load_tokenizer(settings.engine.model), settings.server),
             1 << 20,
-            ReplicaGroup(prefills, self._sender(prefills, self.prefill), 30.0),
-            settings.prefill_min_tokens,
+            self.apart,
         )
         self.tables = (table, prefills)
+        self.report_prefill()
 
-    def _sender(self, table: RouteTable, replica: ReplicaServer) -> Any:
+    def _sender(self, table: RouteTable, name: str) -> Any:
         async def send(request: CarriedRequest, ticket: int) -> AsyncGenerator[AnswerPart, None]:
-            table.note_sent(ticket, table.rank(ticket, [replica.name])[0])
-            answer = replica.answer(request)
+            table.note_sent(ticket, table.rank(ticket, [name])[0])
+            is_prefill = name == "prefill"
+            if is_prefill:
+                await self.before_prefill()
+            answer = (self.prefill if is_prefill else self.engine).answer(request)
             try:
                 number = 0
-                if replica is self.prefill:
+                if is_prefill:
                     self.on_prefill(number)
                 async for part in answer:
                     number += 1
-                    if replica is self.prefill:
+                    if is_prefill:
                         self.on_prefill(number)
                     yield part
             finally:
@@ -90,6 +109,18 @@ class Apart:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def report_prefill(self) -> None:
+        """The door sees the present prefill replica, as a new one."""
+        self.prefills.table.set_replicas({})
+        self.prefills.table.set_replicas({"prefill": self.prefill.routing_stats()})
+
+    def peers(self) -> PeerTier:
+        """Those of the engine that answers."""
+        tiers = self.engine._engine.tiers
+        assert tiers is not None
+        assert tiers.peers is not None
+        return tiers.peers
+
     def count(self, outcome: str) -> float:
         found = self.metrics.registry.get_sample_value("quire:router_prefills_total", {"outcome": outcome})
         return found or 0.0
@@ -100,17 +131,15 @@ class Apart:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("sockets")))
-        made = Apart()
-        yield made
-        made.engine.close()
-        made.prefill.close()
+def apart() -> Iterator[Apart]:
+    made = Apart()
+    yield made
+    made.engine.close()
+    made.prefill.close()
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[dict[str, Any]], Any]]:
+def alone() -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     """The answer of one engine without prefill replicas."""
     replica = ReplicaServer(settings_of(), "alone")
 
@@ -195,16 +224,118 @@ def test_the_administrator_reaches_both(apart: Apart) -> None:
     assert {entry["replica"] for entry in answer["replicas"]} == {"engine", "prefill"}
 
 
-def test_places_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    taken = [PrefillSockets(SECRET, 2) for _ in range(4)]
-    addresses = [one.take() for one in taken]
-    assert addresses == taken[0].addresses
-    with pytest.raises(QuireError, match="expected a free place of 4"):
-        PrefillSockets(SECRET, 2).take()
-    os.close(taken[1]._lock)  # as the system does when a process ends
-    assert PrefillSockets(SECRET, 2).take() == addresses[1]
-    (folder,) = tmp_path.iterdir()
-    folder.chmod(0o755)
-    with pytest.raises(QuireError, match="only this user can open"):
-        PrefillSockets(SECRET, 2).take()
+@pytest.fixture
+def prefill_table(apart: Apart) -> Iterator[RouteTable]:
+    """The table of the prefill replica, which it has again after the test."""
+    yield apart.prefills.table
+    apart.before_prefill = _nothing
+    apart.report_prefill()
+
+
+def test_without_a_prefill_replica_the_engine_computes_at_once(
+    apart: Apart, alone: Any, prefill_table: RouteTable
+) -> None:
+    absent = apart.count("absent")
+    body = {**BODY, "prompt": prompt_of("absent")}
+    apart.before_prefill = _never
+    prefill_table.set_replicas({})
+    assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
+    assert apart.count("absent") == absent + 1
+
+
+@pytest.mark.parametrize("way", ["gone", "hangs"])
+def test_a_prompt_that_waits_is_given_up_when_the_last_prefill_replica_ends(
+    apart: Apart, alone: Any, prefill_table: RouteTable, way: str
+) -> None:
+    async def lose_and_wait() -> None:
+        (prefill_table.forget if way == "gone" else prefill_table.note_silent)("prefill")
+        await _never()
+
+    absent = apart.count("absent")
+    apart.before_prefill = lose_and_wait
+    for name in ("first", "second"):  # the second one is not sent
+        body = {**BODY, "prompt": prompt_of(f"{way}_{name}")}
+        assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
+        apart.before_prefill = _fail
+    assert apart.count("absent") == absent + 2
+    assert all(table.num_open == 0 for table in apart.tables)
+
+
+class Clock:
+    """step: seconds after which a prefill is looked at; it does not end then. 0: it ends."""
+
+    now = step = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_prompt_that_is_late_is_aborted_and_computed_by_the_engine(
+    apart: Apart, alone: Any, prefill_table: RouteTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, computed = apart.count("late"), apart.count("computed")
+    clock = Clock()
+    monkeypatch.setattr("quire.cluster.prefills.time", clock)
+    monkeypatch.setattr(prefill_table, "expected_s", lambda block_keys, num_tokens: 5.0)
+    answer = apart.prefill.answer
+
+    async def answer_late(request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
+        async with aclosing(answer(request)) as parts:
+            async for part in parts:  # the prompt is at the replica
+                if clock.step:
+                    clock.now += clock.step
+                    await _never()
+                yield part
+
+    monkeypatch.setattr(apart.prefill, "answer", answer_late)
+    for number, clock.step in enumerate((21.0, 41.0)):  # 4 and 8 times the expected seconds, and one more
+        body = {**BODY, "prompt": prompt_of(f"late_{number}")}
+        assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
+        assert apart.count("late") == late + number + 1
+        assert apart.prefill._app.state.service.num_open == 0
+    assert all(table.num_open == 0 for table in apart.tables)
+    assert apart.apart._patience == 16
+    clock.step = 0.0
+    apart.ask("/v1/completions", {**BODY, "prompt": prompt_of("in_time")})
+    assert apart.count("computed") == computed + 1
+    assert apart.apart._patience == 4
+
+
+def test_a_new_prefill_replica_is_asked_for_its_first_prompt(apart: Apart, alone: Any) -> None:
+    """Also by an engine that has found the last one gone."""
+    prompts = [prompt_of(f"place_{number}") for number in range(2)]
+    assert apart.ask("/v1/completions", {**BODY, "prompt": prompts[0]})
+    apart.prefill.close()
+    with pytest.raises(TierError):
+        apart.peers().contains([bytes(32)])
+    apart.prefill = ReplicaServer(
+        apart.settings, "prefill", apart.settings.config_of_prefill(SECRET, "127.0.0.1")
+    )
+    apart.report_prefill()
+    loaded = apart.loaded()
+    body = {**BODY, "prompt": prompts[1]}
+    assert apart.ask("/v1/completions", body)["choices"] == alone("/v1/completions", body)["choices"]
+    assert apart.loaded() > loaded
+
+
+def test_another_cluster_gets_nothing(apart: Apart) -> None:
+    address = PeerAddress.parse(str(apart.prefill.peer_address))
+    for secret in (None, b"the secret of another cluster"):
+        with (
+            closing(PeerTier.of([address], secret)) as tier,
+            pytest.raises(TierError, match="another remote_secret"),
+        ):
+            tier.ping()
+
+
+def test_a_prefill_replica_starts_when_its_content_can_be_stored(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+
+    def connect(tiers: OpenTiers, *parts: object) -> None:
+        tiers.stores.is_trusted = lambda timeout_s: bool(waited_s.append(timeout_s)) or True
+
+    monkeypatch.setattr("quire.engine.open_engine._connect_tiers", connect)
+    ReplicaServer(apart.settings, "new", apart.settings.config_of_prefill(SECRET, "127.0.0.1")).close()
+    assert waited_s[0] == 60

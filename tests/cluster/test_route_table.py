@@ -159,6 +159,30 @@ def test_a_replica_that_hangs_comes_last_for_a_time(table: RouteTable, clock: Cl
     assert table.rank(table.open([1, 2], 32), NAMES)[0] == first
 
 
+def test_the_seconds_of_a_prompt_are_those_of_the_soonest_replica(table: RouteTable, clock: Clock) -> None:
+    keys = list(range(50))
+    ticket, name = send(table, keys)
+    clock.now += 0.8  # 0.001 s a token
+    table.note_first_byte(ticket)
+    table.close(ticket, 0)
+    assert table.expected_s([7000], 16) == pytest.approx(0.016)
+    assert table.expected_s(keys, 800) == 0  # it has them
+    table.note_silent(name)
+    assert table.expected_s(keys, 800) == pytest.approx(0.8)
+    for other in set(NAMES) - {name}:
+        send(table, list(range(1000, 1010)), wanted=other)
+    assert table.expected_s(keys, 800) == pytest.approx(0.8 + 0.16)
+    for other in set(NAMES) - {name}:
+        table.forget(other)
+    assert table.names == [name]
+    assert table.expected_s(keys, 800) is None
+    clock.now += 61
+    assert table.expected_s(keys, 800) is not None
+    table.forget(name)
+    assert table.expected_s(keys, 800) is None
+    assert RouteTable(clock).expected_s(keys, 800) == pytest.approx(0.4)  # its replicas are not known
+
+
 def test_the_most_blocks_that_a_replica_has(table: RouteTable) -> None:
     assert table.most_cached([1, 2, 3]) == 0
     table.set_replicas(

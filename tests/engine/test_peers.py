@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "window": {"window": 24},
     "secret": {"remote_secret": SECRET},
+    "own secret": {"remote_secret": SECRET[::-1], "peer_secret": SECRET},
 }
 
 
@@ -56,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_peers_prefix_has_the_same_bits(case: str) -> None:
     options = CASES[case]
     with tiny_llm.llm(
-        prefix_caching=False, **{name: options[name] for name in options if name != "remote_secret"}
+        prefix_caching=False, **{name: options[name] for name in options if "secret" not in name}
     ) as llm:
         cold, _ = answer(llm)
     with tiny_llm.llm(**options, **GIVES) as first:

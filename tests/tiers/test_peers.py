@@ -23,7 +23,7 @@ from quire.errors import ArgumentError
 from quire.peer_address import PeerAddress
 from quire.tiers.host import HostTier
 from quire.tiers.peers.peer_server import PeerServer
-from quire.tiers.peers.peer_tier import PeerTier
+from quire.tiers.peers.peer_tier import MAX_NAMED, PeerTier
 from quire.tiers.peers.peer_wire import ACCEPTED, FRONT, KEY_BYTES, MAGIC, QUESTION, proof
 from quire.tiers.remote.record import checksum
 from quire.tiers.remote.signed import SignedTier
@@ -182,6 +182,46 @@ def test_a_peer_that_was_restarted_is_asked_at_once() -> None:
         server.close()
         with serving(tier, at=server.address):
             assert peer.contains([key_of(1)]) == [True]  # not on the connection that the first one had
+
+
+def test_peers_that_are_named_are_asked_first_the_newest_of_all() -> None:
+    value = {key_of(1): b"value"}
+    with serving(host({**value, key_of(2): b"other"})) as static, serving(host(value)) as first:
+        tier = peers(static, max_value_bytes=1 << 10)
+        tier.raise_max_value_bytes(1 << 21)
+        with closing(tier), serving(host({**value, key_of(3): bytes(1 << 21)})) as second:
+            tier.name_peer(first.address)
+            assert tier.contains([key_of(1)]) == [True]
+            assert asked(static, first, second) == (0, 1, 0)
+            tier.name_peer(second.address)
+            assert tier.contains([key_of(1), key_of(3)]) == [True, True]
+            assert asked(static, first, second) == (0, 1, 1)
+            assert tier.load(key_of(3)) == bytes(1 << 21)  # the limit holds for peers that are named later
+            tier.name_peer(first.address)  # again
+            assert tier.contains([key_of(1)]) == [True]
+            assert asked(static, first, second) == (0, 2, 2)
+            assert tier.contains([key_of(2)]) == [True]
+            assert asked(static, first, second) == (1, 3, 3)
+
+
+def asked(*servers: PeerServer) -> tuple[int, ...]:
+    """Questions that came to each."""
+    return tuple(server.stats()["num_peer_questions"] for server in servers)
+
+
+def test_the_oldest_peers_that_were_named_are_given_up() -> None:
+    with serving(host({key_of(1): b"first"})) as first, serving(host({key_of(2): b"static"})) as static:
+        tier = peers(static)
+        with closing(tier):
+            tier.name_peer(first.address)
+            assert tier.contains([key_of(1)]) == [True]
+            gone = free_port()
+            for number in range(MAX_NAMED):
+                tier.name_peer(PeerAddress(f"127.0.1.{number}", gone))
+            assert tier.contains([key_of(1), key_of(2)]) == [False, True]
+            until(lambda: first.stats()["num_peer_connections"] == 0)
+            tier.name_peer(first.address)
+            assert tier.contains([key_of(1)]) == [True]
 
 
 def test_a_socket_file_is_taken_over_only_from_the_dead(tmp_path: Path) -> None:

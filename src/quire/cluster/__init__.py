@@ -5,7 +5,7 @@ block_digest            the blocks of an engine, as it reports them
 route_table             the door's facts, and its open requests
 prompt_keys             the keys of a prompt's blocks, before a replica has seen it
 door                    one API over the replicas           router_metrics   the door's metrics
-replica_group           requests to replicas, lost ones     prefill_sockets  where prefill replicas give prefixes
+replica_group           requests to replicas, lost ones     prefills         prompts computed apart
 replica_server          an engine with the whole API, reached by calls
 cluster_settings        the arguments of a cluster          scaling          how many replicas
 serve_app, serve_router, serve_control   the same on Ray Serve: the only modules that import ray

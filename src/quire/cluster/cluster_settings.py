@@ -11,14 +11,15 @@ An option that several replicas cannot obey is refused by name.
 
 from __future__ import annotations
 
+import hmac
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from quire.cluster.prefill_sockets import PrefillSockets
 from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
+from quire.peer_address import PeerAddress
 from quire.server.settings import ServerLimits, ServerSettings, load_config
 
 __all__ = ["ClusterSettings", "cluster_help"]
@@ -63,7 +64,7 @@ class ClusterSettings:
     replicas: int = setting(1, "Engines to start. Default: 1.")
     prefill_replicas: int = setting(
         0,
-        "Engines that only compute prompts, on the machine of the others, which fetch them from their host cache. "
+        "Engines that only compute prompts, which the others fetch from their host cache. "
         "Needs decode_replicas and host_cache. Default: 0.",
     )
     decode_replicas: int | None = setting(
@@ -221,15 +222,25 @@ class ClusterSettings:
         """The most engines that it can come to, with those for prompts."""
         return self.prefill_replicas + (self.num_engines if self.max_replicas is None else self.max_replicas)
 
-    def config_of_engine(self, sockets: PrefillSockets) -> EngineConfig:
-        """The options of an engine that answers: it fetches prompts, if there are prefill replicas."""
+    def config_of_engine(self, secret: bytes) -> EngineConfig:
+        """The options of an engine that answers: with prefill replicas it fetches prompts from those that requests
+        name. secret: of the cluster."""
         return (
-            replace(self.engine, peers=",".join(sockets.addresses)) if self.prefill_replicas else self.engine
+            replace(self.engine, peer_secret=_peer_secret(secret)) if self.prefill_replicas else self.engine
         )
 
-    def config_of_prefill(self, sockets: PrefillSockets) -> EngineConfig:
-        """The options of a prefill replica, which takes one of the sockets."""
-        return replace(self.engine, cache_write="through", peer_listen=sockets.take())
+    def config_of_prefill(self, secret: bytes, host: str) -> EngineConfig:
+        """The options of a prefill replica. It gives prefixes at a free port of `host`, an address of its machine, to
+        engines that have the cluster's secret."""
+        address = str(PeerAddress(host, 0))
+        return replace(
+            self.engine, cache_write="through", peer_listen=address, peer_secret=_peer_secret(secret)
+        )
+
+
+def _peer_secret(secret: bytes) -> bytes:
+    """Of the peers of a cluster: another one than that of its tenants."""
+    return hmac.digest(secret, b"quire cluster peers", "sha256")
 
 
 def cluster_help() -> dict[str, str]:

@@ -34,6 +34,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from quire.cluster.prefills import Prefills
 from quire.cluster.prompt_keys import PromptKeys, RoutedPrompt
 from quire.cluster.replica_group import BegunReply, ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerEnd, AnswerHead, CarriedRequest, OutputEvents
@@ -55,30 +56,24 @@ _OF_ONE_ENGINE = re.compile(r"/(window/.*|favicon\.ico)?")  # the live page
 _ENDED_BY_DONE = ("/v1/chat/completions", "/v1/completions", "/quire/conversations/")
 _COMMENT = b":"  # begins a comment between two events
 _ID_HEADER = b"x-request-id"
-# Headers that say something of the request's own body and answer.
-_OF_ITS_BODY = (
-    b"content-type", b"content-length", b"content-encoding", b"x-request-id", b"x-session-id", b"x-cache-report",
-)  # fmt: skip
 _HOP_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 
 
 class Door:
-    """engines: those that answer. max_body_bytes: of a request. prefills: those that compute prompts before, of
-    `prefill_min_tokens` unknown tokens and more; None without any. They share the engines' metrics."""
+    """engines: those that answer. max_body_bytes: of a request. prefills: compute prompts before; None without any.
+    They share the engines' metrics."""
 
     def __init__(
         self,
         engines: ReplicaGroup,
         keys: PromptKeys,
         max_body_bytes: int,
-        prefills: ReplicaGroup | None = None,
-        prefill_min_tokens: int = 0,
+        prefills: Prefills | None = None,
     ) -> None:
         self._engines = engines
         self._table = engines.table
-        self._groups = [engines] if prefills is None else [engines, prefills]
+        self._groups = [engines] if prefills is None else [engines, prefills.group]
         self._prefills = prefills
-        self._prefill_min_tokens = prefill_min_tokens
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._places: OrderedDict[tuple[str, str], str] = OrderedDict()  # the replica of an object
@@ -118,7 +113,7 @@ class Door:
         if prompt.fallback is not None:
             self._table.metrics.fallbacks.labels(prompt.fallback).inc()
         if self._prefills is not None:
-            await self._prefill(self._prefills, carried, prompt)
+            carried = replace(carried, prefix_at=await self._prefills.compute(carried, prompt))
         session = request.headers.get("x-session-id")
         place = None if session is None else ("v1/sessions", session)
         return await self._forward(carried, prompt, place=place)
@@ -134,20 +129,6 @@ class Door:
                     f"expected a body of at most {self._max_body_bytes} bytes, got more; the setting is max_body_bytes",
                 )
         return bytes(body)
-
-    async def _prefill(self, prefills: ReplicaGroup, carried: CarriedRequest, prompt: RoutedPrompt) -> None:
-        """Has the prompt computed, so that the engine that answers can fetch it. If that fails, it computes it."""
-        num_known = self._table.most_cached(prompt.block_keys) * self._table.block_tokens
-        if not prompt.block_keys or prompt.num_tokens - num_known < self._prefill_min_tokens:
-            return
-        outcome, lost = "lost", set[str]()
-        try:
-            begun = await prefills.begin(_prefill_of(carried, prompt), prompt, lost)
-            await prefills.whole(begun, lost)
-            outcome = "computed" if begun.head.status == 200 else "refused"
-        except ReplicaLostError:
-            pass
-        self._table.metrics.prefills.labels(outcome).inc()
 
     # -- one replica -----------------------------------------------------------------------------------
 
@@ -336,18 +317,6 @@ def _carried(request: Request, body: bytes) -> CarriedRequest:
 
 def _plain(headers: Iterable[Sequence[bytes]]) -> Iterable[Sequence[bytes]]:
     return (pair for pair in headers if pair[0] not in _HOP_HEADERS)
-
-
-def _prefill_of(carried: CarriedRequest, prompt: RoutedPrompt) -> CarriedRequest:
-    """The request, of the same client, that only computes the prompt."""
-    body: dict[str, Any] = {"prompt": prompt.token_ids, "max_tokens": 0}
-    if prompt.cache_salt is not None:
-        body["cache_salt"] = prompt.cache_salt
-    headers = [pair for pair in carried.headers if pair[0] not in _OF_ITS_BODY]
-    headers.append((b"content-type", b"application/json"))
-    return replace(
-        carried, path="/v1/completions", query=b"", headers=tuple(headers), body=json.dumps(body).encode()
-    )
 
 
 def _with_id_of(carried: CarriedRequest, head: AnswerHead) -> CarriedRequest:

@@ -23,6 +23,7 @@ from quire.cluster.cluster_settings import ClusterSettings
 from quire.config import EngineConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
+from quire.peer_address import PeerAddress
 from quire.server.app import create_app
 from quire.server.http.request_log import RequestRecord, current_request
 from quire.server.run import log_requests_to_stderr
@@ -33,6 +34,7 @@ __all__ = ["AnswerEnd", "AnswerHead", "AnswerPart", "CarriedRequest", "OutputEve
 
 _MAX_QUEUED = 64  # parts of an answer that wait to be taken
 _ALIVE_S = 1.0
+_TRUST_S = 60.0  # in which the weights that a model starts from are checked
 _MAX_FLUSH_S = 2.0  # in which a computed prompt is in the host cache
 
 
@@ -40,7 +42,7 @@ _MAX_FLUSH_S = 2.0  # in which a computed prompt is in the host cache
 class CarriedRequest:
     """An HTTP request with its whole body, as the door sends it. path: decoded. headers: names in lower case. client:
     (address, port), None where it is unknown. continued: the stream that a lost replica began; its events
-    are left out of the answer."""
+    are left out of the answer. prefix_at: the peer address of the prefill replica that has computed its prompt."""
 
     method: str
     path: str
@@ -50,16 +52,19 @@ class CarriedRequest:
     body: bytes = b""
     scheme: str = "http"
     continued: StreamStart | None = None
+    prefix_at: str | None = None
 
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """replica: the name of the one that answers. start: of a stream that another replica can continue."""
+    """replica: the name of the one that answers. start: of a stream that another replica can continue. peer_address: at
+    which other replicas fetch prefixes; None if it gives none."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     replica: str
     start: StreamStart | None = None
+    peer_address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class ReplicaServer:
             self._engine = AsyncEngine(self._llm)
             self._app = create_app(self._engine, settings.server)
             self.digest = BlockDigest()
+            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+                tiers.stores.is_trusted(_TRUST_S)  # no content is stored, for peers neither, before that
             if self._engine.cache.prefix_caching and self._engine.cache.can_fork:
                 self._engine.monitor.subscribe(self.digest)
         except BaseException:
@@ -116,6 +123,12 @@ class ReplicaServer:
         """Ends open requests and closes the engine; a disk cache is written."""
         self._app.state.service.close()
         self._llm.close()
+
+    @property
+    def peer_address(self) -> str | None:
+        """The address at which it gives prefixes to peers; None if it gives none."""
+        tiers = self._engine.tiers
+        return None if tiers is None or tiers.peer_server is None else str(tiers.peer_server.address)
 
     # -- reports -----------------------------------------------------------------------------------------
 
@@ -146,6 +159,9 @@ class ReplicaServer:
 
     async def answer(self, request: CarriedRequest) -> AsyncGenerator[AnswerPart]:
         """The application's answer. Closing the generator tells the application that the client has gone."""
+        tiers = self._engine.tiers
+        if request.prefix_at is not None and tiers is not None and tiers.peers is not None:
+            tiers.peers.name_peer(PeerAddress.parse(request.prefix_at))
         parts: asyncio.Queue[AnswerPart | None] = asyncio.Queue(_MAX_QUEUED)  # None: no more
         is_gone = asyncio.Event()
         bodies = [request.body]
@@ -172,7 +188,7 @@ class ReplicaServer:
             if message["type"] == "http.response.start":
                 headers = tuple((bytes(name), bytes(value)) for name, value in message.get("headers", ()))
                 start = None if progress is None else progress.start
-                await parts.put(AnswerHead(message["status"], headers, self.name, start))
+                await parts.put(AnswerHead(message["status"], headers, self.name, start, self.peer_address))
             elif message["type"] == "http.response.body" and (body := message.get("body", b"")):
                 if progress is None or not (progress.is_writing or progress.is_dropped):
                     await parts.put(bytes(body))
@@ -196,7 +212,7 @@ class ReplicaServer:
             if record is None or record.num_prompt_tokens is None:
                 yield AnswerEnd(None)
                 return
-            if (tiers := self._engine.tiers) is not None and tiers.peer_server is not None:
+            if tiers is not None and tiers.peer_server is not None:
                 await asyncio.to_thread(tiers.stack.flush, _MAX_FLUSH_S)
             yield AnswerEnd(record.num_cached_tokens)
         finally:

@@ -82,6 +82,7 @@ class RouteTable:
         self._replicas: dict[str, _Replica] = {}
         self._token_s: float | None = None
         self._answer_s = 0.0
+        self._is_told = False  # which replicas run
 
     # -- the request router's calls ------------------------------------------------------------------
 
@@ -89,9 +90,9 @@ class RouteTable:
         """Takes the running replicas in place of the last ones. stats: by name, the newest report of each
         (`ReplicaServer.routing_stats`), empty where there is none yet."""
         with self._lock:
+            self._is_told = True
             for name in self._replicas.keys() - stats.keys():
-                del self._replicas[name]
-                self.metrics.forget(name)
+                self.forget(name)
             for name, report in stats.items():
                 replica = self._replicas.setdefault(name, _Replica(HISTORY_S))
                 if not report or report["made_at"] == replica.digest_made_at:
@@ -100,6 +101,12 @@ class RouteTable:
                 replica.digest_made_at = report["made_at"]
                 replica.max_running = max(1, report["max_running"])
                 self.block_tokens = report["block_tokens"]
+
+    def forget(self, name: str) -> None:
+        """The replica has ended."""
+        with self._lock:
+            if self._replicas.pop(name, None) is not None:
+                self.metrics.forget(name)
 
     def rank(self, ticket: int, names: Sequence[str]) -> list[str]:
         """The replicas in the order in which they should be tried. names: at least one."""
@@ -208,6 +215,21 @@ class RouteTable:
         with self._lock:
             blocks = [replica.blocks for replica in self._replicas.values()]
             return max((num_cached_blocks(block_keys, one) for one in blocks), default=0)
+
+    def expected_s(self, block_keys: Sequence[int], num_tokens: int) -> float | None:
+        """Seconds in which a replica should have the prompt computed, at the measured speed and behind its open
+        requests; None: there is no replica, or all hang. A guess before the first replicas are known."""
+        with self._lock:
+            now, token_s = self._clock(), self._token_s or _FIRST_TOKEN_S
+            if not self._is_told:
+                return token_s * num_tokens
+            expected = []
+            for name, replica in self._replicas.items():
+                if replica.silent_until <= now:
+                    num_cached = num_cached_blocks(block_keys, replica.blocks) * self.block_tokens
+                    new_s = token_s * max(0, num_tokens - num_cached)
+                    expected.append(self._load(name, now).queue_s + new_s)
+            return min(expected, default=None)
 
     @property
     def names(self) -> list[str]:

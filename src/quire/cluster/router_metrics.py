@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-__all__ = ["FALLBACKS", "RouterMetrics"]
+__all__ = ["FALLBACKS", "PREFILL_OUTCOMES", "RouterMetrics"]
 
 FALLBACKS = {
     "no_tokens": "the prompt's tokens are not known at the door: a suffix, or a model without a tokenizer",
@@ -23,9 +23,18 @@ FALLBACKS = {
     "queue_full": "Serve passed over the best replica, which took no more requests or was gone",
 }
 
+PREFILL_OUTCOMES = {
+    "computed": "a prefill replica has computed it",
+    "refused": "the prefill replica refused it",
+    "lost": "the prefill replica was lost, or hung",
+    "late": "it took too long, and was ended there",
+    "absent": "no prefill replica runs, or all hang",
+}
+
 
 class RouterMetrics:
-    """`render` gives the page. Counters have the label `replica`, or `reason` (`FALLBACKS`)."""
+    """`render` gives the page. Counters have the label `replica`, `reason` (`FALLBACKS`) or `outcome`
+    (`PREFILL_OUTCOMES`)."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -56,9 +65,11 @@ class RouterMetrics:
         )
         self.prefills = self._counter(
             "prefills",
-            "Prompts sent to a prefill replica, by outcome: computed, refused or lost.",
+            "Prompts for a prefill replica, by outcome.",
             ["outcome"],
         )
+        for outcome in PREFILL_OUTCOMES:
+            self.prefills.labels(outcome)
         self.digest_age = Gauge(
             "quire:router_digest_age_seconds",
             "Time since the replica's newest digest.",

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import ray  # pyright: ignore[reportMissingImports]
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig  # pyright: ignore[reportMissingImports]
@@ -27,7 +28,7 @@ from starlette.responses import Response
 
 from quire.cluster.cluster_settings import ClusterSettings
 from quire.cluster.door import Door
-from quire.cluster.prefill_sockets import PrefillSockets
+from quire.cluster.prefills import HANG_S, Prefills
 from quire.cluster.prompt_keys import PromptKeys
 from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError, Send
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
@@ -58,8 +59,9 @@ class EngineDeployment:
     ) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         settings = _settings_of(arguments, secret)
-        sockets = PrefillSockets(secret, settings.prefill_replicas)
-        config = settings.config_of_prefill(sockets) if is_prefill else settings.config_of_engine(sockets)
+        config = settings.config_of_engine(secret)
+        if is_prefill:
+            config = settings.config_of_prefill(secret, ray.util.get_node_ip_address())
         self._server = ReplicaServer(settings, name, config)
         self._server.begin_warming()
 
@@ -98,13 +100,12 @@ class DoorDeployment:
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         keys = PromptKeys(tokenizer, settings.server)
-        self._door = Door(
-            ReplicaGroup(ENGINES, _sender(engines), settings.hang_seconds),
-            keys,
-            settings.server.limits.max_body_bytes,
-            None if prefills is None else ReplicaGroup(PREFILLS, _sender(prefills), settings.hang_seconds),
-            settings.prefill_min_tokens,
-        )
+        apart = None
+        if prefills is not None:
+            group = ReplicaGroup(PREFILLS, _sender(prefills), min(HANG_S, settings.hang_seconds))
+            apart = Prefills(group, ENGINES, settings.prefill_min_tokens)
+        engine_group = ReplicaGroup(ENGINES, _sender(engines), settings.hang_seconds)
+        self._door = Door(engine_group, keys, settings.server.limits.max_body_bytes, apart)
 
     async def __call__(self, request: Request) -> Response:
         answer = await self._door.answer(request)

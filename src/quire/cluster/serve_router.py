@@ -35,6 +35,10 @@ class QuireRouter(RequestRouter):
             {replica.replica_id.unique_id: replica.routing_stats or {} for replica in replicas}
         )
 
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._table.forget(replica_id.unique_id)
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:

@@ -68,7 +68,7 @@ def fingerprint_tag(fingerprint: bytes) -> str:
 class OpenTiers:
     """The tiers of an engine: the stack, its loads and stores, and the fields that name segments.
 
-    ahead: commits memory for loads. host, disk: these tiers, if there are any. fingerprint: of the model, see
+    ahead: commits memory for loads. host, disk, peers: these tiers, if any. fingerprint: of the model, see
     `quire.cache.block_hash.root_key`.
     """
 
@@ -84,6 +84,7 @@ class OpenTiers:
     node_tokens: int
     scores: ScoreStores | None
     peer_server: PeerServer | None = None
+    peers: PeerTier | None = None
     _events: TierEvents | None = None
 
     def open_events(self) -> TierEvents:
@@ -208,6 +209,7 @@ def open_tiers(
         return None
     from quire.tiers.disk.disk_tier import DiskTier
     from quire.tiers.host import HostTier
+    from quire.tiers.peers.peer_tier import PeerTier
 
     layout = PayloadLayout.from_spec(cache.spec)
     num_tokens = segment_tokens(layout, cache.node_tokens)
@@ -246,6 +248,7 @@ def open_tiers(
         node_tokens=cache.node_tokens,
         scores=scores,
         peer_server=peer_server,
+        peers=next((tier for tier in _servers(tiers) if isinstance(tier, PeerTier)), None),
     )
 
 
@@ -296,7 +299,7 @@ def tiers_of(config: EngineConfig) -> list[Tier]:
         for name, make in (
             (config.host_cache, _host_tier),
             (config.disk_cache, _disk_tier),
-            (config.peers, _peer_tier),
+            (config.peers or ("peers" if config.asks_peers else None), _peer_tier),
             (config.remote_cache, _remote_tier),
         ):
             if name is not None:
@@ -339,14 +342,15 @@ def _remote_tier(config: EngineConfig) -> Tier:
     from quire.tiers.by_url import tier_from_url
 
     assert config.remote_cache is not None
-    return _signed(config, tier_from_url(config.remote_cache))
+    return _signed(tier_from_url(config.remote_cache), _secret_of(config.remote_secret))
 
 
 def _peer_tier(config: EngineConfig) -> Tier:
     from quire.tiers.peers.peer_tier import PeerTier
 
-    assert config.peers is not None
-    return _signed(config, PeerTier.of(parse_peers(config.peers), _secret(config)))
+    secret = _peer_secret(config)
+    addresses = [] if config.peers is None else parse_peers(config.peers)
+    return _signed(PeerTier.of(addresses, secret), secret)
 
 
 def _peer_server(config: EngineConfig, host: HostTier) -> PeerServer:
@@ -354,7 +358,7 @@ def _peer_server(config: EngineConfig, host: HostTier) -> PeerServer:
 
     assert config.peer_listen is not None
     try:
-        server = PeerServer(PeerAddress.parse(config.peer_listen), host, _secret(config))
+        server = PeerServer(PeerAddress.parse(config.peer_listen), host, _peer_secret(config))
     except OSError as error:
         raise ArgumentError(
             f"expected an address that can be listened to, got {config.peer_listen}: {error} - in `peer_listen`"
@@ -363,14 +367,17 @@ def _peer_server(config: EngineConfig, host: HostTier) -> PeerServer:
     return server
 
 
-def _secret(config: EngineConfig) -> bytes | None:
-    return None if config.remote_secret is None else secret_bytes(config.remote_secret)
+def _peer_secret(config: EngineConfig) -> bytes | None:
+    return _secret_of(config.remote_secret if config.peer_secret is None else config.peer_secret)
 
 
-def _signed(config: EngineConfig, tier: Tier) -> Tier:
+def _secret_of(option: str | bytes | None) -> bytes | None:
+    return None if option is None else secret_bytes(option)
+
+
+def _signed(tier: Tier, secret: bytes | None) -> Tier:
     from quire.tiers.remote.signed import SignedTier
 
-    secret = _secret(config)
     return tier if secret is None else SignedTier(tier, secret)
 
 

@@ -148,7 +148,9 @@ class PeerStore:
                 raise WireError("it is no peer of this version")
             made.sendall(proof(self._secret, greeting[len(MAGIC) :]))
             if receive(made, 1) != ACCEPTED:
-                raise WireError("it has another remote_secret, or only one of the two engines has one")
+                raise WireError(
+                    "it has another remote_secret or peer_secret, or only one of the two engines has one"
+                )
         except BaseException:
             made.close()
             raise

@@ -4,6 +4,8 @@ A look-up asks the peers in turn, each for the keys that those before it lack, a
 load asks that peer first. A peer that fails is passed over: the call fails if all do. A fetched value is checked as
 that of any tier, and promoted to the host tier, so that it is fetched once.
 
+`name_peer` adds a peer while the engine runs. The newest one is asked first, and at most `MAX_NAMED` are kept.
+
 Invariants (T1 to T3, and)
     W2  `load` returns the bytes that some peer sent for this key; `segment.decode`, and `signed` with a secret, find
         all that are not those which were stored.
@@ -25,7 +27,10 @@ from quire.tiers.remote.remote_tier import RemoteTier
 from quire.tiers.remote.stores import MakeStore
 from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats, UnavailableError
 
-__all__ = ["PeerTier"]
+__all__ = ["MAX_NAMED", "PeerTier"]
+
+MAX_NAMED = 32
+"""Peers that `name_peer` adds."""
 
 _MAX_PLACES = 1 << 16  # values whose peer is remembered
 
@@ -33,12 +38,17 @@ _log = logging.getLogger("quire")
 
 
 class PeerTier:
-    """See the module's text. peers: each over a `PeerStore`, in the order in which they are asked."""
+    """See the module's text. peers: each over a `PeerStore`, in the order in which they are asked. make_peer: makes one
+    that is named later."""
 
     name = "peers"
 
-    def __init__(self, peers: Sequence[RemoteTier]) -> None:
-        self._peers = tuple(peers)
+    def __init__(self, peers: Sequence[RemoteTier], make_peer: Callable[[PeerAddress], RemoteTier]) -> None:
+        self._static_peers = tuple(peers)
+        self._make_peer = make_peer
+        self._named: OrderedDict[PeerAddress, RemoteTier] = OrderedDict()  # the newest last
+        self._max_value_bytes = 0
+        self._peers = self._static_peers  # all, in the order in which they are asked; replaced, never changed
         self._lock = threading.Lock()
         self._places: OrderedDict[bytes, RemoteTier] = OrderedDict()
         self._told: set[RemoteTier] = set()  # whose failure is logged
@@ -53,7 +63,25 @@ class PeerTier:
         def store_of(address: PeerAddress) -> MakeStore:
             return lambda url, allowance, ttl_s: PeerStore(address, allowance, secret)
 
-        return cls([RemoteTier(str(one), make_store=store_of(one), **options) for one in addresses])
+        def make_peer(address: PeerAddress) -> RemoteTier:
+            return RemoteTier(str(address), make_store=store_of(address), **options)
+
+        return cls([make_peer(address) for address in addresses], make_peer)
+
+    def name_peer(self, address: PeerAddress) -> None:
+        """Asks the engine at `address` before all others from now on. Does not wait for it."""
+        with self._lock:
+            peer = self._named.get(address)
+            if peer is None:
+                peer = self._named[address] = self._make_peer(address)
+                peer.raise_max_value_bytes(self._max_value_bytes)
+            self._named.move_to_end(address)
+            oldest = self._named.popitem(last=False)[1] if len(self._named) > MAX_NAMED else None
+            self._peers = (*reversed(self._named.values()), *self._static_peers)
+        if oldest is not None:
+            self._told.discard(oldest)
+            # It waits for a probe of the peer that may be under way.
+            threading.Thread(target=oldest.close, name="quire-peer-close", daemon=True).start()
 
     def ping(self) -> None:
         """Greets all peers. *raises:* TierError: none answers."""
@@ -61,8 +89,10 @@ class PeerTier:
 
     def raise_max_value_bytes(self, num_bytes: int) -> None:
         """Has values of up to `num_bytes` accepted from now on."""
-        for peer in self._peers:
-            peer.raise_max_value_bytes(num_bytes)
+        with self._lock:
+            self._max_value_bytes = max(self._max_value_bytes, num_bytes)
+            for peer in self._peers:
+                peer.raise_max_value_bytes(num_bytes)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found: dict[bytes, RemoteTier] = {}
