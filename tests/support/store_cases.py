@@ -6,6 +6,7 @@ A case owns its server or folder; `tier` opens a remote tier over it, as another
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -279,6 +280,14 @@ class MooncakeCase:
     def copy_value(self, key: bytes, to: bytes) -> None:
         self.write_raw(to, self.raw(key))
 
+    def write_memory(self, key: bytes, value: bytes) -> None:
+        """Writes over the memory of a value, of which the master learns nothing."""
+        told = json.loads(self.owner._fetch(f"query_key?key={self.owner._name(key)}"))
+        assert self.owner._process is not None
+        with open(f"/proc/{self.owner._process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(told["data"][0]["buffer_address_"])
+            memory.write(value)
+
     def set_full(self, is_full: bool) -> None:
         """By values that are leased, as are those of the test from now on: none is evicted."""
         if not is_full:
@@ -297,8 +306,12 @@ class MooncakeCase:
         self.kill_owner()
 
     def start(self) -> None:
-        self._stack.enter_context(mooncake_master(self._folder, *self._options, ports=self._ports))
+        self.restart_master()
         self._own_memory()
+
+    def restart_master(self) -> None:
+        self._stack.close()
+        self._stack.enter_context(mooncake_master(self._folder, *self._options, ports=self._ports))
 
     def kill_owner(self) -> None:
         if self.owner._process is not None:

@@ -226,7 +226,8 @@ def test_comes_back_when_the_server_does(tmp_path: Path) -> None:
 
 def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ArgumentError, match=r"expected a store's scheme, one of \['folder', 'redis', .*got 'http'"
+        ArgumentError,
+        match=r"expected a store's scheme, one of \['folder', 'mooncake', 'redis', .*got 'http'",
     ):
         RemoteTier("http://somewhere")
     with pytest.raises(ArgumentError, match=r"expected redis://\[\[USER"):

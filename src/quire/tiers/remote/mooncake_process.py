@@ -26,6 +26,7 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 __all__ = ["DELETE", "EXISTS", "GET", "HEALTH", "OBJECT_NOT_FOUND", "PUT", "QUESTION", "TEXT"]
@@ -57,7 +58,7 @@ def _main() -> None:
 def _open(host: str, port: int, own_host: str, seconds: float, setup: dict[str, str]) -> tuple[Any, str]:
     """(the client, "") or (None, why there is none). seconds: for the master to accept a connection."""
     try:
-        from mooncake.store import MooncakeDistributedStore
+        make_client = import_module("mooncake.store").MooncakeDistributedStore
     except ImportError as error:
         return None, f"{error}; apt-get install libibverbs1 librdmacm1 libnl-3-200"
     try:
@@ -65,7 +66,7 @@ def _open(host: str, port: int, own_host: str, seconds: float, setup: dict[str, 
             own_host = own_host or connection.getsockname()[0]
     except OSError as error:
         return None, f"{error}; start mooncake_master, or correct the address"
-    client = MooncakeDistributedStore()
+    client = make_client()
     status = client.setup({**setup, "local_hostname": own_host})
     return (client, "") if status == 0 else (None, f"Mooncake refuses these settings: status {status}")
 
