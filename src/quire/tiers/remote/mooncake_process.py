@@ -107,8 +107,8 @@ def _statuses_of_unread(client: Any, names: list[str]) -> list[int]:
     """Mooncake gives None for a value that it does not have, and for one that it could not read."""
     if not names:
         return []
-    status_of = {0: OBJECT_NOT_FOUND, 1: TRANSFER_FAIL}
-    return [status_of.get(number, number) for number in client.batch_is_exist(names)]
+    found: list[int] = client.batch_is_exist(names)
+    return [{0: OBJECT_NOT_FOUND, 1: TRANSFER_FAIL}.get(number, number) for number in found]
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
