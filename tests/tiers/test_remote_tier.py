@@ -11,12 +11,14 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from recipes.kept_store import KEPT, KeptStore
 from support.fake_redis import FakeRedis
 from support.redis_server import redis_server
 from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
@@ -24,6 +26,7 @@ from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote.redis_store import RedisStore
 from quire.tiers.remote.remote_tier import RemoteTier
+from quire.tiers.remote.store_protocol import Record
 from quire.tiers.segment import Segment, encode
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierError, UnavailableError
@@ -318,3 +321,57 @@ def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
         tier.ping()
     tier.close()
     assert "sesame" not in str(caught.value)
+
+
+class CountingStore(KeptStore):
+    """Keeps records in this process. num_gets: calls of `get`."""
+
+    num_gets = 0
+    slow_from = 1 << 30  # so many keys of one `get` take too long
+
+    def get(self, keys: Sequence[bytes]) -> list[Record | None]:
+        self.num_gets += 1
+        if len(keys) >= self.slow_from:
+            raise TimeoutError
+        return super().get(keys)
+
+
+def counting_tier(url: str) -> tuple[RemoteTier, CountingStore]:
+    tier = RemoteTier(
+        url, first_pause_s=1e-6, max_pause_s=1e-6, probe_in_background=False, make_store=CountingStore
+    )
+    assert isinstance(tier._store, CountingStore)
+    return tier, tier._store
+
+
+def test_a_load_of_many_segments_takes_few_calls() -> None:
+    tier, store = counting_tier("records://many")
+    names = chain(64)
+    stack = TierStack([tier], SHAPE, workers=2)
+    stack.store(with_payloads(names))
+    assert stack.flush(30)
+    load = stack.load(names)
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded) == ("complete", 64)
+    assert store.num_gets == 1  # up to 8 MiB in each
+    assert stack.close()
+    KEPT.clear()
+
+
+def test_a_store_too_slow_for_several_values_is_asked_for_one_at_a_time() -> None:
+    tier, store = counting_tier("records://slow")
+    keys = [name.hash for name in chain(3)]
+    for key in keys:
+        assert tier.store(key, parts(b"some value"), INFO)
+    store.slow_from = 2
+    with pytest.raises(TierError, match="no answer within"):
+        tier.load_many(keys)
+    assert store.num_gets == 1
+    time.sleep(1e-5)  # the pause
+    assert tier.load_many(keys) == []
+    assert store.num_gets == 1
+    value = tier.load(keys[0])
+    assert value is not None
+    assert bytes(value) == b"some value"
+    tier.close()
+    KEPT.clear()

@@ -96,6 +96,31 @@ def test_large_values_and_many_keys(case: StoreCase) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_several_values_are_loaded_at_once_up_to_one_that_is_missing_or_damaged(
+    case: StoreCase, is_signed: bool
+) -> None:
+    def opened() -> RemoteTier | SignedTier:
+        return SignedTier(case.tier(), b"s" * 16) if is_signed else case.tier()
+
+    tier = opened()
+    values = [VALUE, VALUE[::-1], b"short"]
+    for key, value in zip(KEYS, values, strict=True):
+        assert tier.store(key, parts(value), INFO)
+    assert list(map(content, tier.load_many([*KEYS, b"x" * 32]))) == values
+    assert list(map(content, tier.load_many(KEYS[1:]))) == values[1:]
+    assert tier.load_many([]) == []
+    assert tier.evict(KEYS[1])
+    assert list(map(content, tier.load_many(KEYS))) == values[:1]
+    case.copy_value(KEYS[2], KEYS[0])
+    assert tier.load_many(KEYS) == []
+    assert tier.contains(KEYS) == [True, False, True]  # `load` removes it, with the reason
+    with pytest.raises(DamagedError):
+        tier.load(KEYS[0])
+    assert tier.stats().hits == 6
+    tier.close()
+
+
 @pytest.mark.parametrize("damage", ["wrong bytes", "half-written", "another key's", "empty"])
 def test_a_lying_store_is_found_out_and_its_value_removed(case: StoreCase, damage: str) -> None:
     stack = filled(stack_of(case.tier()), NAMES)

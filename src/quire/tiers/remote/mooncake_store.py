@@ -131,6 +131,8 @@ class MooncakeStore:
 
     def get(self, keys: Sequence[bytes]) -> list[Record | None]:
         records: list[Record | None] = []
+        if not keys:
+            return records
         with self._answered(GET, [self._name(key) for key in keys]) as (connection, sizes):
             if sum(size for size in sizes if size > 0) > self._allowance.bytes_left():
                 raise WireError("more bytes than values that this engine stores have")

@@ -130,7 +130,7 @@ class RemoteTier:
 
         None once several have taken longer than one exchange may: over a slow network `load` gets them one by one.
         """
-        if not self._loads_several:
+        if not keys or not self._loads_several:
             return []
         values: list[memoryview] = []
         try:
