@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recipes.kept_store import KEPT, KeptStore
 from support.fake_redis import FakeRedis
 from support.redis_server import redis_server
 from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
@@ -323,11 +322,11 @@ def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
     assert "sesame" not in str(caught.value)
 
 
-class CountingStore(KeptStore):
-    """Keeps records in this process. num_gets: calls of `get`."""
+class CountingStore(RedisStore):
+    """num_gets: calls of `get`. slow_from: so many keys of one `get` take too long."""
 
     num_gets = 0
-    slow_from = 1 << 30  # so many keys of one `get` take too long
+    slow_from = 1 << 30
 
     def get(self, keys: Sequence[bytes]) -> list[Record | None]:
         self.num_gets += 1
@@ -336,16 +335,16 @@ class CountingStore(KeptStore):
         return super().get(keys)
 
 
-def counting_tier(url: str) -> tuple[RemoteTier, CountingStore]:
-    tier = RemoteTier(
-        url, first_pause_s=1e-6, max_pause_s=1e-6, probe_in_background=False, make_store=CountingStore
-    )
+def counting_tier() -> tuple[RemoteTier, CountingStore]:
+    make = partial(CountingStore, connect=FakeRedis(Clock()).connect)
+    pauses = {"first_pause_s": 1e-6, "max_pause_s": 1e-6, "probe_in_background": False}
+    tier = RemoteTier("redis://h", make_store=make, **pauses)
     assert isinstance(tier._store, CountingStore)
     return tier, tier._store
 
 
 def test_a_load_of_many_segments_takes_few_calls() -> None:
-    tier, store = counting_tier("records://many")
+    tier, store = counting_tier()
     names = chain(64)
     stack = TierStack([tier], SHAPE, workers=2)
     stack.store(with_payloads(names))
@@ -355,11 +354,10 @@ def test_a_load_of_many_segments_takes_few_calls() -> None:
     assert (load.outcome, load.num_loaded) == ("complete", 64)
     assert store.num_gets == 1  # up to 8 MiB in each
     assert stack.close()
-    KEPT.clear()
 
 
 def test_a_store_too_slow_for_several_values_is_asked_for_one_at_a_time() -> None:
-    tier, store = counting_tier("records://slow")
+    tier, store = counting_tier()
     keys = [name.hash for name in chain(3)]
     for key in keys:
         assert tier.store(key, parts(b"some value"), INFO)
@@ -374,4 +372,3 @@ def test_a_store_too_slow_for_several_values_is_asked_for_one_at_a_time() -> Non
     assert value is not None
     assert bytes(value) == b"some value"
     tier.close()
-    KEPT.clear()
