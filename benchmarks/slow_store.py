@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from engine import make_model, prompts_of
@@ -42,6 +44,11 @@ class DelayedTier(HostTier):
     def load(self, key: bytes) -> memoryview | None:
         time.sleep(self.delay_s)
         return super().load(key)
+
+    def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
+        time.sleep(self.delay_s)
+        values = [super(DelayedTier, self).load(key) for key in keys]
+        return [value for value in takewhile(lambda one: one is not None, values) if value is not None]
 
     def close(self) -> None: ...
 

@@ -539,8 +539,8 @@ class EngineConfig:
     remote_cache: Annotated[str | None, _checked(_url)] = option(
         None,
         "URL",
-        "A store in which engines share cached prefixes: redis://host:port, s3://bucket/prefix or folder:///path, or "
-        "env:NAME, a variable with such a URL, for one with a password. Default: none.",
+        "A store in which engines share cached prefixes: redis://host:port, s3://bucket/prefix, folder:///path or "
+        "mooncake://host, or env:NAME, a variable with such a URL, for one with a password. Default: none.",
         may_hide=True,
     )
     remote_secret: Annotated[str | bytes | None, _checked(_check_secret_or_text)] = option(

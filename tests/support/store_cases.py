@@ -6,10 +6,11 @@ A case owns its server or folder; `tier` opens a remote tier over it, as another
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,24 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from support.fake_s3 import ACCESS_KEY, SECRET_KEY, FakeS3, fake_s3
+from support.mooncake_master import mooncake_master
 from support.redis_server import redis_server, valkey_program
+from support.until import until
 
+from quire.tiers.peers.peer_wire import receive
 from quire.tiers.remote.folder_files import FolderFiles
 from quire.tiers.remote.folder_store import FolderStore
+from quire.tiers.remote.limited_socket import Allowance
+from quire.tiers.remote.mooncake_process import DELETE, EXISTS, GET, PUT
+from quire.tiers.remote.mooncake_store import MooncakeStore
 from quire.tiers.remote.remote_tier import RemoteTier
 
-STORES = ("redis", "valkey", "s3", "folder")
+STORES = ("redis", "valkey", "s3", "folder", "mooncake")
 FULL_PAUSE_S = 0.05
 
 
 class RedisCase:
-    """keeps: whether its values outlive a restart."""
+    """keeps: whether its values outlive a restart.."""
 
     keeps = False
     remedy_full, remedy_login = "maxmemory-policy", "give the password in the URL"
@@ -233,7 +240,97 @@ def _fail(operations: Sequence[str], number: int, operation: str) -> None:
         raise OSError(number, os.strerror(number))
 
 
-StoreCase = RedisCase | S3Case | FolderCase
+class MooncakeCase:
+    """A master, and a process whose memory is the pool: the one of `owner`."""
+
+    keeps = False
+    remedy_full = "give a URL segment=SIZE"
+    segment_bytes = 16 << 20
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._folder = folder
+        # A lease as long as a test: what was looked up is not evicted. A process that is gone is soon known to be.
+        self._options = ("--default_kv_lease_ttl=60000", "--client_ttl=2", *options)
+        self._stack = ExitStack()
+        self._ports = self._stack.enter_context(mooncake_master(folder, *self._options))
+        self.url = f"mooncake://127.0.0.1:{self._ports[0]}/tests?metrics={self._ports[1]}"
+        self._allowance = Allowance()
+        self._fillers: list[str] = []
+        self._own_memory()
+
+    def tier(self, options: str = "", **arguments: Any) -> RemoteTier:
+        query = f"&{options}" if options else ""
+        return RemoteTier(self.url + query, **({"timeout": 10, "first_pause_s": FULL_PAUSE_S} | arguments))
+
+    def ask(self, operation: int, name: str, value: bytes = b"") -> int:
+        with self._allowance.exchange(60, 64 << 20):
+            [status] = self.owner._ask(operation, [name], [memoryview(value)])
+        return status
+
+    def raw(self, key: bytes) -> bytes:
+        names = [self.owner._name(key)]
+        with self._allowance.exchange(60, 64 << 20), self.owner._answered(GET, names) as (connection, [size]):
+            return receive(connection, size)
+
+    def write_raw(self, key: bytes, value: bytes) -> None:
+        """Mooncake refuses an empty value; one byte is as little a record."""
+        self.ask(DELETE, self.owner._name(key))
+        assert self.ask(PUT, self.owner._name(key), value or b"\0") == 0
+
+    def copy_value(self, key: bytes, to: bytes) -> None:
+        self.write_raw(to, self.raw(key))
+
+    def write_memory(self, key: bytes, value: bytes) -> None:
+        """Writes over the memory of a value, of which the master learns nothing."""
+        told = json.loads(self.owner._fetch(f"query_key?key={self.owner._name(key)}"))
+        assert self.owner._process is not None
+        with open(f"/proc/{self.owner._process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(told["data"][0]["buffer_address_"])
+            memory.write(value)
+
+    def set_full(self, is_full: bool) -> None:
+        """By values that are leased, as are those of the test from now on: none is evicted."""
+        if not is_full:
+            while self._fillers:
+                assert self.ask(DELETE, self._fillers.pop()) == 0
+            return
+        for item in list(self.owner.scan()):
+            self.ask(EXISTS, self.owner._name(item.key))
+        for num_bytes in (1 << 20, 1 << 16, 1 << 12, 1 << 8):
+            while self.ask(PUT, name := f"filler {len(self._fillers)}", bytes(num_bytes)) == 0:
+                self.ask(EXISTS, name)
+                self._fillers.append(name)
+
+    def stop(self) -> None:
+        self._stack.close()
+        self.kill_owner()
+
+    def start(self) -> None:
+        self.restart_master()
+        self._own_memory()
+
+    def restart_master(self) -> None:
+        self._stack.close()
+        self._stack.enter_context(mooncake_master(self._folder, *self._options, ports=self._ports))
+
+    def kill_owner(self) -> None:
+        if self.owner._process is not None:
+            self.owner._process.kill()
+        self.owner.close()
+
+    def _own_memory(self) -> None:
+        options = f"segment={self.segment_bytes}&buffer=16MiB"
+        self.owner = MooncakeStore(f"{self.url}&{options}", self._allowance)
+        until(self.is_owner_known)
+
+    def is_owner_known(self) -> bool:
+        """Whether the master gives out the owner's memory."""
+        with suppress(Exception):
+            return self.ask(PUT, "probe", b"probe") == 0 and self.ask(DELETE, "probe") == 0
+        return False
+
+
+StoreCase = RedisCase | S3Case | FolderCase | MooncakeCase
 
 
 @contextmanager
@@ -246,6 +343,8 @@ def store_case(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             case = RedisCase(folder, valkey_program(folder))
         case "s3":
             case = S3Case(monkeypatch)
+        case "mooncake":
+            case = MooncakeCase(folder)
         case _:
             case = FolderCase(folder)
     try:

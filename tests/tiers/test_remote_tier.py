@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote.redis_store import RedisStore
 from quire.tiers.remote.remote_tier import RemoteTier
+from quire.tiers.remote.store_protocol import Record
 from quire.tiers.segment import Segment, encode
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierError, UnavailableError
@@ -226,7 +228,8 @@ def test_comes_back_when_the_server_does(tmp_path: Path) -> None:
 
 def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ArgumentError, match=r"expected a store's scheme, one of \['folder', 'redis', .*got 'http'"
+        ArgumentError,
+        match=r"expected a store's scheme, one of \['folder', 'mooncake', 'redis', .*got 'http'",
     ):
         RemoteTier("http://somewhere")
     with pytest.raises(ArgumentError, match=r"expected redis://\[\[USER"):
@@ -317,3 +320,55 @@ def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
         tier.ping()
     tier.close()
     assert "sesame" not in str(caught.value)
+
+
+class CountingStore(RedisStore):
+    """num_gets: calls of `get`. slow_from: so many keys of one `get` take too long."""
+
+    num_gets = 0
+    slow_from = 1 << 30
+
+    def get(self, keys: Sequence[bytes]) -> list[Record | None]:
+        self.num_gets += 1
+        if len(keys) >= self.slow_from:
+            raise TimeoutError
+        return super().get(keys)
+
+
+def counting_tier() -> tuple[RemoteTier, CountingStore]:
+    make = partial(CountingStore, connect=FakeRedis(Clock()).connect)
+    pauses = {"first_pause_s": 1e-6, "max_pause_s": 1e-6, "probe_in_background": False}
+    tier = RemoteTier("redis://h", make_store=make, **pauses)
+    assert isinstance(tier._store, CountingStore)
+    return tier, tier._store
+
+
+def test_a_load_of_many_segments_takes_few_calls() -> None:
+    tier, store = counting_tier()
+    names = chain(64)
+    stack = TierStack([tier], SHAPE, workers=2)
+    stack.store(with_payloads(names))
+    assert stack.flush(30)
+    load = stack.load(names)
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded) == ("complete", 64)
+    assert store.num_gets == 1  # up to 8 MiB in each
+    assert stack.close()
+
+
+def test_a_store_too_slow_for_several_values_is_asked_for_one_at_a_time() -> None:
+    tier, store = counting_tier()
+    keys = [name.hash for name in chain(3)]
+    for key in keys:
+        assert tier.store(key, parts(b"some value"), INFO)
+    store.slow_from = 2
+    with pytest.raises(TierError, match="no answer within"):
+        tier.load_many(keys)
+    assert store.num_gets == 1
+    time.sleep(1e-5)  # the pause
+    assert tier.load_many(keys) == []
+    assert store.num_gets == 1
+    value = tier.load(keys[0])
+    assert value is not None
+    assert bytes(value) == b"some value"
+    tier.close()

@@ -6,7 +6,7 @@ tier         the contract: values by key; by_url: the tier of a URL
 host         in this process's memory
 disk/        in a folder, durable
 peers/       host memory of other engines, over TCP
-remote/      in a store that engines share (Redis, S3, a folder); circuit_breaker: pauses after failures
+remote/      in a store that engines share (Redis, S3, a folder, Mooncake); circuit_breaker: pauses after failures
 stack        all tiers behind one asynchronous interface, which the engine uses; transfer: a lookup or load under way
 tier_worker  one tier of the stack; workers: its threads; throughput: its measurements; tier_changes: stored and lost
 

@@ -1,20 +1,14 @@
 """The store in another engine's host memory, see `quire.tiers.remote.store_protocol`. It is only read.
 
-Several threads may call at once; each uses a connection of its own, and connections are kept for later calls.
-
-Invariants
-    W1  a connection whose call failed is closed: no answer is taken for that of another question.
+Several threads may call at once; each uses a connection of its own, and connections are kept for later calls
+(`connection_pool`).
 
 Cost: a call is one round trip for each question; a value is received into its own buffer, without a further copy.
 """
 
 from __future__ import annotations
 
-import select
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -34,6 +28,7 @@ from quire.tiers.peers.peer_wire import (
     receive,
     receive_into,
 )
+from quire.tiers.remote.connection_pool import ConnectionPool
 from quire.tiers.remote.limited_socket import Allowance, LimitedSocket
 from quire.tiers.remote.store_protocol import Record, StoredItem
 
@@ -52,17 +47,15 @@ class PeerStore:
         self._address = address
         self._allowance = allowance
         self._secret = secret or b""
-        self._lock = threading.Lock()
-        self._idle: list[LimitedSocket] = []
-        self._is_closed = False
+        self._pool = ConnectionPool(self._connect)
 
     def ping(self) -> None:
-        with self._connected():
+        with self._pool.connection():
             pass
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
-        with self._connected() as connection:
+        with self._pool.connection() as connection:
             for first in range(0, len(keys), MAX_KEYS):
                 some = keys[first : first + MAX_KEYS]
                 connection.sendall(QUESTION.pack(CONTAINS, len(some)) + b"".join(some))
@@ -73,7 +66,7 @@ class PeerStore:
         return found
 
     def get(self, keys: Sequence[bytes]) -> list[Record | None]:
-        with self._connected() as connection:
+        with self._pool.connection() as connection:
             return [self._get(connection, key) for key in keys]
 
     def _get(self, connection: LimitedSocket, key: bytes) -> Record | None:
@@ -109,36 +102,7 @@ class PeerStore:
         """The connection of a failed call is closed already."""
 
     def close(self) -> None:
-        """A call under way closes its own connection."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    @contextmanager
-    def _connected(self) -> Iterator[LimitedSocket]:
-        """A greeted connection; it is kept for a later call if the block raises nothing."""
-        connection = self._idle_connection() or self._connect()
-        is_done = False
-        try:
-            yield connection
-            is_done = True
-        finally:
-            with self._lock:
-                if is_kept := is_done and not self._is_closed:
-                    self._idle.append(connection)
-            if not is_kept:
-                connection.close()
-
-    def _idle_connection(self) -> LimitedSocket | None:
-        """An idle connection that the peer has not closed, as one that was restarted has."""
-        while True:
-            with self._lock:
-                idle = self._idle.pop() if self._idle else None
-            if idle is None or not _is_over(idle):
-                return idle
-            idle.close()
+        self._pool.close()
 
     def _connect(self) -> LimitedSocket:
         made = LimitedSocket(self._address.connect(self._allowance.seconds_left()), self._allowance)
@@ -155,10 +119,3 @@ class PeerStore:
             made.close()
             raise
         return made
-
-
-def _is_over(connection: Any) -> bool:
-    """Whether an idle connection has an end, or bytes that belong to no answer."""
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    return bool(poll.poll(0))

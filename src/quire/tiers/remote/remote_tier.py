@@ -13,8 +13,8 @@ Invariants (T1 to T3, and)
     R1  T1 holds against damage by the store and on the way: `load` raises DamagedError then.
     R2  a call during the pause after a failure raises UnavailableError at once.
 
-Cost: `contains` one call of the store for all keys; `load` one; `store` two, the second only if the value is not there
-yet.
+Cost: `contains` and `load_many` one call of the store for all keys; `load` one; `store` two, the second only if the
+value is not there yet.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"hits": 0, "misses": 0, "stored": 0, "failures": 0}
         self._closed = False
+        self._loads_several = True  # until several values take longer than one exchange may
         # Never called: a store does not report its evictions.
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
 
@@ -117,12 +118,34 @@ class RemoteTier:
             if record is None:
                 self._count("misses")
                 return None
-            [value] = record.parts or [memoryview(b"")]
-            if record.checksum != checksum(key, [value]):
+            value = _checked_value(key, record)
+            if value is None:
                 self._store.delete(key)
                 raise DamagedError(f"the store at {self.where} gave other bytes than were stored")
             self._count("hits")
             return value
+
+    def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """The values of the leading keys that are there, in one call of the store; `load` of the next gives the reason.
+
+        None once several have taken longer than one exchange may: over a slow network `load` gets them one by one.
+        """
+        if not keys or not self._loads_several:
+            return []
+        values: list[memoryview] = []
+        try:
+            with self._exchange("a load", len(keys) * self._max_value_bytes):
+                for key, record in zip(keys, self._store.get(keys), strict=True):
+                    value = None if record is None else _checked_value(key, record)
+                    if value is None:
+                        break
+                    values.append(value)
+        except TierError as error:
+            if isinstance(error.__cause__, self._store.time_outs):
+                self._loads_several = False
+            raise
+        self._count("hits", len(values))
+        return values
 
     def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
         num_bytes = sum(part.nbytes for part in value)
@@ -254,3 +277,9 @@ class RemoteTier:
     def _count(self, counter: str, by: int = 1) -> None:
         with self._lock:
             self._counts[counter] += by
+
+
+def _checked_value(key: bytes, record: Record) -> memoryview | None:
+    """The value of a record; None: it is another than was stored under the key."""
+    [value] = record.parts or [memoryview(b"")]
+    return value if record.checksum == checksum(key, [value]) else None

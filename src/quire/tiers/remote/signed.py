@@ -18,9 +18,10 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
-from quire.tiers.tier import DamagedError, Reason, SegmentInfo, Tier, TierError, TierStats
+from quire.tiers.tier import DamagedError, LoadsMany, Reason, SegmentInfo, Tier, TierError, TierStats
 
 __all__ = ["SignedTier", "Signer"]
 
@@ -59,16 +60,32 @@ class SignedTier:
         value = self.inner.load(key)
         if value is None:
             return None
-        view = memoryview(value).cast("B")
-        content, signature = view[:-_NUM_BYTES], bytes(view[-_NUM_BYTES:])
-        if not hmac.compare_digest(self._signer.signature(key, [content]), signature):
+        content = self._signed_content(key, value)
+        if content is None:
             with suppress(TierError):
                 self.inner.evict(key)
             raise DamagedError(
-                f"expected a value signed under this engine's remote_secret, got {len(view)} bytes that are not: of an "
-                "engine with another secret or none, or forged; it is removed"
+                f"expected a value signed under this engine's remote_secret, got {len(value)} bytes that are not: of "
+                "an engine with another secret or none, or forged; it is removed"
             )
         return content
+
+    def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """See `LoadsMany`; none if the inner tier loads one value at a time."""
+        if not isinstance(self.inner, LoadsMany):
+            return []
+        found = self.inner.load_many(keys)
+        contents = (self._signed_content(key, value) for key, value in zip(keys, found, strict=False))
+        return [
+            content for content in takewhile(lambda one: one is not None, contents) if content is not None
+        ]
+
+    def _signed_content(self, key: bytes, value: memoryview) -> memoryview | None:
+        """The content of a signed value; None: it is not signed under this secret."""
+        view = memoryview(value).cast("B")
+        content, signature = view[:-_NUM_BYTES], bytes(view[-_NUM_BYTES:])
+        is_ours = hmac.compare_digest(self._signer.signature(key, [content]), signature)
+        return content if is_ours else None
 
     def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
         return self.inner.store(key, [*value, memoryview(self._signer.signature(key, value))], info)

@@ -38,12 +38,18 @@ def _folder(url: str, allowance: Allowance, ttl_s: float | None) -> Store:
     return FolderStore(url, allowance, ttl_s)
 
 
+def _mooncake(url: str, allowance: Allowance, ttl_s: float | None) -> Store:
+    from quire.tiers.remote.mooncake_store import MooncakeStore
+
+    return MooncakeStore(url, allowance, ttl_s)
+
+
 STORES: Registry[MakeStore] = Registry(
     "a store's scheme",
     "remote_cache",
     {
         "redis": _redis, "rediss": _redis, "unix": _redis, "valkey": _redis, "valkeys": _redis, "s3": _s3,
-        "folder": _folder,
+        "folder": _folder, "mooncake": _mooncake,
     },
 )  # fmt: skip
 
