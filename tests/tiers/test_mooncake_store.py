@@ -251,6 +251,8 @@ def test_memory_joins_a_master_that_was_started_again(case: MooncakeCase) -> Non
     [
         ("mooncake://host?ttl_s=60", "Mooncake has no time to live by key"),
         ("mooncake://user:sesame@host", "Mooncake has no login"),
+        ("mooncake://user:ses?ame@host", "Mooncake has no login"),
+        ("mooncake://host?metrics=-1", "ports of 1 to 65535"),
         ("mooncake://", r"expected mooncake://HOST\[:PORT\]"),
         ("mooncake://host:port", r"expected mooncake://HOST\[:PORT\]"),
         ("mooncake://host/with space", r"expected mooncake://HOST\[:PORT\]"),
@@ -267,6 +269,7 @@ def test_a_wrong_url_is_refused_by_name(url: str, told: str) -> None:
     with pytest.raises(ArgumentError, match=told) as caught:
         RemoteTier(url)
     assert "sesame" not in str(caught.value)
+    assert "user:" not in str(caught.value)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,3 +284,21 @@ def test_the_buffer_limits_a_value(case: MooncakeCase) -> None:
     assert tier.store(KEYS[0], [memoryview(bytes(3 << 20))], INFO)
     assert case.ask(EXISTS, case.owner._name(KEYS[0])) == 1
     tier.close()
+
+
+def test_a_list_has_all_values_in_pages(case: MooncakeCase) -> None:
+    tier = case.tier()
+    keys = {number.to_bytes(32, "little") for number in range(250)}
+    for key in keys:
+        assert tier.store(key, [memoryview(VALUE)], INFO)
+    other = RemoteTier(case.url.replace("/tests", "/other"))
+    assert other.store(KEYS[0], [memoryview(VALUE)], INFO)
+    items = list(tier.items())
+    assert {item.key for item in items} == keys
+    assert all(item.num_bytes > len(VALUE) for item in items)
+    assert [item.key for item in other.items()] == KEYS[:1]
+    tier.close()
+    other.close()
+    case.stop()
+    with pytest.raises(TierError, match="metrics=PORT"):
+        list(tier.items())

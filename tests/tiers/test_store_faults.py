@@ -100,10 +100,7 @@ def test_large_values_and_many_keys(case: StoreCase) -> None:
 def test_several_values_are_loaded_at_once_up_to_one_that_is_missing_or_damaged(
     case: StoreCase, is_signed: bool
 ) -> None:
-    def opened() -> RemoteTier | SignedTier:
-        return SignedTier(case.tier(), b"s" * 16) if is_signed else case.tier()
-
-    tier = opened()
+    tier = SignedTier(case.tier(), b"s" * 16) if is_signed else case.tier()
     values = [VALUE, VALUE[::-1], b"short"]
     for key, value in zip(KEYS, values, strict=True):
         assert tier.store(key, parts(value), INFO)

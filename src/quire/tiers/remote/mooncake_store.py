@@ -12,9 +12,10 @@ given. The values in a process's memory end with it. The master knows which valu
     metadata   a metadata server; not given: none is needed     metrics    the master's HTTP port, for lists
 
 The client is a process of its own (`mooncake_process`), started at the first call and again after it has ended.
-Mooncake evicts by itself (the least recently used; for 10 s after a look-up, a load or a refresh a value stays: its
-lease), but has no time to live by key, and no login: `ttl_s` and a password in the URL are refused. It checks the lease
-after a transfer only in part; memory that was given to another value meanwhile is found by the checksum.
+Mooncake evicts by itself, about the least recently used; for 10 s after a look-up, a load or a refresh a value stays
+(its lease). It has no time to live by key and no login: `ttl_s` and a password in the URL are refused. A removal does
+not wait for leases, and a transfer may outlast one: the checksum finds memory that another value has by then. A writer
+that dies halfway leaves nothing to read; its key is stored by none for 30 s.
 
 Cost: a call is one round trip to the client, and one to the master or two; a value crosses a socket once more.
 """
@@ -72,8 +73,7 @@ _CLOSE_S = 5.0
 _CAUSES = {
     _NO_SPACE: "no memory is free; give a URL segment=SIZE, or start one more mooncake_client",
     -600: "the value does not fit into the client's buffer; give the URL a larger one, buffer=SIZE",
-    -707: "the lease ended before the value was read; give mooncake_master a larger --default_kv_lease_ttl",
-    -800: "the value was not read: its lease or the process with its memory has ended",
+    -800: "the value was not read: the process with its memory has ended, or its lease during the transfer",
     -900: "the master does not answer; start mooncake_master",
 }
 
@@ -157,7 +157,7 @@ class MooncakeStore:
         return status != OBJECT_NOT_FOUND and _checked(status) == 0
 
     def scan(self) -> Iterator[StoredItem]:
-        """By the master's HTTP port: its clients cannot list values. Counts as no use."""
+        """The values in memory, by the master's HTTP port: its clients cannot list. Counts as no use."""
         lines = self._fetch("get_all_keys").decode().split("\n")
         key = re.compile(re.escape(self._prefix) + r"((?:[0-9a-f]{2})+)")
         names = [line for line in lines if key.fullmatch(line)]
@@ -277,13 +277,13 @@ def _checked(number: int) -> int:
 
 def _parse_url(url: str) -> tuple[dict[str, Any], str, int]:
     """(settings of `mooncake_process`, prefix of all names, the master's HTTP port)."""
-    names = ("segment", "buffer", "protocol", "devices", "host", "metadata", "metrics")
-    place, options = take_options(url, names)
     form = "expected mooncake://HOST[:PORT][/PREFIX]"
-    if "@" in place:
+    if "@" in url:  # what stands before it may be a part of a password
         raise ArgumentError(
             f"{form} without a user or password, got one - in `remote_cache`; Mooncake has no login"
         )
+    names = ("segment", "buffer", "protocol", "devices", "host", "metadata", "metrics")
+    place, options = take_options(url, names)
     parts = urlsplit(place)
     prefix = parts.path.strip("/")
     try:
@@ -291,10 +291,10 @@ def _parse_url(url: str) -> tuple[dict[str, Any], str, int]:
         metrics_port = int(options.get("metrics", _METRICS_PORT))
     except ValueError:
         port = metrics_port = 0
-    if not parts.hostname or not port or not re.fullmatch(r"[A-Za-z0-9._/-]*", prefix):
+    if not parts.hostname or not re.fullmatch(r"[A-Za-z0-9._/-]*", prefix) or not 0 < metrics_port < 1 << 16:
         raise ArgumentError(
             f"{form}, of letters, digits, '.', '-' and '_', and ports of 1 to 65535, got {place!r} "
-            f"and metrics={options.get('metrics')} - in `remote_cache`"
+            f"and metrics={options.get('metrics', _METRICS_PORT)} - in `remote_cache`"
         )
     protocol = options.get("protocol", "tcp")
     if protocol not in _PROTOCOLS:
