@@ -25,6 +25,8 @@ from quire.weights.load import load_tokenizer
 
 from .conftest import SECRET, settings_of
 
+pytestmark = pytest.mark.usefixtures("loading_pays")  # however busy the machine is
+
 BODY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 APART: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1, "prefill_min_tokens": 32}
 
