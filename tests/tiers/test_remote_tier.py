@@ -304,6 +304,35 @@ def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
     assert "12345" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://host/x", "expected redis://"),
+        ("redis://host/-1", "expected redis://"),
+        ("redis://host/1/2", "expected redis://"),
+        ("redis://host/1#2", "expected redis://"),
+        ("redis://host/0?db=3", "got db - in `remote_cache`"),
+        ("valkey://host?socket_timeout=5", "got socket_timeout - in `remote_cache`"),
+        ("rediss://host?ssl_ca_cert=f", "expected options ssl_ca_certs, .*got ssl_ca_cert - in `remote_cache`"),
+        ("unix:///run/redis?db=2&ssl_keyfile=f", "got ssl_keyfile - in `remote_cache`"),
+    ],
+)
+def test_a_database_or_an_option_that_no_server_would_see_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        RemoteTier(url, make_store=RedisStore)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host", "redis://host/", "valkey://u:p@host:1/12?ttl_s=3", "unix:///run/redis?db=2",
+        "rediss://h/1?ssl_cert_reqs=none",
+    ],
+)  # fmt: skip
+def test_a_url_of_a_redis_server_is_taken(url: str) -> None:
+    RemoteTier(url, make_store=RedisStore).close()
+
+
 def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
     class Echoing(FakeRedis):
         def answer(self, command: list[bytes]) -> bytes:
