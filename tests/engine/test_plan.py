@@ -227,6 +227,15 @@ def test_the_command_prints_json_and_tells_by_its_status(capsys: pytest.CaptureF
     assert (status, said["fits"]) == (1, False)
 
 
+def test_the_host_cache_is_in_the_total() -> None:
+    options: dict[str, Any] = {"context": 64, "kv_memory": "8MiB"}
+    without, said = plan(**options), plan(host_cache="1GiB", **options)
+    assert (without.num_bytes("tiers"), said.num_bytes("tiers")) == (0, 1 << 30)
+    assert said.total_bytes == sum(said.num_bytes(part) for part in (*PARTS, "tiers"))
+    on_card = plan(host_cache="1GiB", device="mine:40GiB", dtype="float32", **options)
+    assert [(row.part, row.num_bytes) for row in on_card.rows if row.name == "host cache"] == [("host", 1 << 30)]
+
+
 @pytest.mark.parametrize("kind", ["folder", "int4", "gguf", "hybrid"])
 def test_a_tokenizer_is_counted_and_what_rounding_leaves(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

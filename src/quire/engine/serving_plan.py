@@ -5,6 +5,7 @@
     kv        keys and values of the requests, by kind of layer
     scores    log probabilities of tokens, kept where requests ask for them
     states    states of the requests
+    tiers     the host cache
     scratch   memory of a step: activations of its tokens, logits
     runtime   Python, torch, transformers and this model's code in this process; on a card what its context takes
     host      on a card: the parts that stay in this machine's memory
@@ -81,7 +82,7 @@ _PARTIAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, tokenizer, kv, states, scratch, runtime or host. name: a piece of the part. note: its origin."""
+    """part: weights, tokenizer, kv, scores, states, tiers, scratch, runtime or host. name: a piece of the part. note: its origin."""
 
     part: str
     name: str
@@ -473,6 +474,7 @@ def _plan_of(
             *_draft_kv_rows(draft_fit, draft, asked, wanted, shared_prefix),
             *(_score_rows(config, layout, asked, wanted, shared_prefix) if place.is_host else ()),
             *_state_rows(config, spec, num_slots, num_draft_slots, asked, wanted, spare_bytes),
+            *_tier_rows(config, place),
             *_scratch_rows(config, unloaded, asked, wanted, place),
             *_process_rows(process, place),
         ),
@@ -656,6 +658,15 @@ def _score_rows(
         return []
     num_tokens = concurrency * (context - shared_prefix) + shared_prefix
     return [PlanRow("scores", "of tokens", BYTES_PER_SCORE * num_tokens, "at most, if requests ask for them")]
+
+
+def _tier_rows(config: EngineConfig, place: PlanDevice) -> list[PlanRow]:
+    """Bytes of the tier in this machine's memory, beside a card too."""
+    if config.host_cache is None:
+        return []
+    num_bytes = parse_size(config.host_cache, where="host_cache")
+    part = "tiers" if place.is_host else _HOST
+    return [PlanRow(part, "host cache", num_bytes, "at most, for evicted prefixes")]
 
 
 def _prompt_rows(
