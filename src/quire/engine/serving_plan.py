@@ -36,7 +36,13 @@ from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig, draft_model_of
 from quire.engine.cluster_plan import ClusterPlan, cluster_plan
 from quire.engine.decode_bound import DecodeBound, decode_bound
-from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config, with_possible_drafts
+from quire.engine.draft_memory import (
+    check_rewinds,
+    divide_memory,
+    draft_config,
+    errors_of_draft,
+    with_possible_drafts,
+)
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.engine.plan_device import PlanDevice, plan_device
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -360,7 +366,10 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
 
 def _unloaded_draft(config: EngineConfig) -> UnloadedModel | None:
     ours = draft_config(config)
-    return None if ours is None else _unloaded(ours)
+    if ours is None:
+        return None
+    with errors_of_draft():
+        return _unloaded(ours)
 
 
 def _plan_of(
