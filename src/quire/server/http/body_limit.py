@@ -31,7 +31,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if length.isdecimal() and int(length) > self._max_bytes:
+        if length.isdigit() and int(length) > self._max_bytes:
             await _answer(self._too_large(), scope, receive, send)
             return
         num_read = num_counted = 0
