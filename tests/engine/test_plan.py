@@ -198,6 +198,7 @@ def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
         ({"weights": "int3"}, "weights"),
         ({"context": 0}, "context"),
         ({"context": 4096}, "expected context of 1 to"),
+        ({"context": 64, "shared_prefix": 64}, "fewer tokens than context 64, got 64 - in `shared_prefix`"),
         ({"context": 100, "max_model_len": 50}, "context"),
         ({"storage": "unheard-of"}, "storage"),
         ({"model": (None, None)}, "model"),

@@ -254,6 +254,10 @@ def plan(
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
             raise ArgumentError(f"expected an integer of at least {minimum}, got {value!r} - in `{name}`")
+    if context is not None and shared_prefix >= context:
+        raise ArgumentError(
+            f"expected fewer tokens than context {context}, got {shared_prefix} - in `shared_prefix`"
+        )
     if config.model is not None and not isinstance(config.model, str | Path):
         raise ArgumentError(
             f"expected a model as None, folder, GGUF file or Hub id to plan for, got {type(config.model).__name__} - "
