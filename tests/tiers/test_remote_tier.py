@@ -295,6 +295,7 @@ def test_the_documents_name_the_commands_that_a_server_needs() -> None:
     [
         "redis://:12345/sesame@host", "redis://:sesame/x@host", "redis://:ses#ame@host", "redis://:sesame?x@host:1",
         "redis://u:1/sesame@host/0", "redis://u:p@host:sesame", "rediss://:[sesame@host", "sesame://:sesame@host",
+        "unix://:se?sesame@/run/redis",
     ],
 )  # fmt: skip
 def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
@@ -313,7 +314,10 @@ def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
         ("redis://host/1#2", "expected redis://"),
         ("redis://host/0?db=3", "got db - in `remote_cache`"),
         ("valkey://host?socket_timeout=5", "got socket_timeout - in `remote_cache`"),
-        ("rediss://host?ssl_ca_cert=f", "expected options ssl_ca_certs, .*got ssl_ca_cert - in `remote_cache`"),
+        (
+            "rediss://host?ssl_ca_cert=f",
+            "expected options ssl_ca_certs, .*got ssl_ca_cert - in `remote_cache`",
+        ),
         ("unix:///run/redis?db=2&ssl_keyfile=f", "got ssl_keyfile - in `remote_cache`"),
     ],
 )

@@ -88,7 +88,8 @@ _PARTIAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, tokenizer, kv, scores, states, tiers, scratch, runtime or host. name: a piece of the part. note: its origin."""
+    """part: weights, tokenizer, kv, scores, states, tiers, scratch, runtime or host. name: a piece of it. note: its
+    origin."""
 
     part: str
     name: str

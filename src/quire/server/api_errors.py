@@ -247,7 +247,11 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
         ]
         # "too short a list" is more specific than "not a text".
         place, first = max(places, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
-        words = [other["ctx"]["expected"] for at, other in places if at == place and other["type"] == "literal_error"]
+        words = [
+            other["ctx"]["expected"]
+            for at, other in places
+            if at == place and other["type"] == "literal_error"
+        ]
     else:
         place, words = place[1:], []
     field = ".".join(str(part) for part in place)

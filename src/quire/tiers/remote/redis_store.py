@@ -29,7 +29,7 @@ _PREFIX = b"quire:kv:1:"
 _MAX_VALUE_BYTES = 512 << 20  # of the protocol
 _SCAN_KEYS, _SCAN_S = 500, 30.0
 _SCAN_BYTES = 1 << 20
-_OPTIONS = {
+_OPTIONS = {  # of redis-py, by scheme
     "unix": ("db",),
     "rediss": ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"),
 }
@@ -39,7 +39,8 @@ class RedisStore:
     """See the module's text, and `store_protocol.Store`. Connects at the first call.
 
     url: redis://[[user]:password@]host[:port][/db], rediss:// for TLS, unix:///path; valkey:// and valkeys:// are the
-    same as the first two. Options: `db` of a Unix socket, `ssl_...` of redis-py (`_OPTIONS`). connect: makes a connected socket in place of the URL's host, for tests without a network.
+    same as the first two. It takes the options `_OPTIONS`. connect: makes a connected socket in place of the URL's
+    host, for tests without a network.
 
     *raises:* BackendError: redis-py is not installed. ArgumentError: an invalid URL.
     """
@@ -174,12 +175,11 @@ def _make_pool(
     kind = {"valkey": "redis", "valkeys": "rediss"}.get(kind, kind)
     try:
         options: dict[str, Any] = connection.parse_url(f"{kind}://{rest}")
-        # If a password ends early its rest parses as a port, a path or a query, and would be shown.
-        host, _, path = rest.partition("?")[0].partition("/")
-        is_network = kind != "unix"
-        if "#" in rest or (is_network and "@" in rest[len(host) :]):
-            raise ValueError
-        if is_network and not re.fullmatch("[0-9]*", path):  # redis-py would take database 0
+        # If a password ends early its rest parses as a port, a path or a query, and would be shown. redis-py takes a
+        # path that is no number for database 0.
+        place, _, query = rest.partition("?")
+        path = place.partition("/")[2]
+        if "#" in rest or "@" in query or (kind != "unix" and not re.fullmatch("[0-9]*", path)):
             raise ValueError
     except ValueError:  # its text may have a part of the password
         raise ArgumentError(
