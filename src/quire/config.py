@@ -241,8 +241,8 @@ def parse_speculation(text: Any) -> tuple[str, int] | None:
     is_number = number.isdecimal() and 1 <= int(number) <= _MAX_DRAFTS
     if name not in names or (colon and not (takes_number and is_number)):
         raise ArgumentError(
-            f"expected {', '.join(names)}, or a proposer with its most drafts a step, 1 to {_MAX_DRAFTS}, such as "
-            f"{PROPOSERS[0]}:8, got {text!r} - in `speculation`"
+            f"expected {', '.join(names)}, model:PATH, or a proposer with its most drafts a step, 1 to {_MAX_DRAFTS}, "
+            f"such as {PROPOSERS[0]}:8, got {text!r} - in `speculation`"
         )
     return None if name == "off" else (name, int(number) if colon else _DRAFTS)
 

@@ -47,6 +47,12 @@ KINDS = (
 )
 
 
+@pytest.fixture
+def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's bytes are one number: other processes that share its libraries change the measured one."""
+    monkeypatch.setattr("quire.engine.serving_plan._process_bytes", lambda: 300 << 20)
+
+
 def folder_of(kind: str, folder: Path) -> Path:
     if kind.endswith("gguf"):
         model = gguf_case.tiny()
@@ -182,6 +188,7 @@ def test_the_verdict_turns_where_the_budget_does() -> None:
     assert not plan(context=300, concurrency=3, max_num_seqs=2).fits
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
     here = plan(context=512, concurrency=1)
     need = here.num_bytes("runtime") + here.num_bytes("weights")
@@ -198,6 +205,7 @@ def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
         ({"weights": "int3"}, "weights"),
         ({"context": 0}, "context"),
         ({"context": 4096}, "expected context of 1 to"),
+        ({"context": 64, "shared_prefix": 64}, "fewer tokens than context 64, got 64 - in `shared_prefix`"),
         ({"context": 100, "max_model_len": 50}, "context"),
         ({"storage": "unheard-of"}, "storage"),
         ({"model": (None, None)}, "model"),
@@ -227,6 +235,17 @@ def test_the_command_prints_json_and_tells_by_its_status(capsys: pytest.CaptureF
     assert (status, said["fits"]) == (1, False)
 
 
+def test_the_host_cache_is_in_the_total() -> None:
+    options: dict[str, Any] = {"context": 64, "kv_memory": "8MiB"}
+    without, said = plan(**options), plan(host_cache="1GiB", **options)
+    assert (without.num_bytes("tiers"), said.num_bytes("tiers")) == (0, 1 << 30)
+    assert said.total_bytes == sum(said.num_bytes(part) for part in (*PARTS, "tiers"))
+    on_card = plan(host_cache="1GiB", device="mine:40GiB", dtype="float32", **options)
+    assert [(row.part, row.num_bytes) for row in on_card.rows if row.name == "host cache"] == [
+        ("host", 1 << 30)
+    ]
+
+
 @pytest.mark.parametrize("kind", ["folder", "int4", "gguf", "hybrid"])
 def test_a_tokenizer_is_counted_and_what_rounding_leaves(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +264,7 @@ def test_a_tokenizer_is_counted_and_what_rounding_leaves(
     assert rounding == ([32 << 20] if kind == "int4" else [])
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_memory_that_the_tokenizer_takes_is_not_the_caches(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     words = {f"word{number}": number for number in range(100_000)}  # 20 MiB

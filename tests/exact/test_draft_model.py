@@ -277,6 +277,16 @@ def test_memory_that_is_short_for_two_models_is_refused_with_both_names(
     assert f"the draft model {path.name} included" in short.reason
 
 
+def test_rules_of_the_draft_models_generation_config_are_not_asked(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "ruled", tiny_llm.model())
+    (folder / "generation_config.json").write_text('{"guidance_scale": 2.0, "no_repeat_ngram_size": 2}')
+    with tiny_llm.llm(speculation=f"model:{folder}:5") as llm:
+        llm.generate(PROMPTS, PARAMS[0])
+        assert llm.stats()["num_accepted_tokens"] == llm.stats()["num_draft_tokens"] > 0
+
+
 def test_a_plan_refuses_the_draft_models_that_a_start_refuses(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

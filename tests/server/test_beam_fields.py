@@ -90,3 +90,11 @@ def test_one_beam_is_greedy(url: str) -> None:
     greedy = post(url, "completions", {"prompt": PROMPT, "max_tokens": 8, "temperature": 0})
     one = post(url, "completions", {"prompt": PROMPT, "max_tokens": 8, "use_beam_search": True})
     assert one["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
+def test_an_early_stopping_of_another_word_is_told_both_kinds_of_value(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={**BEAMS, "early_stopping": "Never"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "valid boolean" in message
+    assert "or 'never', got 'Never' - in `early_stopping`" in message

@@ -318,7 +318,10 @@ def test_the_table_names_an_assumed_cost(
         (["--time", "scheduler", "--capacity", "1"], "expected a replica that holds a request"),
         (["--measure", "--cost", "1us/token"], "expected either --cost or --measure"),
         (["--config", "x", "--measure"], "expected --config without --model and --measure"),
-        (["--capacity", "4GiB"], "expected a number of blocks, or --model or --config too, got '4GiB'"),
+        (["--capacity", "4GiB"], "or --model or --config too, got '4GiB' - in `capacity`"),
+        (["--capacity", "²"], "or --model or --config too, got '²' - in `capacity`"),
+        (["--capacity", "4,04"], "expected each number of blocks once, got '4,04'"),
+        (["--store", "4GiB", "--store-cost", "1ms"], "--config too, got '4GiB' - in `store`"),
         (
             ["--capacity", "4", "--model", "embedded"],
             "with a capacity in bytes, the URL of a store or --measure",

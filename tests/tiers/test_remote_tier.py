@@ -298,6 +298,7 @@ def test_the_documents_name_the_commands_that_a_server_needs() -> None:
     [
         "redis://:12345/sesame@host", "redis://:sesame/x@host", "redis://:ses#ame@host", "redis://:sesame?x@host:1",
         "redis://u:1/sesame@host/0", "redis://u:p@host:sesame", "rediss://:[sesame@host", "sesame://:sesame@host",
+        "unix://:se?sesame@/run/redis",
     ],
 )  # fmt: skip
 def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
@@ -305,6 +306,38 @@ def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
         RemoteTier(url, make_store=RedisStore)
     assert "sesame" not in "".join(traceback.format_exception(caught.value))
     assert "12345" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://host/x", "expected redis://"),
+        ("redis://host/-1", "expected redis://"),
+        ("redis://host/1/2", "expected redis://"),
+        ("redis://host/1#2", "expected redis://"),
+        ("redis://host/0?db=3", "got db - in `remote_cache`"),
+        ("valkey://host?socket_timeout=5", "got socket_timeout - in `remote_cache`"),
+        (
+            "rediss://host?ssl_ca_cert=f",
+            "expected options ssl_ca_certs, .*got ssl_ca_cert - in `remote_cache`",
+        ),
+        ("unix:///run/redis?db=2&ssl_keyfile=f", "got ssl_keyfile - in `remote_cache`"),
+    ],
+)
+def test_a_database_or_an_option_that_no_server_would_see_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        RemoteTier(url, make_store=RedisStore)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host", "redis://host/", "valkey://u:p@host:1/12?ttl_s=3", "unix:///run/redis?db=2",
+        "rediss://h/1?ssl_cert_reqs=none",
+    ],
+)  # fmt: skip
+def test_a_url_of_a_redis_server_is_taken(url: str) -> None:
+    RemoteTier(url, make_store=RedisStore).close()
 
 
 def test_a_server_that_repeats_the_password_is_not_quoted() -> None:

@@ -164,9 +164,14 @@ def simulate(
     if config is not None and ("model" in engine or measure):
         raise ArgumentError("expected --config without --model and --measure: a config has no weights")
     sizes = [] if capacity is None else [size.strip() for size in capacity.split(",")]
-    in_bytes = [size for size in (*sizes, *filter(None, [store_blocks])) if not size.isdigit()]
+    given_sizes = [("capacity", size) for size in sizes]
+    if store_blocks is not None:
+        given_sizes.append(("store" if store_url is None else "store_size", store_blocks))
+    in_bytes = [(option, size) for option, size in given_sizes if not size.isdecimal()]
     if in_bytes and "model" not in engine and config is None:
-        raise ArgumentError(f"expected a number of blocks, or --model or --config too, got {in_bytes[0]!r}")
+        raise ArgumentError(
+            f"expected a number of blocks, or --model or --config too, got {in_bytes[0][1]!r} - in `{in_bytes[0][0]}`"
+        )
     if store_url is not None and "model" not in engine and config is None:
         raise ArgumentError(
             "expected --model or --config with the URL of a store, for the bytes of a block, got neither"
@@ -204,8 +209,7 @@ def simulate(
     block_bytes = _block_bytes(checked, config, workload.block_tokens) if in_bytes or store_url else 0
     simulation = TraceSimulation(
         workload=workload,
-        capacities=[_blocks(size, block_bytes, "capacity") for size in sizes]
-        or _default(workload, replicas, time),
+        capacities=_capacities(sizes, block_bytes) or _default(workload, replicas, time),
         policies=_names(policy or _policy_of(workload), SIMULATED_POLICIES, "policy"),
         routings={},
         cost=line,
@@ -287,12 +291,19 @@ def _block_bytes(checked: EngineConfig, config: str | None, block_tokens: int) -
 
 
 def _blocks(size: str, block_bytes: int, option: str) -> int:
-    num_blocks = int(size) if size.isdigit() else parse_size(size, where=f"`{option}`") // block_bytes
+    num_blocks = int(size) if size.isdecimal() else parse_size(size, where=f"`{option}`") // block_bytes
     if num_blocks < 1:
         raise ArgumentError(
             f"expected at least one block{f' of {block_bytes} bytes' * bool(block_bytes)}, got {size} - in `{option}`"
         )
     return num_blocks
+
+
+def _capacities(sizes: list[str], block_bytes: int) -> list[int]:
+    capacities = [_blocks(size, block_bytes, "capacity") for size in sizes]
+    if len(set(capacities)) != len(capacities):
+        raise ArgumentError(f"expected each number of blocks once, got {','.join(sizes)!r} - in `capacity`")
+    return capacities
 
 
 def _store_blocks(workload: Workload, url: str | None, size: str | None, block_bytes: int) -> int:

@@ -11,15 +11,24 @@ Cost: O(layers).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig, draft_model_of
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout
-from quire.errors import ArgumentError, CapacityError
+from quire.errors import ArgumentError, CapacityError, LoadError, UnsupportedModelError
 from quire.sizes import format_size
 from quire.spec import KVSpec
 
-__all__ = ["DividedMemory", "check_rewinds", "divide_memory", "draft_config", "with_possible_drafts"]
+__all__ = [
+    "DividedMemory",
+    "check_rewinds",
+    "divide_memory",
+    "draft_config",
+    "errors_of_draft",
+    "with_possible_drafts",
+]
 
 # Options of the engine that its draft model has too.
 _SHARED = (
@@ -45,7 +54,17 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     """The config of the draft model of `speculation="model:PATH"`; None for another proposer."""
     if (path := draft_model_of(config.speculation)) is None:
         return None
-    return EngineConfig(path, **{name: getattr(config, name) for name in _SHARED}, storage="paged")
+    shared = {name: getattr(config, name) for name in _SHARED}
+    return EngineConfig(path, **shared, storage="paged", generation_config="none")
+
+
+@contextmanager
+def errors_of_draft() -> Iterator[None]:
+    """Adds to an error of a draft model that cannot be read or opened the option that names it."""
+    try:
+        yield
+    except (ArgumentError, LoadError, UnsupportedModelError) as error:
+        raise type(error)(f"{error} - of the draft model in `speculation`") from error
 
 
 def with_possible_drafts(config: EngineConfig, by_own_forward: bool) -> EngineConfig:

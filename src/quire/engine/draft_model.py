@@ -30,7 +30,7 @@ import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
 from quire.config import EngineConfig
-from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config
+from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config, errors_of_draft
 from quire.engine.engine_parts import StepRunner
 from quire.engine.kv_capacity import kv_layout
 from quire.engine.open_model import OpenModel, open_model
@@ -289,7 +289,8 @@ def open_draft_model(
 
     ours = draft_config(config)
     assert ours is not None
-    draft = open_model(ours, resources)
+    with errors_of_draft():
+        draft = open_model(ours, resources)
     check_rewinds(ours, draft.spec, draft.prepared.by_own_forward)
     _check_tokens(draft, target, f"{ours.model} - in `speculation`")
     divided = divide_memory(

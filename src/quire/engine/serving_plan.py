@@ -5,6 +5,7 @@
     kv        keys and values of the requests, by kind of layer
     scores    log probabilities of tokens, kept where requests ask for them
     states    states of the requests
+    tiers     the host cache
     scratch   memory of a step: activations of its tokens, logits
     runtime   Python, torch, transformers and this model's code in this process; on a card what its context takes
     host      on a card: the parts that stay in this machine's memory
@@ -35,7 +36,13 @@ from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig, draft_model_of
 from quire.engine.cluster_plan import ClusterPlan, cluster_plan
 from quire.engine.decode_bound import DecodeBound, decode_bound
-from quire.engine.draft_memory import check_rewinds, divide_memory, draft_config, with_possible_drafts
+from quire.engine.draft_memory import (
+    check_rewinds,
+    divide_memory,
+    draft_config,
+    errors_of_draft,
+    with_possible_drafts,
+)
 from quire.engine.kv_capacity import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.engine.plan_device import PlanDevice, plan_device
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -81,7 +88,8 @@ _PARTIAL_TOKENS = 512
 
 @dataclass(frozen=True)
 class PlanRow:
-    """part: weights, tokenizer, kv, states, scratch, runtime or host. name: a piece of the part. note: its origin."""
+    """part: weights, tokenizer, kv, scores, states, tiers, scratch, runtime or host. name: a piece of it. note: its
+    origin."""
 
     part: str
     name: str
@@ -247,6 +255,10 @@ def plan(
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
             raise ArgumentError(f"expected an integer of at least {minimum}, got {value!r} - in `{name}`")
+    if context is not None and shared_prefix >= context:
+        raise ArgumentError(
+            f"expected fewer tokens than context {context}, got {shared_prefix} - in `shared_prefix`"
+        )
     if config.model is not None and not isinstance(config.model, str | Path):
         raise ArgumentError(
             f"expected a model as None, folder, GGUF file or Hub id to plan for, got {type(config.model).__name__} - "
@@ -359,7 +371,10 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
 
 def _unloaded_draft(config: EngineConfig) -> UnloadedModel | None:
     ours = draft_config(config)
-    return None if ours is None else _unloaded(ours)
+    if ours is None:
+        return None
+    with errors_of_draft():
+        return _unloaded(ours)
 
 
 def _plan_of(
@@ -473,6 +488,7 @@ def _plan_of(
             *_draft_kv_rows(draft_fit, draft, asked, wanted, shared_prefix),
             *(_score_rows(config, layout, asked, wanted, shared_prefix) if place.is_host else ()),
             *_state_rows(config, spec, num_slots, num_draft_slots, asked, wanted, spare_bytes),
+            *_tier_rows(config, place),
             *_scratch_rows(config, unloaded, asked, wanted, place),
             *_process_rows(process, place),
         ),
@@ -656,6 +672,15 @@ def _score_rows(
         return []
     num_tokens = concurrency * (context - shared_prefix) + shared_prefix
     return [PlanRow("scores", "of tokens", BYTES_PER_SCORE * num_tokens, "at most, if requests ask for them")]
+
+
+def _tier_rows(config: EngineConfig, place: PlanDevice) -> list[PlanRow]:
+    """Bytes of the tier in this machine's memory, beside a card too."""
+    if config.host_cache is None:
+        return []
+    num_bytes = parse_size(config.host_cache, where="host_cache")
+    part = "tiers" if place.is_host else _HOST
+    return [PlanRow(part, "host cache", num_bytes, "at most, for evicted prefixes")]
 
 
 def _prompt_rows(

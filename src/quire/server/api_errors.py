@@ -247,8 +247,13 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
         ]
         # "too short a list" is more specific than "not a text".
         place, first = max(places, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
+        words = [
+            other["ctx"]["expected"]
+            for at, other in places
+            if at == place and other["type"] == "literal_error"
+        ]
     else:
-        place = place[1:]
+        place, words = place[1:], []
     field = ".".join(str(part) for part in place)
     got = first.get("input")
     if first["type"] == "extra_forbidden":
@@ -257,7 +262,8 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
         )
         return ApiError(400, message, param=field, code="unknown_field")
     shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f", got {got!r}"
-    message = f"{first['msg']}{shown if len(shown) <= _MAX_SHOWN else ''} - in `{field}`"
+    also = "" if first["type"] == "literal_error" else "".join(f", or {word}" for word in words)
+    message = f"{first['msg']}{also}{shown if len(shown) <= _MAX_SHOWN else ''} - in `{field}`"
     return ApiError(400, message, param=field or None, code="invalid_body")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote.limited_socket import Allowance, LimitedSocket
 from quire.tiers.remote.store_protocol import Record, StoredItem
+from quire.tiers.remote.store_url import take_options
 
 if TYPE_CHECKING:
     import redis
@@ -28,13 +29,18 @@ _PREFIX = b"quire:kv:1:"
 _MAX_VALUE_BYTES = 512 << 20  # of the protocol
 _SCAN_KEYS, _SCAN_S = 500, 30.0
 _SCAN_BYTES = 1 << 20
+_OPTIONS = {  # of redis-py, by scheme
+    "unix": ("db",),
+    "rediss": ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"),
+}
 
 
 class RedisStore:
     """See the module's text, and `store_protocol.Store`. Connects at the first call.
 
     url: redis://[[user]:password@]host[:port][/db], rediss:// for TLS, unix:///path; valkey:// and valkeys:// are the
-    same as the first two. connect: makes a connected socket in place of the URL's host, for tests without a network.
+    same as the first two. It takes the options `_OPTIONS`. connect: makes a connected socket in place of the URL's
+    host, for tests without a network.
 
     *raises:* BackendError: redis-py is not installed. ArgumentError: an invalid URL.
     """
@@ -169,15 +175,18 @@ def _make_pool(
     kind = {"valkey": "redis", "valkeys": "rediss"}.get(kind, kind)
     try:
         options: dict[str, Any] = connection.parse_url(f"{kind}://{rest}")
-        # If a password ends early its rest parses as a port, a path or a query, and would be shown.
-        host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-        if kind != "unix" and "@" in rest[len(host) :]:
+        # If a password ends early its rest parses as a port, a path or a query, and would be shown. redis-py takes a
+        # path that is no number for database 0.
+        place, _, query = rest.partition("?")
+        path = place.partition("/")[2]
+        if "#" in rest or "@" in query or (kind != "unix" and not re.fullmatch("[0-9]*", path)):
             raise ValueError
     except ValueError:  # its text may have a part of the password
         raise ArgumentError(
             "expected redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// or unix://, got another URL; in a "
             "password write / as %2F, # as %23, ? as %3F and @ as %40"
         ) from None
+    take_options(url, _OPTIONS.get(kind, ()))
     base: Any = options.pop("connection_class", connection.Connection)
 
     class LimitedConnection(base):
