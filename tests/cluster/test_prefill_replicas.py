@@ -18,14 +18,13 @@ from quire.cluster.replica_group import ReplicaGroup, ReplicaLostError
 from quire.cluster.replica_server import AnswerPart, CarriedRequest, ReplicaServer
 from quire.cluster.route_table import RouteTable
 from quire.offload.open_tiers import OpenTiers
+from quire.offload.tier_budget import TierBudget
 from quire.peer_address import PeerAddress
 from quire.tiers.peers.peer_tier import PeerTier
 from quire.tiers.tier import TierError
 from quire.weights.load import load_tokenizer
 
 from .conftest import SECRET, settings_of
-
-pytestmark = pytest.mark.usefixtures("loading_pays")  # however busy the machine is
 
 BODY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 APART: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1, "prefill_min_tokens": 32}
@@ -130,6 +129,12 @@ class Apart:
     def loaded(self) -> int:
         stats = asyncio.run(self.engine._engine.stats())
         return stats["hit_tokens_by_tier"].get("peers", 0)
+
+
+@pytest.fixture(autouse=True)
+def peers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long earlier look-ups took."""
+    monkeypatch.setattr(TierBudget, "may_look_up", lambda self, tier, expected_s: True)
 
 
 @pytest.fixture(scope="module")

@@ -41,5 +41,7 @@ def test_a_name_is_taken_once_and_known_as_long_as_it_is_registered() -> None:
     for name in ("last", "ngram"):
         with pytest.raises(ArgumentError, match=f"expected a new name for a proposer, got '{name}'"):
             register(name, lambda: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ArgumentError, match=r"expected off, auto, ngram, suffix, last, or .* got 'first'"):
+    with pytest.raises(
+        ArgumentError, match=r"expected off, auto, ngram, suffix, last, model:PATH, or .* got 'first'"
+    ):
         EngineConfig(speculation="first")
