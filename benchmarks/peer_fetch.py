@@ -1,9 +1,10 @@
 """A prefix that another engine holds: time to the first token, and decodes beside or apart from a prefill. JSON lines.
 
-    python benchmarks/peer_fetch.py [--quick] [--tokens 2000] [--turns 3] [--layers 28]
+    python benchmarks/peer_fetch.py [--quick] [--tokens 2000] [--turns 3] [--layers 28] [--tcp]
 
 Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`), bfloat16. Two processes with an engine of one thread
-each on this machine, connected by a Unix socket: one computes prompts and gives its host memory to the other.
+each on this machine, connected by a Unix socket: one computes prompts and gives its host memory to the other. `--tcp`:
+by TCP with signed values, as replicas of a cluster are.
   first token   of a prompt of `--tokens` tokens: cold, held by the peer, held in own memory; medians
   decodes       gaps between tokens of four answers while such a prompt comes: `beside`, computed by the same engine;
                 `apart`, computed by the peer, then fetched. Both with `long_prefill_tokens` 64, and 0 (no limit)
@@ -29,6 +30,7 @@ from quire import LLM, SamplingParams
 
 FIRST = SamplingParams(max_tokens=1, temperature=0.0)
 NUM_DECODES, SETTLED_STEPS = 4, 16
+SECRET = b"of the two processes"
 
 
 def engine(quick: bool, layers: int | None, **options: Any) -> LLM:
@@ -45,25 +47,31 @@ def engine(quick: bool, layers: int | None, **options: Any) -> LLM:
 
 def serve_peer(connection: Connection, quick: bool, layers: int | None, address: str) -> None:
     """The other process: computes each prompt that it receives, and answers when its host memory has it."""
-    with engine(quick, layers, cache_write="through", peer_listen=address) as llm:
-        connection.send(True)
+    secret = None if address.startswith("unix:") else SECRET
+    options = {"cache_write": "through", "peer_listen": address, "peer_secret": secret}
+    with engine(quick, layers, **options) as llm:
+        assert llm.tiers is not None
+        assert llm.tiers.peer_server is not None
+        connection.send(str(llm.tiers.peer_server.address))
         while (prompt := connection.recv()) is not None:
             llm.generate([prompt], FIRST)
-            assert llm.tiers is not None
             llm.tiers.stack.flush()
             connection.send(True)
 
 
 class Peer:
-    """The other process."""
+    """The other process. address: at which it listens. options: of an engine that asks it."""
 
-    def __init__(self, folder: str, quick: bool, layers: int | None) -> None:
-        self.address = f"unix:{Path(folder) / 'peer'}"
+    def __init__(self, address: str, quick: bool, layers: int | None) -> None:
         self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
-        arguments = (theirs, quick, layers, self.address)
-        self._process = multiprocessing.get_context("spawn").Process(target=serve_peer, args=arguments)
+        arguments = (theirs, quick, layers, address)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=serve_peer, args=arguments, daemon=True
+        )
         self._process.start()
-        assert self._connection.recv()
+        self.options = {"peers": self._connection.recv()}
+        if not address.startswith("unix:"):
+            self.options["peer_secret"] = SECRET
 
     def begin(self, prompt: list[int]) -> None:
         self._connection.send(prompt)
@@ -147,20 +155,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--tcp", action="store_true", help="signed values by TCP, as in a cluster")
     arguments = parser.parse_args()
+    if arguments.tcp and arguments.quick:
+        parser.error(
+            "expected --tcp without --quick: the small model computes faster than signed values come"
+        )
     emit_machine()
     quick, layers = arguments.quick, arguments.layers
     num_tokens = 256 if quick else arguments.tokens
     turns = 1 if quick else arguments.turns
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(folder, quick, layers)
+        address = "127.0.0.1:0" if arguments.tcp else f"unix:{Path(folder) / 'peer'}"
+        peer = Peer(address, quick, layers)
         with (
             engine(quick, layers, prefix_caching=True) as cold,
-            engine(quick, layers, peers=peer.address) as llm,
+            engine(quick, layers, **peer.options) as llm,
         ):
             first_tokens(llm, cold, peer, num_tokens, turns)
         for limit in (64, 0):
-            with engine(quick, layers, peers=peer.address, long_prefill_tokens=limit) as llm:
+            with engine(quick, layers, **peer.options, long_prefill_tokens=limit) as llm:
                 for case in ("beside", "apart"):
                     rows = [
                         gaps(
