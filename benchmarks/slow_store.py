@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from engine import make_model, prompts_of
@@ -47,8 +46,13 @@ class DelayedTier(HostTier):
 
     def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
         time.sleep(self.delay_s)
-        values = [super(DelayedTier, self).load(key) for key in keys]
-        return [value for value in takewhile(lambda one: one is not None, values) if value is not None]
+        values: list[memoryview] = []
+        for key in keys:
+            value = super().load(key)
+            if value is None:
+                break
+            values.append(value)
+        return values
 
     def close(self) -> None: ...
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any
 
 from quire.tiers.tier import DamagedError, LoadsMany, Reason, SegmentInfo, Tier, TierError, TierStats
@@ -74,11 +73,13 @@ class SignedTier:
         """See `LoadsMany`; none if the inner tier loads one value at a time."""
         if not isinstance(self.inner, LoadsMany):
             return []
-        found = self.inner.load_many(keys)
-        contents = (self._signed_content(key, value) for key, value in zip(keys, found, strict=False))
-        return [
-            content for content in takewhile(lambda one: one is not None, contents) if content is not None
-        ]
+        contents: list[memoryview] = []
+        for key, value in zip(keys, self.inner.load_many(keys), strict=False):
+            content = self._signed_content(key, value)
+            if content is None:
+                break
+            contents.append(content)
+        return contents
 
     def _signed_content(self, key: bytes, value: memoryview) -> memoryview | None:
         """The content of a signed value; None: it is not signed under this secret."""
